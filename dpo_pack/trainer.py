@@ -372,7 +372,7 @@ class Trainer:
         checkpoint, and starts trackers. The other ranks go on when rank 0 has written the files."""
         run, setup, recipe = self.run, self.setup, self.recipe
         with ranks.first_goes_first():
-            run.write(self._describe_in_files)
+            ranks.only_first(self._describe_in_files)
         ranks.require_shared(run.root, "output_dir")
         if not recipe.logging.trackers:
             return
@@ -470,7 +470,7 @@ class Trainer:
             is_last = state.step == self.source.num_steps
             # The evaluation resets `owes_evaluation`. A run that is stopped before evaluates when it resumes.
             state.owes_evaluation = is_last or is_multiple(state.step, every_steps)
-            if is_logged or state.owes_evaluation or self.saver.is_multiple:  # these wait for the device
+            if is_logged or state.owes_evaluation or self.saver.is_due:  # these wait for the device
                 log.report_nonfinite()  # raises RunError if the recipe stops at such a step
             # `step_record` comes first: it waits for the device, and `end_step` must count that waiting time.
             record = self.step_record(batch, outcome) if is_logged else None

@@ -222,7 +222,7 @@ def checkpoints(num_parameters: int = 25_000_000, repeats: int = 6) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     state = TrainState(scorer=policy, optimizer=optimizer, scheduler=scheduler, source=_NoSource())
-    identity = Identity(fingerprints={}, words={}, versions={}, ranks="", judged_by="")
+    identity = Identity(fingerprints={}, versions={}, ranks="", judged_by="")
     place = Place(step=0, metrics_offset=0, source={})
 
     def step() -> float:

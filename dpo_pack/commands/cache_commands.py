@@ -54,14 +54,11 @@ def export(
         str, typer.Option(help="Beginning of a name that `list` shows; default: the only one.")
     ] = "",
     cache_dir: CacheDir = None,
-    recipe: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Write all log-probs of a model into one Parquet file.
 
     `dpopack cache import` reads this file, here or on another machine.
     """
-    if recipe is not None:
-        raise RecipeError("--recipe: leave it out, and say with --namespace which model's log-probs you want")
     from dpo_pack.reference.cache import default_cache_directory
     from dpo_pack.reference.maintenance import export_namespace
 
@@ -132,11 +129,6 @@ def prune(
         say(f"{verb} {num_bytes / 1e6:,.1f} MB of {name}: {reason}")
         total_bytes += num_bytes
     say(f"{total_bytes / 1e6:,.1f} MB in all{'; nothing was removed' if dry_run else ''}")
-
-
-@cache_app.command(hidden=True, context_settings={"ignore_unknown_options": True})
-def verify(_: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    raise RecipeError("cache verify: nothing to do, because a run verifies every part that it reads")
 
 
 def _seconds(age: str) -> float:

@@ -455,16 +455,11 @@ def recipe_command(
         say(f"{check} is in order")
 
 
-def _print_version(value: bool) -> None:
-    if value:
+@app.callback(invoke_without_command=True)
+def common(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Handles the options that stand before a command."""
+    if version:
         say(f"dpo-pack {dpo_pack.__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def common(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Defines the options that stand before a command."""

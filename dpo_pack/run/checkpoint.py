@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import dpo_pack
 from dpo_pack.model.fingerprint import relevant_config
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.recipe.training import CheckpointRecipe
 from dpo_pack.reference.cache import namespace_digest
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.run.checkpoint_files import (
@@ -50,14 +49,17 @@ from dpo_pack.run.log import RunLog
 from dpo_pack.run.run_dir import RunDir, damage_of
 from dpo_pack.run.samples import before_and_after
 from dpo_pack.run.setup import Setup
-from dpo_pack.run.state import Counters, Identity, Place, Selection, TrainState, is_multiple
+from dpo_pack.run.state import Counters, Identity, Place, Selection, Standing, TrainState, is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import sync, writing
 from dpo_pack.system.machine import package_versions
 from dpo_pack.training.batches import BatchSource
 
-_COUNTERS = ("step", "num_pairs", "num_tokens", "num_flops", "train_seconds", "evaluation", "owes_evaluation")
+_COUNTERS = (  # the fields that TrainState and Counters share
+    "step", "num_pairs", "num_tokens", "num_flops", "train_seconds", "evaluation", "owes_evaluation",
+    "standing", "health",
+)  # fmt: skip
 
 
 def run_identity(
@@ -73,7 +75,7 @@ def run_identity(
 
     `moves`: the reference follows the policy. `frozen`: the reference's log-probs, if the run has them.
     """
-    recipe, data, facts = setup.recipe, setup.data, setup.policy_facts
+    data, facts = setup.data, setup.policy_facts
     fingerprints = {
         "data": data.fingerprint,
         "plan": source.steps_fingerprint,
@@ -81,28 +83,18 @@ def run_identity(
         # A checkpoint holds weights only. The model's config says what is computed with them.
         "model config": namespace_digest(relevant_config(facts.config)),
     }
-    words = {
-        "data": f"{data.train.num_pairs:,} rows to train on",
-        "plan": f"{source.num_steps:,} steps",
-        "reference": recipe.reference.path or "the policy as it starts",
-    }
-    if recipe.train.early_stopping is not None:
+    if setup.recipe.train.early_stopping is not None:
         fingerprints["held-out data"] = data.eval_fingerprint
     if policy.adapter is not None:  # checkpoints of such a run hold the adapter alone
-        fingerprints["base model"], words["base model"] = facts.namespace["weights"], facts.path
+        fingerprints["base model"] = facts.namespace["weights"]
     if facts.balance is not None:
-        coefficient = f"x {facts.balance.coefficient:g}"
-        fingerprints["load-balancing loss"] = words["load-balancing loss"] = coefficient
-    versions, number = package_versions(), ranks.num_ranks()
-    # Another release of these packages may change the last bits of results.
+        fingerprints["load-balancing loss"] = f"x {facts.balance.coefficient:g}"
+    number, versions = ranks.num_ranks(), package_versions()
     packages: tuple[str, ...] = ("torch", "transformers", "peft")
-    kept = {package: versions[package] for package in packages if package in versions}
-    judged_by = (
-        "" if selection is None else f"{selection.metric} of {selection.eval_set}, {data.eval_fingerprint}"
-    )
+    kept = {name: versions[name] for name in packages if name in versions}
+    judged_by = f"{selection.metric} of {selection.eval_set}, {data.eval_fingerprint}" if selection else ""
     return Identity(
         fingerprints=fingerprints,
-        words=words,
         versions={"dpo-pack": dpo_pack.__version__, **kept},
         ranks="one process" if number == 1 else f"{number} processes ({setup.strategy.name})",
         judged_by=judged_by,
@@ -131,41 +123,47 @@ class Saver:
         self.place = Place(step=self.state.step, metrics_offset=offset, metrics_crc32=crc32, source=source)
 
     def begin(self) -> None:
-        """Marks the place where this process begins to train: step 0, or the checkpoint that it resumes."""
+        """Marks the place where this process begins to train: step 0, or the checkpoint that it resumes.
+
+        Removes from the list of best evaluations those without a checkpoint in this run's directory.
+        """
         self.mark_place()
+        standing, directory = self.state.standing, self.run.checkpoints
         if self.run.has_own_checkpoint:
             self.saved = self.place
-        if self.run.checkpoint is not None:
-            self._forget_lost_bests()
-
-    @property
-    def settings(self) -> CheckpointRecipe:
-        return self.setup.recipe.checkpoint
-
-    @property
-    def is_multiple(self) -> bool:
-        """Whether the step is a multiple of `checkpoint.every_steps`."""
-        return is_multiple(self.state.step, self.settings.every_steps)
+        if self.run.checkpoint is None or self.setup.recipe.checkpoint.keep_best == 0:
+            return
+        kept = ranks.first_says(
+            tuple(entry for entry in standing.best if checkpoint_path(directory, entry[0]).is_dir())
+        )
+        if kept != standing.best:
+            lost = ", ".join(str(step) for step in standing.best_steps if step not in dict(kept))
+            self.log.print(
+                f"Note: the best evaluations were after step {lost}, but {directory} has none of their "
+                "checkpoints; from now on, those of the best later evaluations are kept"
+            )
+            self.state.standing = replace(standing, best=kept)
 
     @property
     def is_due(self) -> bool:
         """Whether a checkpoint is due: by `checkpoint.every_steps`, or because the evaluation after this step
         is among the best (`checkpoint.keep_best`)."""
-        best_steps = self.state.standing.best_steps[: self.settings.keep_best]
-        return self.state.step > 0 and (self.is_multiple or self.state.step in best_steps)
+        step, settings = self.state.step, self.setup.recipe.checkpoint
+        is_best = step in self.state.standing.best_steps[: settings.keep_best]
+        return step > 0 and (is_best or is_multiple(step, settings.every_steps))
 
     def save(self) -> None:
         """Writes a checkpoint of the full state. A run resumed from it goes on as if it had not stopped."""
-        settings = self.settings
+        settings = self.setup.recipe.checkpoint
         self.log.flush_pairs()
-        with writing(self.run.metrics):
-            self.run.write(lambda: sync(self.run.metrics))  # the checkpoint refers to the lines of this file
+        with writing(self.run.metrics):  # the checkpoint refers to the lines of this file
+            ranks.only_first(lambda: sync(self.run.metrics))
         content = checkpoint_content(
             self.state, self.place, self.identity, keep=settings.keep, num_best=settings.keep_best
         )
         path = self.writer.write(content, export=self.export if settings.export else None)
         self.saved = self.place
-        self.log.print(f"  {'saving' if self.writer.is_busy else 'saved'} {path}")
+        self.log.print(f"  {'saving' if self.writer.in_background else 'saved'} {path}")
 
     def export(self, target: Path) -> None:
         """Writes the policy as a model that transformers, PEFT or vLLM can load."""
@@ -219,10 +217,7 @@ class Saver:
         }
 
     def require_best(self) -> None:
-        """Raises RunError if `load_exported` would find no weights. Every rank must call it.
-
-        It is called before the run ends, so that the caller can still save the last step.
-        """
+        """Raises RunError if `load_exported` would find nothing, while the last step can still be saved."""
         remedy = "with checkpoint.load_best=false the same command exports the last weights"
         standing = self.state.standing
         if not standing.best:
@@ -236,26 +231,11 @@ class Saver:
     def load_exported(self) -> int:
         """Returns the step whose weights the run leaves. With `checkpoint.load_best` it loads the weights of
         the best evaluation into the policy; `require_best` has checked their files."""
-        if not self.settings.load_best:
+        if not self.setup.recipe.checkpoint.load_best:
             return self.state.step
         step = self.state.standing.best_steps[0]
-        path = checkpoint_path(self.run.checkpoints, step)
-        self.state.evaluation = load_trained(path, self.state.scorer)
+        self.state.evaluation = load_trained(checkpoint_path(self.run.checkpoints, step), self.state.scorer)
         return step
-
-    def _forget_lost_bests(self) -> None:
-        """Removes from the list of best evaluations those without a checkpoint in this run's directory."""
-        standing, directory = self.state.standing, self.run.checkpoints
-        kept = ranks.first_says(
-            tuple(entry for entry in standing.best if checkpoint_path(directory, entry[0]).is_dir())
-        )
-        if self.settings.keep_best > 0 and kept != standing.best:
-            lost = ", ".join(str(step) for step in standing.best_steps if step not in dict(kept))
-            self.log.print(
-                f"Note: the best evaluations were after step {lost}, but {directory} has none of their "
-                "checkpoints; from now on, those of the best later evaluations are kept"
-            )
-            self.state.standing = replace(standing, best=kept)
 
 
 # ------------------------------------------------------------------------------------------------ content
@@ -266,34 +246,28 @@ def checkpoint_content(
 ) -> CheckpointContent:
     """Returns the content to write for `state` at `place`: the state's tensors, and copies of the rest."""
     optimizer = state.optimizer
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
     moments: Any = {}
     if optimizer.state:  # if it is empty, torch would call optimizer.step() to fill it
         moments = get_optimizer_state_dict(state.scorer, optimizer)["state"]
+    counters = Counters(
+        **{name: getattr(state, name) for name in _COUNTERS},
+        metrics_offset=place.metrics_offset,
+        metrics_crc32=place.metrics_crc32,
+        identity=identity.fingerprints,
+        versions=identity.versions,
+        ranks=identity.ranks,
+        judged_by=identity.judged_by,
+    )
     return CheckpointContent(
         step=state.step,
         tensors={**_weights(state), "optimizer": moments},
         host=copy.deepcopy(
-            {
-                "optimizer_groups": [
-                    {key: value for key, value in group.items() if key != "params"}
-                    for group in optimizer.param_groups
-                ],
-                "scheduler": state.scheduler.state_dict(),
-                "source": place.source,
-            }
+            {"optimizer_groups": groups, "scheduler": state.scheduler.state_dict(), "source": place.source}
         ),
-        counters=copy.deepcopy({name: getattr(state, name) for name in _COUNTERS})
-        | {
-            "standing": asdict(state.standing),
-            "health": asdict(state.health),
-            "metrics_offset": place.metrics_offset,
-            "metrics_crc32": place.metrics_crc32,
-            "identity": identity.fingerprints,
-            "words": identity.words,
-            "versions": identity.versions,
-            "ranks": identity.ranks,
-            "judged_by": identity.judged_by,
-        },
+        counters=asdict(counters),  # copies
         keep=keep,
         keep_steps=state.standing.best_steps[:num_best],
     )
@@ -326,21 +300,16 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tup
     moments = {name: moment for name, moment in optimizer["state"].items() if name in saved["optimizer"]}
     assert moments.keys() == saved["optimizer"]
     _read_tensors(path, {**weights, "optimizer": moments})
-    set_optimizer_state_dict(
-        state.scorer,
-        state.optimizer,
-        {**optimizer, "state": moments},
-        options=StateDictOptions(strict=False),
-    )
+    options = StateDictOptions(strict=False)
+    set_optimizer_state_dict(state.scorer, state.optimizer, {**optimizer, "state": moments}, options=options)
     for group, settings in zip(state.optimizer.param_groups, groups, strict=True):
         group.update(settings)
     state.scheduler.load_state_dict(schedule)
     state.source.load_state_dict(source)
     for name in _COUNTERS:
         setattr(state, name, getattr(counters, name))
-    if counters.judged_by == identity.judged_by:  # else the saved values cannot be compared
-        state.standing = counters.standing
-    state.health = counters.health
+    if counters.judged_by != identity.judged_by:  # the saved values cannot be compared with later ones
+        state.standing = Standing()
     return counters.metrics_offset, list(_allowed_changes(counters, identity))
 
 
@@ -379,12 +348,8 @@ def _new_optimizer_state(state: TrainState) -> dict[str, Any]:
 
 
 def _refuse_another_run(path: Path, counters: Counters, identity: Identity) -> None:
-    changed = []
-    for name in {**identity.fingerprints, **counters.identity}:
-        if counters.identity.get(name) != identity.fingerprints.get(name):
-            then, now = counters.words.get(name), identity.words.get(name)
-            says = then != now and then is not None and now is not None
-            changed.append(f"{name} ({then} then, {now} now)" if says else name)
+    then, now = counters.identity, identity.fingerprints
+    changed = [name for name in {**now, **then} if then.get(name) != now.get(name)]
     if changed:
         raise RunError(
             f"{path} was saved with another {' and another '.join(changed)}, so going on would train "
@@ -401,13 +366,12 @@ def _allowed_changes(counters: Counters, identity: Identity) -> Iterator[str]:
         )
     if counters.ranks != identity.ranks:
         yield f"Note: the checkpoint was written on {counters.ranks}, and this run is on {identity.ranks}"
-    versions = [
+    changed = "; ".join(
         f"{package} {then} then, {identity.versions.get(package, 'none')} now"
         for package, then in counters.versions.items()
         if then != identity.versions.get(package)
-    ]
-    if versions:
-        changed = "; ".join(versions)
+    )
+    if changed:
         yield f"Warning: packages have other versions, which may change the last bits of results: {changed}"
 
 

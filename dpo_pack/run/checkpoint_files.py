@@ -13,7 +13,7 @@ import json
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -35,6 +35,7 @@ from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import (
     discard,
+    leaves,
     parse_json,
     path_aside,
     put_in_place,
@@ -46,26 +47,13 @@ from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.machine import host_memory
 
 COUNTERS, TENSORS, HOST_STATE, MODEL = "checkpoint.json", "tensors", "host.pt", "model"
+FileSums = dict[str, dict[str, int]]  # "bytes" and "crc32" of each file as it was written, by its path
 Value = TypeVar("Value")
 _CHUNK_BYTES = 2**24
 _LONGEST_WRITE = timedelta(days=1)  # the longest time that the other ranks wait for rank 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileSum:
-    """The size and the CRC-32 of a file as it was written."""
-
-    bytes: int
-    crc32: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FileList:
-    files: dict[str, FileSum]
-
-
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Returns the path of the checkpoint that is taken after `step` steps."""
     return directory / f"step-{step:06d}"
 
 
@@ -86,19 +74,12 @@ def drop_later_checkpoints(directory: Path, step: int) -> None:
             remove_directory(path)
 
 
-def file_sums(directory: Path, *, pattern: str = "*") -> dict[str, dict[str, int]]:
-    """Returns bytes and CRC-32 of each file, by its path in `directory`; leaves `checkpoint.json` out."""
-    files = (file for file in sorted(directory.rglob(pattern)) if file.is_file())
+def file_sums(directory: Path, *, pattern: str = "**/*") -> FileSums:
     return {
         file.relative_to(directory).as_posix(): {"bytes": file.stat().st_size, "crc32": _crc32(file)}
-        for file in files
-        if file.name != COUNTERS
+        for file in sorted(directory.glob(pattern))
+        if file.is_file()
     }
-
-
-def write_counters(path: Path, counters: dict[str, Any]) -> None:
-    """Writes `checkpoint.json` with a checksum of its content; this makes the directory a checkpoint."""
-    write_json_atomically(path / COUNTERS, {**counters, "crc32": _crc32_of(counters)})
 
 
 def read_counters(path: Path, shape: Any = dict[str, Any]) -> Any:
@@ -112,12 +93,15 @@ def read_counters(path: Path, shape: Any = dict[str, Any]) -> Any:
         return None
     counters = parse_json(text) or {}
     checksum = counters.pop("crc32", None)
-    return parse_json(json.dumps(counters).encode(), shape) if checksum == _crc32_of(counters) else None
+    if checksum != with_checksum(counters)["crc32"]:
+        return None
+    return parse_json(json.dumps(counters).encode(), shape)
 
 
-def _crc32_of(counters: dict[str, Any]) -> int:
+def with_checksum(counters: dict[str, Any]) -> dict[str, Any]:
+    """Returns what `checkpoint.json` holds: the counters, and a checksum of them."""
     # Numbers that were read from JSON are written with the same characters, so the checksum stays the same.
-    return zlib.crc32(json.dumps(counters, sort_keys=True).encode())
+    return {**counters, "crc32": zlib.crc32(json.dumps(counters, sort_keys=True).encode())}
 
 
 def find_damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> str | None:
@@ -125,21 +109,20 @@ def find_damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> str | None:
 
     Raises OSError if a file cannot be read: if a disk does not answer for a moment, this is no damage.
     """
-    listed: _FileList | None = read_counters(path, _FileList)
-    if listed is None:
+    counters = read_counters(path)
+    if counters is None:
         return f"{COUNTERS} is missing or damaged"
-    mine = sorted(listed.files.items())[rank::num_ranks]
-    return damage_of_files(path, dict(mine))
+    return damage_of_files(path, dict(sorted(counters["files"].items())[rank::num_ranks]))
 
 
-def damage_of_files(directory: Path, sums: Mapping[str, FileSum]) -> str | None:
+def damage_of_files(directory: Path, sums: FileSums) -> str | None:
     """Returns a text about the first file that is missing or differs from `sums`, or None. Raises OSError."""
     for name, expected in sums.items():
         try:
             num_bytes = (directory / name).stat().st_size
-            if num_bytes != expected.bytes:
-                return f"{name} has {num_bytes:,} bytes instead of {expected.bytes:,}"
-            if _crc32(directory / name) != expected.crc32:
+            if num_bytes != expected["bytes"]:
+                return f"{name} has {num_bytes:,} bytes instead of {expected['bytes']:,}"
+            if _crc32(directory / name) != expected["crc32"]:
                 return f"{name} has other content than was written"
         except FileNotFoundError:
             return f"{name} is missing"
@@ -209,8 +192,7 @@ class CheckpointWriter:
         path = checkpoint_path(self.directory, content.step)
         temporary = ranks.first_says(path_aside(path))
         if self.in_background == "auto":
-            lacks_room = not _has_room_for_copy(list(_local_tensors(content.tensors)))
-            self.in_background = not ranks.any_rank(lacks_room)
+            self.in_background = not ranks.any_rank(not _has_room_for_copy(content.tensors))
         with _discarded_on_failure(temporary):
             _on_every_rank(path, self._group, lambda: ranks.only_first(lambda: temporary.mkdir(parents=True)))
             if export is not None:
@@ -228,11 +210,6 @@ class CheckpointWriter:
             _write(content, temporary, path, self._group)
         return path
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether the background thread may still be writing a checkpoint."""
-        return self._pending is not None
-
     def wait(self) -> None:
         """Waits until the checkpoint that is being written is on disk. Raises CacheError if this fails."""
         pending, self._pending = self._pending, None
@@ -243,12 +220,8 @@ class CheckpointWriter:
         """Returns a copy in host memory (pinned if there is a GPU). It overwrites the previous copy."""
         if self._stager is None:
             has_gpu = torch.cuda.is_available()
-            options = StagingOptions(
-                use_pinned_memory=has_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=has_gpu,
-            )
+            aside = {"use_shared_memory": False, "use_async_staging": False}
+            options = StagingOptions(use_pinned_memory=has_gpu, use_non_blocking_copy=has_gpu, **aside)
             self._stager = DefaultStager(options)
         staged = self._stager.stage(tensors)
         assert isinstance(staged, dict)
@@ -278,19 +251,12 @@ class CheckpointWriter:
                 self._stager.close()
 
 
-def _local_tensors(tree: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yields this rank's part of every tensor in nested dicts."""
-    for value in tree.values():
-        if isinstance(value, Mapping):
-            yield from _local_tensors(value)
-        elif isinstance(value, Tensor):
-            yield value.to_local() if isinstance(value, DTensor) else value
-
-
-def _has_room_for_copy(tensors: Sequence[Tensor]) -> bool:
+def _has_room_for_copy(tree: Mapping[str, Any]) -> bool:
     """Whether a tensor is on a GPU, and copies of all ranks of this machine fit into half the free RAM."""
-    num_bytes = sum(tensor.nbytes for tensor in tensors) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return any(tensor.is_cuda for tensor in tensors) and 2 * num_bytes <= host_memory().free
+    every = [value for _, value in leaves(tree, separator=".") if isinstance(value, Tensor)]
+    own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in every]
+    num_bytes = sum(tensor.nbytes for tensor in own) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return any(tensor.is_cuda for tensor in own) and 2 * num_bytes <= host_memory().free
 
 
 def _write(content: CheckpointContent, temporary: Path, path: Path, group: Any) -> None:
@@ -304,17 +270,13 @@ def _write(content: CheckpointContent, temporary: Path, path: Path, group: Any) 
         _on_every_rank(path, group, lambda: ranks.only_first(complete))
 
 
-def _complete(
-    content: CheckpointContent, temporary: Path, path: Path, files: dict[str, dict[str, int]]
-) -> None:
+def _complete(content: CheckpointContent, temporary: Path, path: Path, files: FileSums) -> None:
     """Adds what is no tensor, renames the checkpoint, removes old ones. `files`: of all ranks' tensors."""
     with (temporary / HOST_STATE).open("wb") as file:  # given a path, torch.save does not report a full disk
         torch.save(content.host, file)
-    for directory, pattern in ((TENSORS, ".metadata"), (MODEL, "*")):
-        sums = file_sums(temporary / directory, pattern=pattern)
-        files |= {f"{directory}/{name}": total for name, total in sums.items()}
-    files |= file_sums(temporary, pattern=HOST_STATE)
-    write_counters(temporary, {**content.counters, "files": files})
+    for pattern in (HOST_STATE, f"{TENSORS}/.metadata", f"{MODEL}/**/*"):
+        files |= file_sums(temporary, pattern=pattern)
+    write_json_atomically(temporary / COUNTERS, with_checksum({**content.counters, "files": files}))
     put_in_place(temporary, path)
     for old in checkpoints(path.parent)[: -content.keep]:
         if step_of(old) not in {content.step, *content.keep_steps}:
@@ -336,12 +298,7 @@ def _save_tensors(tensors: dict[str, Any], directory: Path, group: Any) -> None:
 
 def _on_every_rank(path: Path, group: Any, work: Callable[[], Value]) -> list[Value]:
     """Runs `work` on each rank; returns all results. If one rank cannot write, all raise its CacheError."""
-
-    def work_or_refuse() -> Value:
-        with writing(path):
-            return work()
-
-    return ranks.every_rank_does(work_or_refuse, group)
+    return ranks.every_rank_does(writing(path)(work), group)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from dpo_pack.run.pairs import prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import Setup, check_data, load_proved, prepare
 from dpo_pack.run.state import Selection, TrainState, judge
+from dpo_pack.system import ranks
 from dpo_pack.system.console import progress_bar
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.hub import HUB_ID, is_adapter
@@ -107,7 +108,7 @@ class Evaluator:
             )
             log.write_evaluation(state.step, held_out.name, result, sentence)
         if results:
-            log.run.write(lambda: write_held_out_pairs(results, log.run.held_out, step=state.step))
+            ranks.only_first(lambda: write_held_out_pairs(results, log.run.held_out, step=state.step))
         with self.interruption.lifted():  # a signal ends it at once; a resumed run repeats it
             win_rates = [] if self.win_rate is None else list(self.win_rate.evaluate())
         for name, result in win_rates:

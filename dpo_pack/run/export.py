@@ -37,11 +37,7 @@ from dpo_pack.system.process import printable
 
 
 def export_model(
-    loaded: LoadedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    target: Path,
-    *,
-    card: Callable[[], str],
+    loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, target: Path, *, card: Callable[[], str]
 ) -> None:
     """Writes weights, config, generation config, tokenizer and README.md; the directory is whole or absent.
 
@@ -113,16 +109,10 @@ def model_card(
     )
     adapter = "" if adapter_base is None else f"A LoRA adapter for {name_for_others(adapter_base)}: "
     lines = [
-        "---",
-        head.to_yaml().strip(),
-        "---",
-        "",
-        f"# {name}",
-        "",
+        f"---\n{head.to_yaml().strip()}\n---\n\n# {name}\n",
         f"{adapter}{name_for_others(recipe.model.path)} fine-tuned with DPO (Rafailov et al. 2023, "
-        f"arXiv 2305.18290) by dpo-pack {dpo_pack.__version__}.",
-        "",
-        *_usage(
+        f"arXiv 2305.18290) by dpo-pack {dpo_pack.__version__}.\n",
+        _usage(
             str(recipe.output_dir / "model"),
             is_chat=is_chat,
             needs_peft=adapter_base is not None,
@@ -138,19 +128,11 @@ def model_card(
         ]
     lines += [
         f"Training: {totals['steps']:,} steps, {totals['pairs']:,} preference pairs, "
-        f"{totals['tokens']:,} tokens, {format_seconds(totals['train_seconds'])}.",
-        "",
+        f"{totals['tokens']:,} tokens, {format_seconds(totals['train_seconds'])}.\n",
         *_samples_in_markdown(samples),
-        "## Data",
-        "",
+        "## Data\n",
         *data_lines,
-        "",
-        "## Recipe",
-        "",
-        "```yaml",
-        dump_recipe(recipe, for_others=True).strip(),
-        "```",
-        "",
+        f"\n## Recipe\n\n```yaml\n{dump_recipe(recipe, for_others=True).strip()}\n```\n",
     ]
     return "\n".join(lines)
 
@@ -168,36 +150,31 @@ def _samples_in_markdown(samples: Sequence[tuple[str, Sample]]) -> list[str]:
 _USAGE_TITLE = "## How to use it"
 
 
-def _usage(model_id: str, *, is_chat: bool, needs_peft: bool, needs_code: bool) -> list[str]:
+def _usage(model_id: str, *, is_chat: bool, needs_peft: bool, needs_code: bool) -> str:
     """Returns the card's section with an example. transformers loads an adapter with its base, if peft is
     installed. An upload replaces the line of `model_id`."""
     trusts = ", trust_remote_code=True" if needs_code else ""
     question = "How do I learn a language?"
+    inputs = f'inputs = tokenizer("{question}", return_tensors="pt")'
     if is_chat:
-        inputs = [
-            f'messages = [{{"role": "user", "content": "{question}"}}]',
-            "inputs = tokenizer.apply_chat_template(",
-            '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
-            ")",
-        ]
-    else:
-        inputs = [f'inputs = tokenizer("{question}", return_tensors="pt")']
-    return [
-        _USAGE_TITLE,
-        "",
-        "```python",
-        "# pip install transformers torch" + " peft" * needs_peft,
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f"model_id = {json.dumps(model_id, ensure_ascii=False)}",
-        f"tokenizer = AutoTokenizer.from_pretrained(model_id{trusts})",
-        f'model = AutoModelForCausalLM.from_pretrained(model_id, dtype="auto"{trusts})',
-        *inputs,
-        "output = model.generate(**inputs, max_new_tokens=100)",
-        'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
-        "```",
-        "",
-    ]
+        inputs = f"""messages = [{{"role": "user", "content": "{question}"}}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)"""
+    return f"""{_USAGE_TITLE}
+
+```python
+# pip install transformers torch{" peft" * needs_peft}
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model_id = {json.dumps(model_id, ensure_ascii=False)}
+tokenizer = AutoTokenizer.from_pretrained(model_id{trusts})
+model = AutoModelForCausalLM.from_pretrained(model_id, dtype="auto"{trusts})
+{inputs}
+output = model.generate(**inputs, max_new_tokens=100)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+```
+"""
 
 
 def _held_out_results(
@@ -282,7 +259,7 @@ def merge_adapter(
         needs_code=trust_remote_code,
     )
     with written_aside(target) as temporary:
-        _write_model(merged, tokenizer, temporary, _merged_card(adapter, "\n".join(example)))
+        _write_model(merged, tokenizer, temporary, _merged_card(adapter, example))
     return adapter
 
 

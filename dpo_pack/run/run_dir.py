@@ -11,15 +11,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 import dpo_pack
-from dpo_pack.model.shape import router_balance
 from dpo_pack.recipe.changes import changed_values
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe
 from dpo_pack.recipe.text import show
 from dpo_pack.run.checkpoint_files import (
-    FileSum,
+    FileSums,
     checkpoints,
     damage_of_files,
     file_sums,
@@ -27,7 +24,6 @@ from dpo_pack.run.checkpoint_files import (
     saved_counters,
     step_of,
 )
-from dpo_pack.run.models import resolve_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RecipeError, RunError
 from dpo_pack.system.files import (
@@ -46,11 +42,6 @@ RECIPE_FILE, INFO_FILE, LOCK_FILE = "recipe.yaml", "run.json", "run.lock"
 _MOST_SHOWN = 30  # characters of a recipe's value
 
 
-def _part(name: str) -> Any:
-    """A file or directory that a run writes beside RECIPE_FILE and INFO_FILE."""
-    return field(init=False, metadata={"part": name})
-
-
 @dataclass(slots=True, kw_only=True)
 class RunDir:
     """The files of one run, and the content of `run.json`. Only rank 0 writes; the other ranks go on."""
@@ -59,22 +50,23 @@ class RunDir:
     checkpoint: Path | None  # the run resumes from it; None if the run begins at step 0
     is_finished: bool
     info: dict[str, Any] = field(default_factory=dict)
-    metrics: Path = _part("metrics.jsonl")
-    samples: Path = _part("samples.jsonl")
-    held_out: Path = _part("held_out.parquet")
-    console_log: Path = _part("console.log")
-    data_report: Path = _part("data_report.json")
-    packing_report: Path = _part("packing_report.json")
-    reference: Path = _part("reference.parquet")
-    page: Path = _part("report.html")
-    checkpoints: Path = _part("checkpoints")
-    model: Path = _part("model")
-    trackers: Path = _part("trackers")
-    rollouts: Path = _part("rollouts.parquet")  # a directory, as `pairs` is
-    pairs: Path = _part("pairs.parquet")
+    # What a run writes beside RECIPE_FILE and INFO_FILE. `rollouts` and `pairs` are directories.
+    metrics: Path = Path("metrics.jsonl")
+    samples: Path = Path("samples.jsonl")
+    held_out: Path = Path("held_out.parquet")
+    console_log: Path = Path("console.log")
+    data_report: Path = Path("data_report.json")
+    packing_report: Path = Path("packing_report.json")
+    reference: Path = Path("reference.parquet")
+    page: Path = Path("report.html")
+    checkpoints: Path = Path("checkpoints")
+    model: Path = Path("model")
+    trackers: Path = Path("trackers")
+    rollouts: Path = Path("rollouts.parquet")
+    pairs: Path = Path("pairs.parquet")
 
     def __post_init__(self) -> None:
-        for name, part in parts().items():
+        for name, part in PARTS.items():
             setattr(self, name, self.root / part)
 
     @property
@@ -89,33 +81,24 @@ class RunDir:
         return self.checkpoint.resolve().parents[1] / self.reference.name
 
     def model_files(self) -> dict[str, dict[str, int]]:
-        """Returns size and checksum of each file in model/, except README.md, because users edit it.
-
-        Every rank must call it.
-        """
+        """Returns size and checksum of each file in model/, except README.md, because users edit it."""
         sums = ranks.first_does(lambda: file_sums(self.model))
         return {name: total for name, total in sums.items() if name != "README.md"}
-
-    def write(self, work: Callable[[], object]) -> None:
-        """Runs `work`, which writes files of this run, on rank 0; the other ranks go on."""
-        ranks.only_first(work)
 
     def remove_leftovers(self) -> None:
         """Removes the temporary files that a killed process has left."""
         for directory in (self.root, self.checkpoints, self.rollouts, self.pairs):
             for leftover in directory.glob(".*.tmp"):
-                self.write(functools.partial(discard, leftover))
+                ranks.only_first(functools.partial(discard, leftover))
 
     def update(self, **changes: Any) -> None:
         """Sets keys of `run.json` and writes the file."""
         self.info.update(changes)
-        self.write(lambda: write_json_atomically(self.root / INFO_FILE, self.info))
+        ranks.only_first(lambda: write_json_atomically(self.root / INFO_FILE, self.info))
 
 
-@functools.cache
-def parts() -> dict[str, str]:
-    """The names of the files and directories that a run writes, by their names in RunDir."""
-    return {one.name: one.metadata["part"] for one in fields(RunDir) if "part" in one.metadata}
+# The names of the files and directories that a run writes, by their names in RunDir.
+PARTS = {one.name: str(one.default) for one in fields(RunDir) if isinstance(one.default, Path)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +108,14 @@ class _Info:
     status: Literal["running", "interrupted", "failed", "finished"]
     totals: dict[str, float] = field(default_factory=dict)
     tracking_id: str = ""
-    model_files: dict[str, FileSum] = field(default_factory=dict)
+    model_files: FileSums = field(default_factory=dict)
 
 
 @contextlib.contextmanager
 def only_run(root: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Makes this run the only one that writes in `root`, for the `with` block. Every rank must call it.
 
-    Rank 0 holds a lock. If another run holds it, this raises RunError, which names that run's process.
+    Raises RunError if another run holds the lock.
     """
     with contextlib.ExitStack() as stack:
         ranks.first_does(lambda: stack.enter_context(locked(root / LOCK_FILE, f"output_dir: {root}", say)))
@@ -142,8 +125,7 @@ def only_run(root: Path, say: Callable[[str], None]) -> Iterator[None]:
 def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     """Decides whether the run is new, resumed or finished. Writes nothing.
 
-    Raises RunError if the recipe cannot use `output_dir` or `checkpoint.resume`, because another run is
-    there, for example.
+    Raises RunError if the recipe cannot use `output_dir` or `checkpoint.resume`.
     """
     root, resume, text = recipe.output_dir, recipe.checkpoint.resume, dump_recipe(recipe)
     _refuse_to_replace_inputs(recipe)
@@ -200,8 +182,7 @@ def _require_model(root: Path, found: Sequence[Path], ways_out: str) -> None:
 def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> None:
     """Sets `run.checkpoint` to the newest checkpoint without damaged files; every rank must call it.
 
-    Raises RunError if `resume` (`checkpoint.resume`) names a checkpoint and it is damaged, or if a rank
-    cannot see it.
+    Raises RunError if a rank cannot see it, or if `checkpoint.resume` names one that is damaged.
     """
     if run.checkpoint is not None and not all(ranks.every_rank_says(run.checkpoint.is_dir())):
         raise RunError(
@@ -212,7 +193,8 @@ def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> N
         path = run.checkpoint
         damage = damage_of(path)
         if damage is None:
-            ranks.first_does(lambda: _require_metrics(run))
+            if run.has_own_checkpoint:
+                ranks.first_does(functools.partial(_require_metrics, run.metrics, path))
             return
         if resume != "auto":
             raise RunError(
@@ -225,29 +207,24 @@ def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> N
         say(f"Warning: {path} is damaged: {damage}; {instead}")
 
 
-def _require_metrics(run: RunDir) -> None:
+def _require_metrics(metrics: Path, checkpoint: Path) -> None:
     """Raises RunError if lines of metrics.jsonl from before the run's checkpoint are lost or changed."""
-    if not run.has_own_checkpoint:
-        return
-    assert run.checkpoint is not None
-    saved = saved_counters(run.checkpoint)
-    content = run.metrics.read_bytes() if run.metrics.is_file() else b""
+    saved = saved_counters(checkpoint)
+    content = metrics.read_bytes() if metrics.is_file() else b""
     if zlib.crc32(content[: saved.metrics_offset]) != saved.metrics_crc32:
         what = f"has {len(content):,} bytes, but it had {saved.metrics_offset:,}"
         if len(content) >= saved.metrics_offset:
             what = f"has other content in its first {saved.metrics_offset:,} bytes than"
         raise RunError(
-            f"output_dir: {run.metrics} {what} when {run.checkpoint} was written; put the whole file back, "
-            f"or go on in another output_dir with checkpoint.resume={run.checkpoint}"
+            f"output_dir: {metrics} {what} when {checkpoint} was written; put the whole file back, or go on "
+            f"in another output_dir with checkpoint.resume={checkpoint}"
         )
 
 
 def damage_of(checkpoint: Path) -> str | None:
-    """Returns a text about a damaged file of the checkpoint, or None. Every rank must call it: each checks a
-    part of the files.
+    """Returns a text about a damaged file of the checkpoint, or None. Every rank checks a part of the files.
 
-    If one rank cannot read a file, all ranks raise RunError. Such a file does not count as damaged, because
-    the run would then use an older checkpoint or begin at step 0.
+    If one rank cannot read a file, all raise RunError: if it counted as damaged, the run would go back.
     """
 
     def look() -> str | None:
@@ -270,7 +247,7 @@ def begin_run(run: RunDir, recipe_text: str, device: str) -> None:
     """
     if run.checkpoint is None:
         with writing(run.root):
-            earlier = (run.root / part for part in parts().values())
+            earlier = (run.root / part for part in PARTS.values())
             for path in (*earlier, *run.root.glob("nonfinite-step-*.json")):
                 if path.is_dir():
                     remove_directory(path)
@@ -321,18 +298,16 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str, *, is_finished: b
         ) from error
     changed = changed_values(earlier, recipe)
     then, now = earlier.loss.router_aux_coef, recipe.loss.router_aux_coef
-    if is_finished and not changed and then != now:
+    if is_finished and then != now:
         # 0 and null differ for some mixtures of experts only, so `changed_values` does not compare these two.
         # A run that is not finished finds the difference in its checkpoint.
-        model = resolve_model(recipe, torch.device("cpu"))
-        if router_balance(model.architecture, None) is not None:
-            changed = {"loss.router_aux_coef": (then, now)}
-    differences = []
-    for key, values in changed.items():
-        shown = [show(value) for value in values]
-        is_short = max(map(len, shown)) <= _MOST_SHOWN
-        differences.append(f"{key} ({shown[0]} then, {shown[1]} now)" if is_short else key)
+        changed["loss.router_aux_coef"] = (then, now)
     if changed:
+        differences = []
+        for key, values in changed.items():
+            before, after = map(show, values)
+            is_short = max(len(before), len(after)) <= _MOST_SHOWN
+            differences.append(f"{key} ({before} then, {after} now)" if is_short else key)
         raise RunError(f"output_dir: {root} holds a run with another {', '.join(differences)}; {ways_out}")
 
 
@@ -353,7 +328,7 @@ def _refuse_to_replace_inputs(recipe: Recipe) -> None:
     for key, path in named.items():
         if not isinstance(path, str) or not os.path.exists(path):
             continue
-        for name in (*parts().values(), RECIPE_FILE, INFO_FILE):
+        for name in (*PARTS.values(), RECIPE_FILE, INFO_FILE):
             if Path(path).resolve().is_relative_to((recipe.output_dir / name).resolve()):
                 raise RunError(
                     f"output_dir: this run would replace {path}, which {key} names; use another output_dir"
@@ -370,7 +345,7 @@ def _refuse_to_replace_foreign_files(root: Path, recipe_text: str, *, overwrite:
             "it, name one of its checkpoints with checkpoint.resume, use another output_dir, or start again "
             "with --overwrite"
         )
-    for name in (*parts().values(), RECIPE_FILE, INFO_FILE):
+    for name in (*PARTS.values(), RECIPE_FILE, INFO_FILE):
         path = root / name
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             continue

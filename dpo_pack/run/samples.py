@@ -20,7 +20,7 @@ from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dpo_pack.data.sources import Data
-from dpo_pack.data.store import PairTable, TokenIds, key_values
+from dpo_pack.data.store import TokenIds, key_values
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import bounded_template
 from dpo_pack.model.config import known_positions
@@ -119,12 +119,13 @@ class Sampler:
 
         An error of generation or of the disk is printed and ends the samples, but not the run.
         """
-        setup, in_shards = self.setup, is_sharded(self.policy.model)
+        setup = self.setup
         settings = setup.recipe.logging.samples or SamplesRecipe()
         written = read_samples(self.path)
         is_due = bool(self.prompts) and all(sample.step != step for sample in written)
-        # An error of the disk is known to rank 0 alone, which says whether all generate.
-        if not (ranks.first_says(is_due) if in_shards else is_due and ranks.is_first()):
+        # Rank 0 says whether all generate: it alone knows the file, and errors of the disk.
+        chosen = ranks.first_says if is_sharded(self.policy.model) else ranks.of_first
+        if not chosen(is_due):
             return
         try:
             completions = complete(
@@ -182,21 +183,20 @@ def sample_prompts(
     The first prompt of each held-out set comes first, then the second of each, and so on. If nothing is held
     out, the prompts are those of the training sources, in the same order.
     """
-
-    def of_pairs(table: PairTable) -> list[TokenIds]:
+    tables = dict(data.eval)
+    if not tables and not data.eval_prompts:
+        for number, source in enumerate(data.report["train"]["sources"]):
+            tables[source["name"]] = data.train.select(data.train.source_indices == number)
+    sets: dict[str, list[TokenIds]] = {}
+    for name, table in tables.items():
         lengths = table.prompt_lengths
         pairs = np.flatnonzero((lengths > 0) & (lengths <= most_tokens))
         _, first = np.unique(key_values(table.prompt_keys[pairs]), return_index=True)
         contexts = (table.group(pair).context for pair in pairs[np.sort(first)[:num]].tolist())
-        return [context.astype(np.int32, copy=False) for context in contexts]
-
-    sets = {name: of_pairs(pairs) for name, pairs in data.eval.items()}
+        sets[name] = [context.astype(np.int32, copy=False) for context in contexts]
     for name, prompts in data.eval_prompts.items():
         different = {one.ids.tobytes(): one.ids for one in prompts if len(one.ids) <= most_tokens}
         sets[name] = list(different.values())[:num]
-    if not sets:
-        for number, source in enumerate(data.report["train"]["sources"]):
-            sets[source["name"]] = of_pairs(data.train.select(data.train.source_indices == number))
     rounds = zip_longest(*([(name, ids) for ids in found] for name, found in sets.items()))
     in_turn = [one for one in chain.from_iterable(rounds) if one is not None]
     return [(name, prompt_of(ids, tokenizer)) for name, ids in in_turn[:num]]

@@ -142,7 +142,6 @@ class Identity:
     """Identifies a run. `fingerprints` must not change when the run resumes; other changes are reported."""
 
     fingerprints: dict[str, str]  # of data, plan, reference, ...
-    words: dict[str, str]  # the same facts in words, for messages
     versions: dict[str, str]  # versions of packages that may change the last bits of results
     ranks: str  # "2 processes (ddp)"
     judged_by: str  # the metric and held-out set that compare evaluations
@@ -164,7 +163,6 @@ class Counters:
     metrics_offset: int
     metrics_crc32: int
     identity: dict[str, str]
-    words: dict[str, str]
     versions: dict[str, str]
     ranks: str
     judged_by: str

@@ -114,11 +114,9 @@ def push_command(source: Path, repo: str, *, private: bool) -> str:
 
 def upload_model(model: Path, page: Path, repo: str, *, private: bool) -> tuple[str, list[str]]:
     """Uploads the files of the directory `model`, and `page` if it exists, in one commit. Returns the URL,
-    and lines to print.
+    and lines to print. Creates `repo` if needed, and removes weight files of an earlier upload.
 
-    Creates `repo` if the hub does not have it. A second upload of the same files changes nothing. Removes
-    weight files of an earlier upload that this model does not have. Raises RunError if the upload fails, or
-    if `private` is True and `repo` is public.
+    Raises RunError if the upload fails, or if `private` is True and `repo` is public.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 

@@ -101,26 +101,6 @@ def test_damaged_notes_of_a_namespace_hide_no_log_probs(content: str, tmp_path: 
     assert "3 sequences" in cache("list", "--cache-dir", tmp_path)
 
 
-def test_a_run_writes_a_damaged_description_of_a_namespace_again(tmp_path: Path) -> None:
-    described = fill(tmp_path, NAMESPACE).directory / "namespace.json"
-    described.write_text(described.read_text().replace("abc", "abb"))
-    assert "0 namespaces" in cache("list", "--cache-dir", tmp_path)
-    ReferenceCache(tmp_path, NAMESPACE)
-    assert "3 sequences" in cache("list", "--cache-dir", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        (("verify", "0123", "--cache-dir", "x"), "cache verify"),
-        (("export", "x", "--recipe", "y"), "--recipe"),
-    ],
-)
-def test_what_is_no_command_or_option_any_more_is_one_line(arguments: tuple[str, ...], name: str) -> None:
-    assert refusal(*arguments).startswith(f"{name}: ")
-    assert name.split()[-1] not in cache("--help") + cache("export", "--help")
-
-
 def test_prune_by_age_removes_what_was_not_used_and_keeps_the_rest(tmp_path: Path) -> None:
     names = [NAMESPACE, {"parameters": "bfloat16"}, {"parameters": "float16"}]
     old, new, used = (fill(tmp_path, name) for name in names)
@@ -157,11 +137,8 @@ def test_prune_never_deletes_what_this_program_has_not_written(tmp_path: Path) -
     (root / ("0" * 32)).mkdir()  # named like one, but it describes none
     (root / ("0" * 32) / "namespace.json").write_text("{}")
     cache("prune", "--max-size", "0B", "--cache-dir", tmp_path)
-    assert sorted(path.name for path in filled.directory.iterdir()) == [
-        "folder",
-        "notes.txt",
-        "part-mine.parquet",
-    ]
+    left = sorted(path.name for path in filled.directory.iterdir())
+    assert left == ["folder", "notes.txt", "part-mine.parquet"]
     assert not any((filled.directory / name).exists() for name in ours)
     assert (root / "not-a-namespace").is_dir() and (root / ("0" * 32) / "namespace.json").is_file()
 
@@ -357,10 +334,8 @@ GOOD = {
 }
 BAD: dict[str, tuple[dict[str, pa.Array | None], str]] = {
     "not finite": ({"logps_sum": pa.array([-1.0, float("nan"), -1.0])}, " row 2: logps_sum "),
-    "infinite": ({"logps_sum": pa.array([-1.0, -float("inf"), -1.0])}, " row 2: logps_sum "),
     "positive": ({"logps_sum": pa.array([-1.0, -2.0, 3.0])}, " row 3: logps_sum "),
     "null": ({"logps_sum": pa.array([-1.0, None, -3.0])}, "null"),
-    "null key": ({"key": pa.array([key_of(1), None, key_of(3)], pa.binary(16))}, "null"),
     "text": ({"logps_sum": pa.array(["a", "b", "c"])}, "double"),
     "no tokens": ({"num_tokens": pa.array([1, 0, 2])}, " row 2: num_tokens "),
     "half a token": ({"num_tokens": pa.array([1.5, 1.0, 2.0])}, "int32"),
@@ -372,10 +347,6 @@ BAD: dict[str, tuple[dict[str, pa.Array | None], str]] = {
     "token values that add up to something else": (
         {"token_logps": pa.array([[-1.0], [-1.0, -1.0], [-1.0, -1.0]])},
         " row 3: token_logps ",
-    ),
-    "positive token value": (
-        {"token_logps": pa.array([[-1.0], [-3.0, 1.0], [-1.0, -2.0]])},
-        " row 2: token_logps ",
     ),
     "token value that is not finite": (
         {"token_logps": pa.array([[-1.0], [-1.0, -1.0], [-1.0, float("nan")]])},
@@ -389,7 +360,6 @@ BAD: dict[str, tuple[dict[str, pa.Array | None], str]] = {
         " row 3: another row ",
     ),
     "null token value": ({"token_logps": pa.array([[-1.0], [-3.0, None], [-1.0, -2.0]])}, "null"),
-    "token values that are texts": ({"token_logps": pa.array([["a"], ["b", "c"], ["d", "e"]])}, "float"),
     "no such column": ({"key": None}, '"key"'),
 }
 

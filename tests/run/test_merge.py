@@ -71,10 +71,7 @@ def test_the_merged_model_loads_without_peft_and_has_the_adapter_s_logits(
 
 def test_the_command_merges_and_its_errors_are_one_line(trained: Path, tmp_path: Path) -> None:
     runner, out = CliRunner(), str(tmp_path / "merged")
-    outcome = runner.invoke(app, ["merge", str(trained / "run" / "model"), out])
-    assert outcome.exit_code == 0 and f"Merged {trained / 'run' / 'model'}" in outcome.output.replace(
-        "\n", ""
-    )
+    assert runner.invoke(app, ["merge", str(trained / "run" / "model"), out]).exit_code == 0
     again = runner.invoke(app, ["merge", str(trained / "run"), out])
     assert isinstance(again.exception, RunError) and "exists already" in str(again.exception)
 

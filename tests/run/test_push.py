@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard, metadata_load
-from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
+from huggingface_hub import ModelCard
 from rich.console import Console
 from support.marks import slow
 from support.stub_hub import StubHub, stub_hub
@@ -115,28 +114,6 @@ def test_the_example_of_the_card_works(kind: str, exported: dict[str, Path]) -> 
     assert values["output"].shape[1] > values["inputs"]["input_ids"].shape[1]
 
 
-@KINDS
-def test_the_hub_reads_the_held_out_results_from_the_card(kind: str, exported: dict[str, Path]) -> None:
-    file = exported[kind] / "README.md" if kind == "merged" else exported[kind] / "model" / "README.md"
-    front = metadata_load(file)
-    assert front is not None
-    name, results = model_index_to_eval_results(front["model-index"])
-    assert eval_results_to_model_index(name, results) == front["model-index"]
-    run = exported["adapter" if kind == "merged" else kind]
-    measured = read_json(run / "run.json")["evaluation"]["heldout"]
-    assert {result.metric_type: result.metric_value for result in results} == {
-        "accuracy": measured["rewards/accuracies"],
-        "rewards/margins": measured["rewards/margins"],
-        "loss": measured["loss"],
-    }
-    assert {result.dataset_name for result in results} == {"heldout"}
-    card = ModelCard.load(file)
-    assert name == run.name and card.data.eval_results == results
-    for title in ("## How to use it", "## Data", "## Recipe") + ("## Samples",) * (kind == "full"):
-        assert card.text.count(title) == 1
-    assert ("A LoRA adapter for" in card.text) == (kind == "adapter")
-
-
 @pytest.mark.slow
 def test_a_public_repository_gets_no_private_upload_and_a_private_one_stays_private(
     exported: dict[str, Path], hub: StubHub
@@ -188,17 +165,6 @@ def test_a_hub_that_vanishes_is_one_line_and_the_push_can_be_repeated(
     assert files_of(exported["full"] / "model").keys() <= hub.repos[REPO].keys()
 
 
-def test_a_fault_of_our_own_is_not_called_a_refusal_of_the_hub(
-    exported: dict[str, Path], hub: StubHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*arguments: Any, **settings: Any) -> Any:
-        raise TypeError("ours")
-
-    monkeypatch.setattr("huggingface_hub.CommitOperationAdd", broken)
-    with pytest.raises(TypeError, match="ours"):
-        push(exported["full"], REPO, private=True)
-
-
 def test_a_hub_that_answers_no_json_is_one_line(
     exported: dict[str, Path], hub: StubHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,15 +199,6 @@ def test_of_an_unfinished_run_only_an_exported_model_is_pushed(
         (tmp_path / f"checkpoints/step-00000{step}/checkpoint.json").touch()
     note, _ = push(tmp_path, REPO, private=True)[1]
     assert "interrupted" in note and "after step 3" in note
-
-
-def test_the_command_prints_the_address_and_ends_with_status_2_if_the_hub_refuses(
-    exported: dict[str, Path], hub: StubHub
-) -> None:
-    outcome = CliRunner().invoke(app, ["push", str(exported["full"]), REPO, "--public"])
-    assert outcome.exit_code == 0 and f"{hub.url}/{REPO} (public)" in outcome.output
-    again = CliRunner().invoke(app, ["push", str(exported["full"]), REPO])
-    assert isinstance(again.exception, RunError), "for which the command ends with status 2"
 
 
 # --------------------------------------------------------------------------------------------- with training

