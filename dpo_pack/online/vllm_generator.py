@@ -26,8 +26,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dpo_pack.model.layout import Group
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
-from dpo_pack.online.interface import Completion, Draw, Failure
-from dpo_pack.online.sampling import SamplingSettings, completion_of, completion_seed, end_tokens
+from dpo_pack.online.interface import Completion, Draw, Failure, SamplingSettings
+from dpo_pack.online.transformers_generator import completion_of, end_tokens
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.proofs.rows import proof_row
 from dpo_pack.system.errors import ModelError
@@ -237,6 +237,12 @@ class VllmGenerator:
 
     def weights_step(self, step: int) -> int:
         return step
+
+
+def completion_seed(seed: int, draw_number: int, completion: int) -> int:
+    """Returns a seed in [0, 2^63) for an engine with its own random numbers; a function of the arguments."""
+    state = np.random.SeedSequence(seed, spawn_key=(2, draw_number, completion)).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))
 
 
 # The largest mean difference in nats a token. Rounding gives less (docs/online.md), wrong weights more.

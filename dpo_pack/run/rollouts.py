@@ -10,12 +10,11 @@ from dpo_pack.model.loading import load_tokenizer
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.online.endpoint import Endpoint, api_key
 from dpo_pack.online.http_generator import HttpGenerator
-from dpo_pack.online.interface import Generator, Judge
+from dpo_pack.online.interface import Generator, Judge, SamplingSettings
 from dpo_pack.online.judges import INSTRUCTIONS, FunctionJudge, LlmJudge, WeightedJudges
 from dpo_pack.online.pairing import PairingSettings
 from dpo_pack.online.phases import RolloutLog
 from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model, prove_reward_model
-from dpo_pack.online.sampling import SamplingSettings
 from dpo_pack.online.source import OnlineSettings, OnlineSource, RowSettings
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.online.vllm_generator import KEY, VllmGenerator, check_installed, prove_agreement, start_engine

@@ -15,6 +15,6 @@ def seed_everything(seed: int) -> None:
 
 def seed_step(seed: int, *, step: int, rank: int) -> None:
     """Seeds the random numbers of a step: the dropout in adapters. Each rank has a different seed."""
-    # In the key, 3 stands for dropout; completions have 2 (online/sampling.py), so no numbers are the same.
+    # In the key, 3 stands for dropout and 2 for completions (online/), so no numbers are the same.
     state = np.random.SeedSequence(seed, spawn_key=(3, step, rank)).generate_state(1, np.uint64)
     torch.manual_seed(int(state[0] >> np.uint64(1)))

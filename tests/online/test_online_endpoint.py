@@ -27,9 +27,8 @@ from test_online_judges import ROLLOUTS, rollout
 
 from dpo_pack.online.endpoint import Endpoint, api_key
 from dpo_pack.online.http_generator import HttpGenerator
-from dpo_pack.online.interface import Completion, Failure
+from dpo_pack.online.interface import Completion, Failure, SamplingSettings
 from dpo_pack.online.judges import LlmJudge
-from dpo_pack.online.sampling import SamplingSettings
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.interrupts import Interrupted, interruptible
 from dpo_pack.trainer import train

@@ -17,16 +17,16 @@ from dpo_pack.model.attention import ATTENTION_NAME
 from dpo_pack.model.layout import Group, packed_row
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
-from dpo_pack.online.interface import Completion, Draw
-from dpo_pack.online.sampling import (
-    SamplingSettings,
+from dpo_pack.online.interface import Completion, Draw, SamplingSettings
+from dpo_pack.online.transformers_generator import (
+    TransformersGenerator,
     _invert,
     completion_of,
     completion_uniforms,
     draw_tokens,
     end_tokens,
+    generating,
 )
-from dpo_pack.online.transformers_generator import TransformersGenerator, generating
 
 TEXTS = ("ask one", "what is the colour of the sky?", "x", "how do I bake bread at home? yes or no")
 PLAIN = SamplingSettings(completions_per_prompt=3, max_new_tokens=8)

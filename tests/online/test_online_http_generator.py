@@ -11,8 +11,7 @@ from support.stub_server import Refusal, Reply, Stub, completions, serving
 from support.tiny_tokenizer import tiny_tokenizer
 from test_online_endpoint import DRAWS, SAMPLING, generator, texts, words
 
-from dpo_pack.online.interface import Failure
-from dpo_pack.online.sampling import SamplingSettings
+from dpo_pack.online.interface import Failure, SamplingSettings
 
 PLAIN = SamplingSettings(completions_per_prompt=3, max_new_tokens=12)
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}

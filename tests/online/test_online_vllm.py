@@ -24,9 +24,14 @@ from test_online_runs import lines, rollouts
 import dpo_pack.online.vllm_generator as vllm_generator
 import dpo_pack.run.rollouts as build
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.online.interface import Completion, Failure
-from dpo_pack.online.sampling import SamplingSettings, completion_seed
-from dpo_pack.online.vllm_generator import VllmGenerator, check_installed, prove_agreement, start_engine
+from dpo_pack.online.interface import Completion, Failure, SamplingSettings
+from dpo_pack.online.vllm_generator import (
+    VllmGenerator,
+    check_installed,
+    completion_seed,
+    prove_agreement,
+    start_engine,
+)
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.recipe.load import check_environment
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError

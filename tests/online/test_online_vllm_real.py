@@ -26,8 +26,7 @@ from test_online_runs import lines, rollouts
 
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.scorer import LoadedModel, Precision
-from dpo_pack.online.interface import Completion, Generator
-from dpo_pack.online.sampling import SamplingSettings
+from dpo_pack.online.interface import Completion, Generator, SamplingSettings
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.online.vllm_generator import (
     VllmEngine,
