@@ -54,16 +54,6 @@ class OnlineSettings:
     seed: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSettings:
-    """How the pairs of a step are put into rows."""
-
-    plan: PlanSettings
-    builder: Callable[[PairTable], RowBuilder]
-    shape: ModelShape | None  # of the policy, to compute the FLOPs of rows; None: batches are padded
-    equal_rows: bool  # True: a rank with fewer rows than another adds idle rows (gradient 0)
-
-
 @dataclass(eq=False)
 class OnlineSource:
     """Yields a global batch for each step. The state for checkpoints is the counts and the queue of pairs."""
@@ -74,7 +64,10 @@ class OnlineSource:
     judge: Judge
     pairing: PairingSettings
     settings: OnlineSettings
-    rows: RowSettings
+    plan: PlanSettings
+    builder: Callable[[PairTable], RowBuilder]
+    shape: ModelShape | None  # of the policy, to compute the FLOPs of rows; None: batches are padded
+    equal_rows: bool  # True: a rank with fewer rows than another adds idle rows (gradient 0)
     log: RolloutLog | None  # None: another rank writes it
     tally: Tally = field(default_factory=Tally)
     pending: list[PendingPair] = field(default_factory=list)
@@ -153,12 +146,12 @@ class OnlineSource:
         return len(self._order(0))
 
     def _phase(self, step: int) -> list[Outcome]:
-        draws, orders = list[Draw](), dict[int, IntArray]()
+        draws = list[Draw]()
         for number in range(self.num_draws, self.num_draws + self.settings.rollouts_per_update):
             epoch, place = divmod(number, self._draws_each_epoch)
-            if epoch not in orders:
-                orders[epoch] = self._order(epoch)
-            index = int(orders[epoch][place])
+            if place == 0 or not draws:
+                order = self._order(epoch)
+            index = int(order[place])
             draws.append(Draw(number=number, prompt_index=index, prompt=self.data.prompts[index]))
         outcomes = ranks.share_out(
             draws, lambda mine: run_phase(mine, self.generator, self.judge, self.pairing)
@@ -172,20 +165,20 @@ class OnlineSource:
 
     def _batch(self, pairs: list[PendingPair], metrics: dict[str, float], step: int) -> GlobalBatch:
         table = PairTable.of([join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))])
-        builder, lengths = self.rows.builder(table), pair_lengths(table)
+        builder, lengths = self.builder(table), pair_lengths(table)
         merging = row_costs = None
-        if self.rows.shape is not None:
-            row_costs = pair_flops(self.rows.shape, lengths, share_prompt=builder.share_prompt)
+        if self.shape is not None:
+            row_costs = pair_flops(self.shape, lengths, share_prompt=builder.share_prompt)
             if builder.share_prompt:
                 # The completions of a prompt are one group, so the prompt is computed only once.
-                merging = prompt_merging(table, self.rows.shape)
+                merging = prompt_merging(table, self.shape)
                 builder = replace(builder, merging=merging)
-        plan = replace(self.rows.plan, pairs_per_step=len(pairs)).plan(
+        plan = replace(self.plan, pairs_per_step=len(pairs)).plan(
             builder.row_tokens(),
             order=np.arange(len(pairs)),
             num_ranks=ranks.num_ranks(),
             row_costs=row_costs,
-            equal_rows=self.rows.equal_rows,
+            equal_rows=self.equal_rows,
             merging=merging,
         )
         batch = global_batch(
@@ -223,7 +216,6 @@ class OnlineSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state. Iteration then continues after the last batch before `state_dict`."""
         self.next_step = int(state["next_step"])
         self.num_draws = int(state["num_draws"])
         self.num_phases = int(state["num_phases"])

@@ -79,6 +79,7 @@ class TransformersGenerator:
     @torch.no_grad()
     def _complete(self, sequences: Sequence[tuple[Draw, int]], ends: set[int]) -> list[Completion]:
         sampling, pad = self.sampling, 0  # masked; the tokenizer's pad id may be too large for the model
+        model: Any = self.policy.model
         prompts = [torch.tensor(draw.prompt.ids, dtype=torch.int64) for draw, _ in sequences]
         ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")  # [B, longest]
         ones = [torch.ones_like(prompt) for prompt in prompts]
@@ -95,8 +96,8 @@ class TransformersGenerator:
         stops = _StopStrings(
             tokenizer=self.tokenizer, stop=sampling.stop, prompt_tokens=prompt_tokens, ends=[None] * len(ids)
         )
-        generate: Any = partial(
-            self.policy.model.generate,
+        generate = partial(
+            model.generate,
             input_ids=ids.to(self.device),
             attention_mask=mask.to(self.device),
             generation_config=GenerationConfig(
@@ -109,7 +110,7 @@ class TransformersGenerator:
             logits_processor=LogitsProcessorList([drawing]),
             stopping_criteria=StoppingCriteriaList([stops] if sampling.stop else []),
             # A rank with shorter completions goes on, because every forward needs all ranks.
-            synced_gpus=is_sharded(self.policy.model),
+            synced_gpus=is_sharded(model),
         )
         with self.policy.autocasting(self.device):
             answers = self.policy.with_own_weights(generate)[:, prompt_tokens:]

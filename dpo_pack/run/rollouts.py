@@ -15,7 +15,7 @@ from dpo_pack.online.judges import INSTRUCTIONS, FunctionJudge, LlmJudge, Weight
 from dpo_pack.online.pairing import PairingSettings
 from dpo_pack.online.phases import RolloutLog
 from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model, prove_reward_model
-from dpo_pack.online.source import OnlineSettings, OnlineSource, RowSettings
+from dpo_pack.online.source import OnlineSettings, OnlineSource
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.online.vllm_generator import KEY, VllmGenerator, check_installed, prove_agreement, start_engine
 from dpo_pack.online.vllm_weights import checkpoint_tensors
@@ -58,12 +58,10 @@ def build_online(
             shuffle=recipe.data.shuffle,
             seed=seed,
         ),
-        rows=RowSettings(
-            plan=plan_settings(recipe),
-            builder=partial(row_builder, setup, is_trained=True),
-            shape=setup.policy_facts.shape if setup.is_packed else None,
-            equal_rows=setup.strategy.shards,
-        ),
+        plan=plan_settings(recipe),
+        builder=partial(row_builder, setup, is_trained=True),
+        shape=setup.policy_facts.shape if setup.is_packed else None,
+        equal_rows=setup.strategy.shards,
         log=ranks.of_first(RolloutLog(directory=directory)),
     )
     if not held_out:
