@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,18 +44,19 @@ class Errors:
     gradient: float  # norm of the difference, relative
 
 
-def load(directory: Path, *, packed: bool, gradient_checkpointing: bool = False) -> LoadedModel:
-    return load_model(
-        str(directory),
-        revision=None,
-        trust_remote_code=False,
-        precision=Precision(parameters=torch.float32, autocast=None),
-        attention="auto",
-        packed=packed,
-        gradient_checkpointing=gradient_checkpointing,
-        device=CPU,
-        recipe_key="model.path",
-    )
+def load(directory: Path, **changes: Any) -> LoadedModel:
+    """The model in `directory` on the CPU in fp32; `changes` of the arguments of `load_model`."""
+    arguments: dict[str, Any] = {
+        "revision": None,
+        "trust_remote_code": False,
+        "precision": Precision(parameters=torch.float32, autocast=None),
+        "attention": "auto",
+        "packed": True,
+        "gradient_checkpointing": False,
+        "device": CPU,
+        "recipe_key": "model.path",
+    }
+    return load_model(str(directory), **{**arguments, **changes})
 
 
 def packs(family: str) -> bool:
