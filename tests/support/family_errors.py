@@ -155,26 +155,3 @@ def _errors(ours: tuple[Tensor, dict[str, Tensor]], truth: tuple[Tensor, dict[st
         max_gradient=float(difference.abs().max() / whole.abs().max()),
         gradient=float(difference.norm() / whole.norm()),
     )
-
-
-def table_cells(family: str, errors: dict[str, Errors], noise: Errors) -> tuple[str, ...]:
-    """What the table says of a family: of packing the worse of shared and unshared, or nothing."""
-    packed = [errors[mode] for mode in ("shared", "unshared") if mode in errors]
-    padded = errors["padded"]
-    of_packed = (
-        [
-            max(error.max_logp for error in packed),
-            max(error.mean_logp for error in packed),
-            max(error.max_gradient for error in packed),
-            max(error.gradient for error in packed),
-        ]
-        if packed
-        else []
-    )
-    numbers = (padded.max_logp, padded.gradient, noise.max_logp, noise.gradient)
-    return (
-        family,
-        *(f"{number:.0e}" for number in of_packed),
-        *["refused"] * (4 - len(of_packed)),
-        *(f"{number:.0e}" for number in numbers),
-    )
