@@ -49,8 +49,6 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """A prompt and its n completions."""
-
     draw: Draw
     completions: tuple[Completion, ...]
 

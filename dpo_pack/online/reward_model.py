@@ -1,8 +1,7 @@
 """A judge that scores with a sequence classifier with one output. Packed rows hold each prompt only once.
 
-The score of a sequence is the classifier's output at the last token. But a packed row gives hidden states
-only at positions that predict a token. So the judge appends a token to each sequence, which changes no score,
-because attention is causal.
+A score is the output at the last token, but a row gives hidden states only where they predict a token. So
+the judge appends a token to each sequence; attention is causal, so that changes no score.
 
 Legend: n completions of a prompt, S sequences of a row, D hidden size.
 """
@@ -208,10 +207,7 @@ def prove_reward_model(judge: RewardModelJudge, recipe_key: str) -> None:
 
 
 def _prove_scores(judge: RewardModelJudge, groups: Sequence[Group]) -> Proof:
-    """Checks that the scores of prompts in one row equal transformers' scores of each sequence alone.
-
-    The allowed errors are those of the policy's proof, see `distance_from_stock`.
-    """
+    """Checks that scores of one row equal transformers' of each sequence alone, see `distance_from_stock`."""
     scorer, pad = judge.backbone, judge.backbone.model.config.get_text_config().pad_token_id
     prompts = [
         [without_padding(np.concatenate((group.context, ids)), pad) for ids in group.completions]

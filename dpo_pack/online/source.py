@@ -56,7 +56,7 @@ class OnlineSettings:
 
 @dataclass(eq=False)
 class OnlineSource:
-    """Yields a global batch for each step. The state for checkpoints is the counts and the queue of pairs."""
+    """Yields a global batch for each step."""
 
     data: Data
     _: KW_ONLY
@@ -81,7 +81,6 @@ class OnlineSource:
 
     @property
     def steps_fingerprint(self) -> str:
-        """A hash of the data and the settings, because both decide the order in which prompts are drawn."""
         return content_key([self.data.fingerprint, asdict(self.settings)])
 
     def __iter__(self) -> Iterator[GlobalBatch]:
@@ -96,7 +95,7 @@ class OnlineSource:
             yield self._batch(pairs, metrics, step)
 
     def prepare_next(self) -> None:
-        """Does nothing, because the policy can write the next pairs only after this step's update."""
+        """Nothing: the policy can write the next pairs only after this step's update."""
 
     def _refill(self, step: int) -> dict[str, float]:
         """Runs phases until the queue holds a step's pairs; returns averages of the last, or {}."""
@@ -131,7 +130,6 @@ class OnlineSource:
         return metrics
 
     def _order(self, epoch: int) -> IntArray:
-        """Returns the indices of an epoch's prompts in their order. Every epoch is equally long."""
         return epoch_order(
             len(self.data.prompts),
             shuffle=self.settings.shuffle,

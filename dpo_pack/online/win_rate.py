@@ -53,7 +53,6 @@ class WinRate:
         return [None if isinstance(result, Failure) else result[0] for result in results]
 
     def _play(self, openings: Sequence[tuple[Draw, Completion | None]]) -> list[Game | None]:
-        """Lets the current policy answer, and the judge score both answers; None where one of them failed."""
         draws = [draw for draw, _ in openings]
         both = [
             Failure(reason="no answer") if first is None or now is None else (first, now)
