@@ -230,7 +230,8 @@ def test_starting_vllm_leaves_the_process_as_it_was(
     fake: type[fake_vllm.LLM], policy: CompletionLogps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def states() -> Any:
-        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+        numpy: Any = np.random.get_state()
+        return torch.get_rng_state().tolist(), random.getstate(), numpy[1].tolist()
 
     before, set_num_threads, num_threads = states(), torch.set_num_threads, torch.get_num_threads()
     start(policy)

@@ -21,9 +21,10 @@ from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import compute_missing
 from dpo_pack.reference.work import PassSettings, find_work, plan_pass
 from dpo_pack.system.errors import CacheError, DpoPackError
-from support.family_errors import CPU, load
+from support.family_errors import load
 from support.tiny_models import VOCABULARY
 
+CPU = torch.device("cpu")
 NAMESPACE = {"weights": "abc", "parameters": "float32"}
 SETTINGS = PassSettings(token_budget=64, share_prompt=True, device=CPU)
 Ids = Sequence[int]
