@@ -1,6 +1,6 @@
-"""Tries every crash point of a small run, and a damaged byte in every file that a run reads back.
+"""Tries every crash point of a small run.
 
-    python scripts/crash_points.py [--every N] [--places N] [--jobs N] [--page FILE]
+    python scripts/crash_points.py [--every N] [--jobs N] [--page FILE]
 
 tests/support/crash_points.py says what a crash point is. Writes docs/dev/crash-points.md and ends with
 status 1 if something is not as promised. Takes about 15 minutes of one core; --every 10 tries one crash
@@ -14,10 +14,9 @@ import functools
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "tests")]  # the small run is in tests/
@@ -32,18 +31,14 @@ from support.crash_points import (  # noqa: E402
     Bench,
     Finding,
     Step,
-    damages,
     points,
     record,
-    stages,
-    try_damage,
     try_point,
 )
 from support.file_operations import in_forks  # noqa: E402
 
 import dpo_pack  # noqa: E402
 
-Item = TypeVar("Item")
 PAGE = ROOT / "docs" / "dev" / "crash-points.md"
 
 INTRODUCTION = """\
@@ -68,12 +63,6 @@ and configs as the run that nothing disturbed, bit by bit. It must leave no temp
 - *{full}*: this operation, and all later ones that need space, fail with "No space left on device"; a
   write writes its first half.
 
-Then one bit is flipped in a file that an earlier run or the user has left and that a run reads: in each
-file, in {places}. The run after it must end with the same results, or with status 2 and one line. The
-`cache` is a filled cache without a run, the `stopped run` was killed at its last checkpoint, the
-`finished run` has its model. How the user's own files (`assets/`) were before, a new run cannot know; a
-resumed run must notice the damage, or not depend on it.
-
 dpo-pack {version}, Python {python}, torch {torch}, transformers {transformers}; `python
 scripts/crash_points.py{arguments}`, {minutes:.0f} minutes.
 
@@ -83,7 +72,6 @@ scripts/crash_points.py{arguments}`, {minutes:.0f} minutes.
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--every", type=int, default=1, metavar="N", help="Try every Nth crash point.")
-    parser.add_argument("--places", type=int, default=3, metavar="N", help="Flip a bit in N bytes of a file.")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="Run N processes side by side.")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="Where to write the result.")
     options = parser.parse_args()
@@ -91,21 +79,13 @@ def main() -> int:
     with TemporaryDirectory(dir=_fast_directory()) as directory:
         jobs = [
             functools.partial(
-                _try_part,
-                Path(directory).resolve() / str(job),
-                job,
-                options.jobs,
-                options.every,
-                options.places,
+                _try_part, Path(directory).resolve() / str(job), job, options.jobs, options.every
             )
             for job in range(options.jobs)
         ]
         parts = in_forks(jobs)
     steps = parts[0][0]
-    crashes, damaged = [], []
-    for _, *found in parts:
-        crashes += found[0]
-        damaged += found[1]
+    crashes = [finding for _, found in parts for finding in found]
     introduction = INTRODUCTION.format(
         num_steps=len(steps),
         calls=", ".join(f"{n} {call}" for call, n in Counter(step.call for step in steps).most_common()),
@@ -113,7 +93,6 @@ def main() -> int:
         half=HALF,
         eio=EIO,
         full=FULL,
-        places="one place" if options.places == 1 else f"{options.places} places",
         version=dpo_pack.__version__,
         python=sys.version.partition(" ")[0],
         torch=torch.__version__.partition("+")[0],
@@ -122,11 +101,11 @@ def main() -> int:
         minutes=(time.monotonic() - begun) / 60,
     )
     options.page.parent.mkdir(exist_ok=True)
-    options.page.write_text(introduction + tables(crashes, damaged), encoding="utf-8")
-    wrong = [finding for finding in (*crashes, *damaged) if finding.wrong]
+    options.page.write_text(introduction + tables(crashes), encoding="utf-8")
+    wrong = [finding for finding in crashes if finding.wrong]
     for finding in wrong:
         print(f"{finding.where}, {finding.what}: {finding.wrong}")
-    print(f"{len(crashes)} crash points, {len(damaged)} flipped bits, {len(wrong)} not as promised")
+    print(f"{len(crashes)} crash points, {len(wrong)} not as promised")
     return 1 if wrong else 0
 
 
@@ -135,46 +114,33 @@ def _fast_directory() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
-def _try_part(
-    directory: Path, job: int, num_jobs: int, every: int, num_places: int
-) -> tuple[Sequence[Step], list[Finding], list[Finding]]:
+def _try_part(directory: Path, job: int, num_jobs: int, every: int) -> tuple[Sequence[Step], list[Finding]]:
     directory.mkdir()
     bench = Bench(directory)
     recording = record(bench)
     crash_points = list(points(recording.steps))[::every][job::num_jobs]
-    crashes = _each(crash_points, lambda point: try_point(bench, recording, *point))
-    bits = list(damages(bench, stages(recording), num_places=num_places))[job::num_jobs]
-    return recording.steps, crashes, _each(bits, lambda damage: try_damage(bench, damage))
-
-
-def _each(items: Sequence[Item], find: Callable[[Item], Finding]) -> list[Finding]:
     findings = []
-    for number, item in enumerate(items, start=1):
-        findings.append(find(item))
-        if findings[-1].wrong or number % 50 == 0:
-            last = findings[-1]
-            print(f"{number} of {len(items)}: {last.where}, {last.what}: {last.wrong or 'right'}", flush=True)
-    return findings
+    for number, point in enumerate(crash_points, start=1):
+        last = try_point(bench, recording, *point)
+        findings.append(last)
+        if last.wrong or number % 50 == 0:
+            told = f"{number} of {len(crash_points)}: {last.where}, {last.what}: {last.wrong or 'right'}"
+            print(told, flush=True)
+    return recording.steps, findings
 
 
-def tables(crashes: Sequence[Finding], damaged: Sequence[Finding]) -> str:
-    """The results as Markdown: crash points by fault, flipped bits by file, and what went wrong."""
-    text = _heading("fault", "refused in one line, then right")
+def tables(crashes: Sequence[Finding]) -> str:
+    """The results as Markdown: crash points by fault, and what went wrong."""
+    text = "| fault | tried | went on, right | refused in one line, then right | not as promised |\n"
+    text += "|---|---|---|---|---|\n"
     for kind in (KILL, HALF, EIO, FULL):
         text += _line(kind, [finding for finding in crashes if finding.what == kind])
-    text += _line("all", crashes) + "\n" + _heading("flipped bits in", "refused in one line")
-    for where in dict.fromkeys(finding.where for finding in damaged):
-        text += _line(f"`{where}`", [finding for finding in damaged if finding.where == where])
-    text += _line("all", damaged)
-    wrong = [finding for finding in (*crashes, *damaged) if finding.wrong]
+    text += _line("all", crashes)
+    wrong = [finding for finding in crashes if finding.wrong]
     if wrong:
         text += "\n## Not as promised\n\n"
         text += "".join(f"- `{finding.where}`, {finding.what}: {finding.wrong}\n" for finding in wrong)
     return text
-
-
-def _heading(first: str, refused: str) -> str:
-    return f"| {first} | tried | went on, right | {refused} | not as promised |\n|---|---|---|---|---|\n"
 
 
 def _line(name: str, findings: Sequence[Finding]) -> str:

@@ -30,10 +30,10 @@ from transformers import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "tests")]  # the tokenizer and the plain loop are in tests/
+sys.path += [str(ROOT), str(ROOT / "tests")]  # the tokenizer and the plain loop are in tests/
 
+from support.conformance import COARSE_CASES, TokenIds, conformance_recipe, steps_in_float64  # noqa: E402
 from support.oracle import completion_logps_one_by_one  # noqa: E402
-from support.plain_loop import COARSE_CASES, TokenIds, plain_loop  # noqa: E402
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer  # noqa: E402
 
 DIRECTORY = ROOT / "tests" / "fixtures" / "conformance"
@@ -81,6 +81,7 @@ METRICS = (
     "logps/chosen",
     "logps/rejected",
 )
+FLOAT64_METRICS = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins")
 
 ITEMS = ("bread", "a kite", "green tea", "the old clock", "a boat", "a garden", "the robot", "a café table")
 QUESTIONS = ("How do I look after {}?", "What should I know about {}?", "Please write a story about {}.")
@@ -110,7 +111,10 @@ def main() -> None:
         settings = {"beta": 0.1, **settings}
         cases[case] = {"settings": settings, "steps": trl_steps(rows, settings)}
         if case in COARSE_CASES:
-            cases[case]["float64"] = list(plain_loop(DIRECTORY, token_ids, case))
+            recipe = conformance_recipe(DIRECTORY, DIRECTORY, case, "shared, budget 8192")
+            cases[case]["float64"] = [
+                {name: step[name] for name in FLOAT64_METRICS} for step in steps_in_float64(recipe, token_ids)
+            ]
         print(case, cases[case]["steps"][-1], flush=True)
     write_expected(cases)
 

@@ -31,19 +31,6 @@ _REMEDIES = {
 
 _cache_numbers = itertools.count()
 
-_FAMILY_COLUMNS = (
-    "family",
-    "log-probs: max",
-    "mean",
-    "gradients: max",
-    "norm",
-    "padded log-probs: max",
-    "gradients: norm",
-    "noise: log-probs",
-    "gradients",
-)
-_BFLOAT16_COLUMNS = ("family", "packed against each sequence alone", "rounding of each sequence alone")
-
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
@@ -155,18 +142,6 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000)  # by default it looks after 700 new objects: a twentieth of the time of tests
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The tables of families, of those that ran."""
-    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
-    recorded = [entry for report in reports for entry in report.user_properties]
-    measured = [_FAMILY_COLUMNS, *(values for name, values in recorded if name == "family")]
-    proved = [_BFLOAT16_COLUMNS, *(values for name, values in recorded if name == "bfloat16")]
-    _write_table(
-        terminalreporter, "families: errors against each sequence alone, nats and relative", measured
-    )
-    _write_table(terminalreporter, "packed families under bf16 autocast: mean errors a token, nats", proved)
-
-
 def pytest_unconfigure(config: pytest.Config) -> None:
     """The last lines say which tests have not run: a skip that nobody sees is no test."""
     reporter = config.pluginmanager.getplugin("terminalreporter")
@@ -177,13 +152,3 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         number = sum(reason in text for text in skipped)
         if number:
             reporter.write_line(f"NOT RUN: {number} tests, {reason}; {remedy}")
-
-
-def _write_table(reporter: pytest.TerminalReporter, title: str, lines: list[tuple[str, ...]]) -> None:
-    if len(lines) == 1:
-        return  # the heading
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    reporter.section(title)
-    for line in lines:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        reporter.write_line("  ".join(cells).rstrip())

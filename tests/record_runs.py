@@ -64,76 +64,58 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
     },
 }
-# Keys of a recipe, with dots, for all runs; then of each run, beside `model.path`. `...` leaves a key out.
-COMMON: dict[str, Any] = {
-    "output_dir": "run",
-    "data.train": "pairs.jsonl",
-    "data.eval": "heldout.jsonl",
-    "data.max_length": 128,
-    "packing.token_budget": 192,
-    "packing.pairs_per_step": 8,
-    "optim.lr": 1e-3,
-    "train.max_steps": 5,
-    "train.epochs": 2,
-    "train.eval_every_steps": 2,
-    "checkpoint.every_steps": 2,
-    "logging.samples": None,
-}
-RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+RECIPE = """\
+output_dir: run
+model: {path: model}
+data: {train: pairs.jsonl, eval: heldout.jsonl, max_length: 128}
+packing: {token_budget: 192, pairs_per_step: 8}
+optim: {lr: 0.001}
+train: {max_steps: 5, eval_every_steps: 2}
+checkpoint: {every_steps: 2}
+logging: {samples: null}
+"""
+# By name: the model, and overrides of the recipe.
+RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "quickstart": (
         "llama",
-        {
-            "data.train": "conversations.jsonl",
-            "data.eval": [
-                {"name": "talk", "path": "talk.jsonl"},
-                {"name": "plain", "path": "heldout.jsonl"},
-            ],
-            "logging.samples": {"num": 2, "max_new_tokens": 12},
-        },
+        (
+            "data.train=conversations.jsonl",
+            "data.eval=[{name: talk, path: talk.jsonl}, {name: plain, path: heldout.jsonl}]",
+            "logging.samples={num: 2, max_new_tokens: 12}",
+        ),
     ),
     "lora": (
         "llama",
-        {
-            "model.lora": {"r": 4, "alpha": 8},
-            "model.autocast": "bfloat16",
-            "loss.type": "sigmoid_norm",
-            "loss.ld_alpha": 0.25,
-        },
+        (
+            *("model.lora={r: 4, alpha: 8}", "model.autocast=bfloat16"),
+            *("loss.type=sigmoid_norm", "loss.ld_alpha=0.25"),
+        ),
     ),
     "online": (
         "llama",
-        {
-            "optim.schedule": "constant",
-            "packing.pairs_per_step": 4,
-            "train.epochs": ...,
-            "online.judges": [{"type": "function", "function": "recorded_judge:score"}],
-            "online.completions_per_prompt": 3,
-            "online.max_new_tokens": 12,
-            "online.rollouts_per_update": 6,
-        },
+        (
+            *("optim.schedule=constant", "packing.pairs_per_step=4"),
+            "online.judges=[{type: function, function: recorded_judge:score}]",
+            *("online.completions_per_prompt=3", "online.max_new_tokens=12", "online.rollouts_per_update=6"),
+        ),
     ),
     "ddp": (
         "llama",
-        {
-            "distributed.num_processes": 2,
-            "distributed.strategy": "ddp",
-            "loss.type": [{"type": "ipo"}, {"type": "sft", "weight": 0.5}],
-        },
+        (
+            *("distributed.num_processes=2", "distributed.strategy=ddp"),
+            "loss.type=[{type: ipo}, {type: sft, weight: 0.5}]",
+        ),
     ),
     "fsdp2": (
         "llama",
-        {
-            "distributed.num_processes": 2,
-            "distributed.strategy": "fsdp2",
-            "packing.scope": "epoch",
-            "packing.pairs_per_step": 64,
-            "packing.rows_per_step": 2,
-            "loss.weighting": "wpo",
-        },
+        (
+            *("distributed.num_processes=2", "distributed.strategy=fsdp2", "packing.scope=epoch"),
+            *("packing.pairs_per_step=64", "packing.rows_per_step=2", "loss.weighting=wpo"),
+        ),
     ),
-    "moe": ("qwen3_moe", {"loss.router_aux_coef": 0.02, "packing.merge_prompts": True}),
-    "aot": ("llama", {"loss.type": "aot", "model.gradient_checkpointing": True}),
-    "hybrid": ("qwen3_5_text", {}),
+    "moe": ("qwen3_moe", ("loss.router_aux_coef=0.02", "packing.merge_prompts=true")),
+    "aot": ("llama", ("loss.type=aot", "model.gradient_checkpointing=true")),
+    "hybrid": ("qwen3_5_text", ()),
 }
 TIMES = ("second", "mfu")
 ENVIRONMENT = {
@@ -151,7 +133,9 @@ def record(names: list[str], package: Path) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as base:
         for name in names:
             directory = Path(base) / name
-            make_assets(directory, *RECIPES[name])
+            family, overrides = RECIPES[name]
+            make_assets(directory, family)
+            epochs = [] if name == "online" else ["train.epochs=2"]
             start = time.monotonic()
             environment = {
                 **os.environ,
@@ -162,7 +146,7 @@ def record(names: list[str], package: Path) -> dict[str, dict[str, Any]]:
                 ),
             }
             run = subprocess.run(
-                [sys.executable, "-m", "dpo_pack", "train", "recipe.yaml"],
+                [sys.executable, "-m", "dpo_pack", "train", "recipe.yaml", *epochs, *overrides],
                 cwd=directory,
                 env=environment,
                 capture_output=True,
@@ -220,7 +204,7 @@ def _flat(start: str, value: Any) -> dict[str, Any]:
     }
 
 
-def make_assets(directory: Path, family: str, keys: dict[str, Any]) -> None:
+def make_assets(directory: Path, family: str) -> None:
     """Writes model/, pairs, recipe.yaml and a judge's module; always the same bytes."""
     import torch
     from transformers import AutoModelForCausalLM, logging
@@ -239,16 +223,7 @@ def make_assets(directory: Path, family: str, keys: dict[str, Any]) -> None:
     _write(directory / "conversations.jsonl", talks[:24])
     _write(directory / "talk.jsonl", talks[24:])
     (directory / "recorded_judge.py").write_text(JUDGE)
-    recipe: dict[str, Any] = {}
-    for key, value in {"model.path": "model", **COMMON, **keys}.items():
-        if value is ...:
-            continue
-        *sections, last = key.split(".")
-        section = recipe
-        for name in sections:
-            section = section.setdefault(name, {})
-        section[last] = value
-    (directory / "recipe.yaml").write_text(json.dumps(recipe, indent=1))  # JSON is YAML
+    (directory / "recipe.yaml").write_text(RECIPE)
 
 
 def _pairs(rng: random.Random, number: int) -> list[dict[str, Any]]:

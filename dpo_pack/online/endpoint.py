@@ -1,8 +1,7 @@
 """A client for servers with OpenAI's interface: the package openai, and limits that it lacks.
 
-The package repeats a request, after a growing pause, if the connection or the server fails. Here it also
-does so if an answer takes too long, is too large or is unusable. A process that ends does not wait for the
-threads of a ThreadPool, so a run that a signal interrupts does not wait for open requests.
+A request is also repeated if an answer takes too long, is too large or is unusable. A process that ends does
+not wait for the threads of a ThreadPool, so a run that a signal interrupts does not wait for open requests.
 """
 
 import json

@@ -14,8 +14,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from dpo_pack.online.endpoint import Endpoint
-from dpo_pack.online.interface import Completion, Draw, Failure
-from dpo_pack.online.sampling import SamplingSettings
+from dpo_pack.online.interface import Completion, Draw, Failure, SamplingSettings
 
 # With these values the server draws from the model's own distribution. If a request lacks them, vLLM uses
 # the values of the model's generation config and llama.cpp its own defaults; these may filter tokens.

@@ -1,4 +1,4 @@
-"""The values that generators, judges and pairing exchange.
+"""What generators, judges and pairing exchange, and the settings that all generators have.
 
 Generators and judges return one result for each prompt, in order: a `Failure` without an answer or a score.
 Training counts such a prompt and skips it.
@@ -14,6 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from dpo_pack.data.tokenization import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSettings:
+    """The distribution that completions are drawn from."""
+
+    completions_per_prompt: int
+    max_new_tokens: int
+    temperature: float = 1.0  # 0: the likeliest token, without random numbers
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,8 +49,6 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """A prompt and its n completions."""
-
     draw: Draw
     completions: tuple[Completion, ...]
 

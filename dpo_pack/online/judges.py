@@ -18,7 +18,7 @@ from dpo_pack.system.errors import RunError, one_line
 class WeightedJudges:
     """Adds up factor x score of several judges. A prompt has no scores if one of the judges fails on it."""
 
-    judges: tuple[tuple[Judge, float], ...]  # (judge, factor)
+    judges: tuple[tuple[Judge, float], ...]
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
         sums: list[Scores | Failure] = [np.zeros(len(rollout.completions)) for rollout in rollouts]
@@ -61,16 +61,14 @@ class FunctionJudge:
         for _ in range(1 + self.retries):
             try:
                 values = self.function(**batch)
+                break
             except Exception as error:  # the user's code may raise anything
                 reason = f"{self.name}: {one_line(error)}"
-                continue
-            return self._by_prompt(values, rollouts)
-        if len(rollouts) == 1:
-            return [Failure(reason=reason)]
-        # One bad prompt must not make the other prompts fail.
-        return [result for rollout in rollouts for result in self.score([rollout])]
-
-    def _by_prompt(self, values: Any, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
+        else:
+            if len(rollouts) == 1:
+                return [Failure(reason=reason)]
+            # One bad prompt must not make the other prompts fail.
+            return [result for rollout in rollouts for result in self.score([rollout])]
         ends = np.cumsum([len(rollout.completions) for rollout in rollouts])
         try:
             numbers = [math.nan if value is None else float(value) for value in values]

@@ -1,7 +1,4 @@
-"""A phase of an online run: prompts -> completions -> scores -> pairs. The outcomes are counted and logged.
-
-Each prompt of a phase has exactly one outcome, so each prompt is counted once. The rollout log stores the
-outcomes. The pairs wait in a queue until a step trains on them.
+"""A phase of an online run: prompts -> completions -> scores -> pairs. Each prompt counts once.
 
 Legend: P pairs.
 """
@@ -93,11 +90,7 @@ class Tally:
 
 
 def phase_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Returns averages over the completions of a phase; {} if every prompt failed.
-
-    `online/scores_best` is the mean, over prompts, of a prompt's highest score; `online/scores_worst` of the
-    lowest.
-    """
+    """Returns averages over a phase's completions, or (best, worst) over its prompts; {} if all failed."""
     answers = [outcome.completions for outcome in outcomes if outcome.completions]
     scores = [outcome.pairing.scores for outcome in outcomes if outcome.pairing is not None]
     metrics: dict[str, float] = {}
@@ -197,7 +190,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLog:
-    """Writes all rollouts of a run into a directory: one Parquet file for each phase, complete or absent."""
+    """Writes a run's rollouts into a directory: one Parquet file for each phase, complete or absent."""
 
     directory: Path
 

@@ -1,8 +1,7 @@
 """A judge that scores with a sequence classifier with one output. Packed rows hold each prompt only once.
 
-The score of a sequence is the classifier's output at the last token. But a packed row gives hidden states
-only at positions that predict a token. So the judge appends a token to each sequence, which changes no score,
-because attention is causal.
+A score is the output at the last token, but a row gives hidden states only where they predict a token. So
+the judge appends a token to each sequence; attention is causal, so that changes no score.
 
 Legend: n completions of a prompt, S sequences of a row, D hidden size.
 """
@@ -60,7 +59,13 @@ class RewardModelJudge:
         sequences = [ids for ids in tokenized if not isinstance(ids, Failure)]
         groups = [as_groups(ids) for ids in sequences]
         scores: dict[int, Scores] = {}
-        for prompts in self._rows(groups):
+        if self.backbone.backend is not None:
+            tokens = [packed_row(g, torch.device("cpu"), share_prompt=True).num_tokens for g in groups]
+            rows = pack_sequences_longest_first(np.array(tokens, dtype=np.int64), self.token_budget)
+        else:
+            padded = [len(ids) * max(map(len, ids)) + len(ids) for ids in sequences]
+            rows = padded_rows(np.array(padded, dtype=np.int64), self.token_budget)
+        for prompts in rows:  # indices of the prompts of a row
             row = proof_row(self.backbone, [group for p in prompts for group in groups[p]], self.device)
             row_scores = self.row_scores(row)
             ends = np.cumsum([len(sequences[p]) for p in prompts])
@@ -70,7 +75,7 @@ class RewardModelJudge:
         return [ids if isinstance(ids, Failure) else next(in_order) for ids in tokenized]
 
     def _sequences(self, rollout: Rollout) -> list[TokenIds] | Failure:
-        """Returns n sequences (prompt + completion) in tokens of the classifier's tokenizer, or a Failure."""
+        """Returns n sequences (prompt + completion) in tokens of the classifier's tokenizer."""
         prompt, texts = rollout.draw.prompt, []
         try:
             with bounded_template("mend the template of the reward model"):
@@ -97,17 +102,6 @@ class RewardModelJudge:
             reason = f"reward model: {longest} tokens, but the model has {self.max_tokens} positions"
             return Failure(reason=reason)
         return sequences
-
-    def _rows(self, groups: Sequence[Sequence[Group]]) -> list[npt.NDArray[np.int64]]:
-        """Returns the indices of the prompts in each row. groups: by prompt, its sequences as Groups."""
-        if self.backbone.backend is not None:
-            tokens = [packed_row(g, torch.device("cpu"), share_prompt=True).num_tokens for g in groups]
-            return pack_sequences_longest_first(np.array(tokens, dtype=np.int64), self.token_budget)
-        padded = []
-        for of_prompt in groups:
-            lengths = [len(group.context) + len(ids) for group in of_prompt for ids in group.completions]
-            padded.append(len(lengths) * max(lengths))
-        return padded_rows(np.array(padded, dtype=np.int64), self.token_budget)
 
     def row_scores(self, row: Row) -> Scores:
         """Returns the scores [S] of the row's sequences."""
@@ -215,19 +209,16 @@ def prove_reward_model(judge: RewardModelJudge, recipe_key: str) -> None:
                     proofs.append(prove_recurrence(scorer, groups, device, compute=judge.row_scores))
             proved = f"{recipe_key}: packed rows"
         if all(proof.passed for proof in proofs):
-            proofs.append(_prove_scores(judge))
+            proofs.append(_prove_scores(judge, groups))
     ProofOutcome(what=proved, proofs=tuple(proofs), seconds=0.0, is_remembered=False).raise_failure()
 
 
-def _prove_scores(judge: RewardModelJudge) -> Proof:
-    """Checks that the scores of prompts in one row equal transformers' scores of each sequence alone.
-
-    The allowed errors are those of the policy's proof, see `distance_from_stock`.
-    """
-    scorer, config = judge.backbone, judge.backbone.model.config.get_text_config()
+def _prove_scores(judge: RewardModelJudge, groups: Sequence[Group]) -> Proof:
+    """Checks that scores of one row equal transformers' of each sequence alone, see `distance_from_stock`."""
+    scorer, pad = judge.backbone, judge.backbone.model.config.get_text_config().pad_token_id
     prompts = [
-        [without_padding(np.concatenate((g.context, ids)), config.pad_token_id) for ids in g.completions]
-        for g in proof_groups(int(config.vocab_size))
+        [without_padding(np.concatenate((group.context, ids)), pad) for ids in group.completions]
+        for group in groups
     ]
     inputs = [torch.from_numpy(ids).to(judge.device)[None] for prompt in prompts for ids in prompt]
 
@@ -236,8 +227,7 @@ def _prove_scores(judge: RewardModelJudge) -> Proof:
             scores = [scorer.model(input_ids=ids, use_cache=False).logits.flatten() for ids in inputs]
         return torch.cat(scores).double()
 
-    groups = [group for prompt in prompts for group in as_groups(prompt)]
-    row = proof_row(scorer, groups, judge.device)
+    row = proof_row(scorer, [group for prompt in prompts for group in as_groups(prompt)], judge.device)
     together = torch.from_numpy(judge.row_scores(row)).to(judge.device)
     measured, passed = distance_from_stock(scorer, together, alone, torch.ones_like(together))
     causal = "judge with a causal model that scores at the last token"

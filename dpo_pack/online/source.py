@@ -52,19 +52,9 @@ class OnlineSettings:
     seed: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSettings:
-    """How the pairs of a step are put into rows."""
-
-    plan: PlanSettings
-    builder: Callable[[PairTable], RowBuilder]
-    shape: ModelShape | None  # of the policy, to compute the FLOPs of rows; None: batches are padded
-    equal_rows: bool  # True: a rank with fewer rows than another adds idle rows (gradient 0)
-
-
 @dataclass(eq=False)
 class OnlineSource:
-    """Yields a global batch for each step. The state for checkpoints is the counts and the queue of pairs."""
+    """Yields a global batch for each step."""
 
     data: Data
     _: KW_ONLY
@@ -72,7 +62,10 @@ class OnlineSource:
     judge: Judge
     pairing: PairingSettings
     settings: OnlineSettings
-    rows: RowSettings
+    plan: PlanSettings
+    builder: Callable[[PairTable], RowBuilder]
+    shape: ModelShape | None  # of the policy, to compute the FLOPs of rows; None: batches are padded
+    equal_rows: bool  # True: a rank with fewer rows than another adds idle rows (gradient 0)
     log: RolloutLog | None  # None: another rank writes it
     tally: Tally = field(default_factory=Tally)
     pending: list[PendingPair] = field(default_factory=list)
@@ -86,7 +79,6 @@ class OnlineSource:
 
     @property
     def steps_fingerprint(self) -> str:
-        """A hash of the data and the settings, because both decide the order in which prompts are drawn."""
         return content_key([self.data.fingerprint, asdict(self.settings)])
 
     def __iter__(self) -> Iterator[GlobalBatch]:
@@ -101,7 +93,7 @@ class OnlineSource:
             yield self._batch(pairs, metrics, step)
 
     def prepare_next(self) -> None:
-        """Does nothing, because the policy can write the next pairs only after this step's update."""
+        """Nothing: the policy can write the next pairs only after this step's update."""
 
     def _refill(self, step: int) -> dict[str, float]:
         """Runs phases until the queue holds a step's pairs; returns averages of the last, or {}."""
@@ -136,7 +128,6 @@ class OnlineSource:
         return metrics
 
     def _order(self, epoch: int) -> IntArray:
-        """Returns the indices of an epoch's prompts in their order. Every epoch is equally long."""
         return epoch_order(
             len(self.data.prompts),
             shuffle=self.settings.shuffle,
@@ -151,12 +142,12 @@ class OnlineSource:
         return len(self._order(0))
 
     def _phase(self, step: int) -> list[Outcome]:
-        draws, orders = list[Draw](), dict[int, IntArray]()
+        draws = list[Draw]()
         for number in range(self.num_draws, self.num_draws + self.settings.rollouts_per_update):
             epoch, place = divmod(number, self._draws_each_epoch)
-            if epoch not in orders:
-                orders[epoch] = self._order(epoch)
-            index = int(orders[epoch][place])
+            if place == 0 or not draws:
+                order = self._order(epoch)
+            index = int(order[place])
             draws.append(Draw(number=number, prompt_index=index, prompt=self.data.prompts[index]))
         outcomes = ranks.share_out(
             draws, lambda mine: run_phase(mine, self.generator, self.judge, self.pairing)
@@ -170,20 +161,20 @@ class OnlineSource:
 
     def _batch(self, pairs: list[PendingPair], metrics: dict[str, float], step: int) -> GlobalBatch:
         table = PairTable.of([join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))])
-        builder, lengths = self.rows.builder(table), pair_lengths(table)
+        builder, lengths = self.builder(table), pair_lengths(table)
         merging = row_costs = None
-        if self.rows.shape is not None:
-            row_costs = pair_flops(self.rows.shape, lengths, share_prompt=builder.share_prompt)
+        if self.shape is not None:
+            row_costs = pair_flops(self.shape, lengths, share_prompt=builder.share_prompt)
             if builder.share_prompt:
                 # The completions of a prompt are one group, so the prompt is computed only once.
-                merging = prompt_merging(table, self.rows.shape)
+                merging = prompt_merging(table, self.shape)
                 builder = replace(builder, merging=merging)
-        plan = replace(self.rows.plan, pairs_per_step=len(pairs)).plan(
+        plan = replace(self.plan, pairs_per_step=len(pairs)).plan(
             builder.row_tokens(),
             order=np.arange(len(pairs)),
             num_ranks=ranks.num_ranks(),
             row_costs=row_costs,
-            equal_rows=self.rows.equal_rows,
+            equal_rows=self.equal_rows,
             merging=merging,
         )
         batch = global_batch(
@@ -221,7 +212,6 @@ class OnlineSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state. Iteration then continues after the last batch before `state_dict`."""
         self.next_step = int(state["next_step"])
         self.num_draws = int(state["num_draws"])
         self.num_phases = int(state["num_phases"])

@@ -3,15 +3,21 @@
 The module that trains also generates, so no weight is loaded or copied. Meanwhile it uses transformers' own
 attention and a KV cache, and does not recompute activations.
 
-Legend: B sequences of a batch, n completions of a prompt.
+The host draws all random numbers. Each token has a uniform number, a function of (seed, number of the prompt
+in the run, number of the completion, position), and is the first at which the cumulative distribution is
+above that number. So a completion depends neither on other sequences in the batch, nor on the rank.
+
+Legend: B sequences of a batch, n completions of a prompt, V vocabulary, L tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -25,14 +31,7 @@ from dpo_pack.model.config import own_attention
 from dpo_pack.model.fast_layers import stock_layers
 from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.online.interface import Completion, Draw, Failure
-from dpo_pack.online.sampling import (
-    SamplingSettings,
-    completion_of,
-    completion_uniforms,
-    draw_tokens,
-    end_tokens,
-)
+from dpo_pack.online.interface import Completion, Draw, Failure, SamplingSettings
 from dpo_pack.system.console import progress_bar
 
 
@@ -55,11 +54,20 @@ class TransformersGenerator:
     def generate(self, draws: Sequence[Draw]) -> list[tuple[Completion, ...] | Failure]:
         n = self.sampling.completions_per_prompt
         sequences = [(draw, number) for draw in draws for number in range(n)]
+        lengths = [len(draw.prompt.ids) for draw, _ in sequences]
+        batches: list[list[int]] = []  # of positions in `sequences`: the longest prompts first
+        for place in sorted(range(len(sequences)), key=lambda place: -lengths[place]):
+            if batches:
+                cached = lengths[batches[-1][0]] + self.sampling.max_new_tokens
+                if (len(batches[-1]) + 1) * cached <= self.token_budget:
+                    batches[-1].append(place)
+                    continue
+            batches.append([place])
         completions: dict[int, Completion] = {}
         ends = end_tokens(self.policy.model, self.tokenizer)  # `generating` hides the generation config
         written = progress_bar(self.console, "Generating", len(sequences), "completions")
         with generating(self.policy.model), written as bar:
-            for batch in self._batches(sequences):
+            for batch in batches:
                 batch_completions = self._complete([sequences[place] for place in batch], ends)
                 completions.update(zip(batch, batch_completions, strict=True))
                 bar(len(batch))
@@ -68,23 +76,10 @@ class TransformersGenerator:
     def weights_step(self, step: int) -> int:
         return step
 
-    def _batches(self, sequences: Sequence[tuple[Draw, int]]) -> Iterator[list[int]]:
-        """Yields batches of positions in `sequences`: similar prompt lengths together, the longest first."""
-        lengths = [len(draw.prompt.ids) for draw, _ in sequences]
-        order = sorted(range(len(sequences)), key=lambda place: -lengths[place])
-        batch: list[int] = []
-        for place in order:
-            longest = lengths[batch[0]] if batch else lengths[place]
-            if batch and (len(batch) + 1) * (longest + self.sampling.max_new_tokens) > self.token_budget:
-                yield batch
-                batch = []
-            batch.append(place)
-        if batch:
-            yield batch
-
     @torch.no_grad()
     def _complete(self, sequences: Sequence[tuple[Draw, int]], ends: set[int]) -> list[Completion]:
         sampling, pad = self.sampling, 0  # masked; the tokenizer's pad id may be too large for the model
+        model: Any = self.policy.model
         prompts = [torch.tensor(draw.prompt.ids, dtype=torch.int64) for draw, _ in sequences]
         ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")  # [B, longest]
         ones = [torch.ones_like(prompt) for prompt in prompts]
@@ -101,29 +96,27 @@ class TransformersGenerator:
         stops = _StopStrings(
             tokenizer=self.tokenizer, stop=sampling.stop, prompt_tokens=prompt_tokens, ends=[None] * len(ids)
         )
-
-        def generate() -> Any:
-            with self.policy.autocasting(self.device):
-                return self.policy.model.generate(  # type: ignore[operator]
-                    input_ids=ids.to(self.device),
-                    attention_mask=mask.to(self.device),
-                    generation_config=GenerationConfig(
-                        max_new_tokens=sampling.max_new_tokens,
-                        do_sample=False,  # `drawing` draws, and leaves `generate` one possible token
-                        use_cache=True,
-                        pad_token_id=pad,
-                        eos_token_id=sorted(ends) or None,
-                    ),
-                    logits_processor=LogitsProcessorList([drawing]),
-                    stopping_criteria=StoppingCriteriaList([stops] if sampling.stop else []),
-                    # A rank with shorter completions goes on, because every forward needs all ranks.
-                    synced_gpus=is_sharded(self.policy.model),
-                )
-
-        written = self.policy.with_own_weights(generate)[:, prompt_tokens:].cpu().numpy().astype(np.int32)
+        generate = partial(
+            model.generate,
+            input_ids=ids.to(self.device),
+            attention_mask=mask.to(self.device),
+            generation_config=GenerationConfig(
+                max_new_tokens=sampling.max_new_tokens,
+                do_sample=False,  # `drawing` draws, and leaves `generate` one possible token
+                use_cache=True,
+                pad_token_id=pad,
+                eos_token_id=sorted(ends) or None,
+            ),
+            logits_processor=LogitsProcessorList([drawing]),
+            stopping_criteria=StoppingCriteriaList([stops] if sampling.stop else []),
+            # A rank with shorter completions goes on, because every forward needs all ranks.
+            synced_gpus=is_sharded(model),
+        )
+        with self.policy.autocasting(self.device):
+            answers = self.policy.with_own_weights(generate)[:, prompt_tokens:]
         return [
-            completion_of(ids_of_one, self.tokenizer, ends=ends, stop=sampling.stop, stop_end=stop_end)
-            for ids_of_one, stop_end in zip(written, stops.ends, strict=True)
+            completion_of(written, self.tokenizer, ends=ends, stop=sampling.stop, stop_end=stop_end)
+            for written, stop_end in zip(answers.cpu().numpy().astype(np.int32), stops.ends, strict=True)
         ]
 
 
@@ -184,3 +177,76 @@ class _StopStrings(StoppingCriteria):
                 if any(string in text for string in self.stop):
                     self.ends[place] = written.shape[1]
         return torch.tensor([end is not None for end in self.ends], device=input_ids.device)
+
+
+def completion_uniforms(
+    seed: int, draw_number: int, completion: int, num_tokens: int
+) -> npt.NDArray[np.float64]:
+    """Returns [num_tokens] in [0, 1). The first n do not depend on `num_tokens`."""
+    # Raw bits of PCG64 are the same in all versions of numpy.
+    stream = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(2, draw_number, completion)))
+    return (stream.random_raw(num_tokens) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def draw_tokens(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> Tensor:
+    """Draws tokens: [B, V] logits, [B] float64 `uniforms` in [0, 1) -> [B] int64 tokens.
+
+    Filters run in transformers' order: temperature, top_k, top_p (Holtzman et al. 2020, arXiv 1904.09751),
+    min_p (Nguyen et al. 2024, arXiv 2407.01082).
+    """
+    if settings.temperature == 0.0:
+        return logits.argmax(dim=-1)
+    probabilities = torch.softmax(logits.float() / settings.temperature, dim=-1).double()
+    if settings.top_p == 1.0 and settings.top_k is None and settings.min_p == 0.0:
+        return _invert(probabilities, uniforms)
+    ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
+    if settings.top_k is not None:
+        ordered[:, settings.top_k :] = 0.0
+    ordered /= ordered.sum(dim=-1, keepdim=True)
+    # A token stays if all likelier tokens have together less than top_p. So the likeliest always stays.
+    ordered = ordered.masked_fill(ordered.cumsum(dim=-1) - ordered >= settings.top_p, 0.0)
+    ordered = ordered.masked_fill(ordered < settings.min_p * ordered[:, :1], 0.0)
+    places = _invert(ordered, uniforms)
+    return tokens.gather(1, places[:, None]).squeeze(1)
+
+
+def _invert(masses: Tensor, uniforms: Tensor) -> Tensor:
+    """Returns [B]: the first position where the cumulative sum of `masses` exceeds `uniforms` x their sum.
+
+    masses: [B, V] unnormalised probabilities. uniforms: [B]. No returned position has probability zero.
+    """
+    cumulative = masses.cumsum(dim=-1)
+    targets = uniforms[:, None] * cumulative[:, -1:]
+    places = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    # Rounding may put the target behind the last token whose probability is above zero.
+    last = masses.shape[-1] - 1 - (masses > 0).flip(-1).int().argmax(dim=-1)
+    return torch.minimum(places, last)
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Returns the tokens that end a completion. Some families name one in their generation config only."""
+    named: list[Any] = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
+    if model.can_generate():  # other models have no generation config
+        named.append(model.generation_config.eos_token_id)
+    return {end for ends in named for end in ([ends] if isinstance(ends, int) else ends or ())}
+
+
+def completion_of(
+    ids: npt.NDArray[np.int32],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    ends: Collection[int],
+    stop: Sequence[str],
+    stop_end: int | None,
+) -> Completion:
+    """Returns the completion at the start of `ids` [L]: all tokens up to and with the first of `ends`.
+
+    It ends earlier after `stop_end` tokens, if these contain a stop string.
+    """
+    places = np.flatnonzero(np.isin(ids, sorted(ends)))
+    eos_end = int(places[0]) + 1 if len(places) else None
+    end = min((end for end in (eos_end, stop_end) if end is not None), default=None)
+    ids = ids if end is None else ids[:end]
+    text = str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+    text = text[: min((place for string in stop if (place := text.find(string)) >= 0), default=len(text))]
+    return Completion(ids=ids, text=text, is_finished=end is not None)

@@ -1,7 +1,4 @@
-"""Completions from vLLM in this process: starts vLLM, gives it weights and prompts, checks its log-probs.
-
-In this process vLLM's loader reads the policy's own tensors. vLLM has its own copy of the weights and its own
-cache, and does not change the policy.
+"""Completions from vLLM in this process, which has its own copy of the policy's weights.
 
 Legend: L tokens of a completion.
 """
@@ -25,8 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
-from dpo_pack.online.interface import Completion, Draw, Failure
-from dpo_pack.online.sampling import SamplingSettings, completion_of, completion_seed, end_tokens
+from dpo_pack.online.interface import Completion, Draw, Failure, SamplingSettings
+from dpo_pack.online.transformers_generator import completion_of, end_tokens
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import proof_row
@@ -54,7 +51,7 @@ class VllmEngine:
             if self.device.type == "cpu":
                 self.llm.apply_model(_pack_heads)
         except Exception as error:  # about names, shapes or memory
-            raise _refusal(f"vLLM cannot take the policy's weights: {_brief(error)}") from error
+            raise _refusal("vLLM cannot take the policy's weights", error) from error
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache, although it has no request")
 
@@ -110,7 +107,7 @@ def start_engine(
     gpu_memory_utilization: float,
     trust_remote_code: bool,
 ) -> VllmEngine:
-    """Starts vLLM with the architecture of `model`, without weights. Raises ModelError with vLLM's message.
+    """Starts vLLM with the architecture of `model`, without weights. Raises ModelError.
 
     max_tokens: of the longest prompt plus its completion. gpu_memory_utilization: a part of the memory.
     """
@@ -139,7 +136,7 @@ def start_engine(
                 disable_log_stats=True,
             )
         except Exception as error:  # about families, sizes, memory or libraries
-            raise _refusal(f"vLLM cannot run this policy: {_brief(error)}") from error
+            raise _refusal("vLLM cannot run this policy", error) from error
         if any(".transformers" in kind.__module__ for kind in llm.apply_model(type)):
             # For some architectures vLLM uses transformers' class although `model_impl` is vllm.
             name = type(model).__name__
@@ -172,16 +169,14 @@ def _unchanged_process() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _refusal(reason: str) -> ModelError:
+def _refusal(reason: str, error: Exception | None = None) -> ModelError:
+    """With vLLM's own message in one line, without pydantic's frame and the list of known models."""
+    if error is not None:
+        text = " ".join(str(error).split()) or type(error).__name__
+        text = text.rpartition("Value error, ")[2].partition(" [type=")[0]
+        text = text.partition(". Supported architectures")[0][:_MOST_SHOWN]
+        reason = f"{reason}: {text.rstrip('.')}"
     return ModelError(f"{KEY}: {reason}; {OTHERS}")
-
-
-def _brief(error: Exception) -> str:
-    """Returns vLLM's message in one line, without pydantic's frame and without the list of known models."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = text.rpartition("Value error, ")[2].partition(" [type=")[0]
-    text = text.partition(". Supported architectures")[0]
-    return (text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...").rstrip(".")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +233,12 @@ class VllmGenerator:
         return step
 
 
+def completion_seed(seed: int, draw_number: int, completion: int) -> int:
+    """Returns a seed in [0, 2^63) for an engine with its own random numbers; a function of the arguments."""
+    state = np.random.SeedSequence(seed, spawn_key=(2, draw_number, completion)).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))
+
+
 # The largest mean difference in nats a token. Rounding gives less (docs/online.md), wrong weights more.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -250,22 +251,20 @@ def prove_agreement(
     max_new_tokens: int,
     dtype: torch.dtype,
 ) -> float:
-    """Proves, before the first step, that vLLM computes the same log-probs as the policy.
+    """Proves that vLLM computes the policy's log-probs: only this finds a tensor that vLLM did not load.
 
-    vLLM continues the start of `prompt`, and the policy computes the log-probs of the new tokens, too. Only
-    this check finds a tensor that vLLM did not load. Returns the mean difference in nats. Raises ModelError
-    if rounding in `dtype`, that of the activations, cannot explain it.
+    vLLM continues the start of `prompt`. Returns the mean difference in nats. Raises ModelError if rounding
+    in `dtype`, that of the activations, cannot explain it.
     """
     start, num_tokens = prompt[:64], min(max_new_tokens, 32)
     options = {"max_tokens": num_tokens, "seed": 0, "logprobs": 0, "ignore_eos": True}
     try:
         (output,) = engine.answer([start], [options])
     except Exception as error:  # vLLM chooses some kernels only now, and these kernels may raise
-        raise _refusal(f"vLLM cannot run this policy: {_brief(error)}") from error
+        raise _refusal("vLLM cannot run this policy", error) from error
     written = np.array(output.token_ids, dtype=np.int32)
     steps = zip(written.tolist(), output.logprobs, strict=True)
-    logps = [float(logprobs[token].logprob) for token, logprobs in steps]
-    theirs = torch.tensor(logps, dtype=torch.float64)  # [L] before temperature
+    theirs = torch.tensor([logprobs[token].logprob for token, logprobs in steps], dtype=torch.float64)  # [L]
     row = proof_row(policy, [Group(context=start, completions=(written,))], engine.device)
     with torch.no_grad():
         logps_of_row: RowLogps = policy(row)

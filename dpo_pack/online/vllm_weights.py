@@ -48,11 +48,10 @@ def _layer_of(name: str) -> str:
 def _as_in_checkpoints(
     model: PreTrainedModel, named: Iterable[tuple[str, Tensor]], adapted: Sequence[Any], *, has_adapter: bool
 ) -> dict[str, Tensor]:
-    """Returns a layer's tensors, adapters added, with the names and shapes of checkpoints. (In memory,
-    transformers stacks the experts of some families.)
+    """Returns a layer's tensors, adapters added, with the names and shapes of checkpoints.
 
-    The model may come from a checkpoint with other names (a prefix before the text model). Those names are
-    not used, because the engine gets the class of this model, not the class of the checkpoint.
+    A checkpoint may have a prefix before the text model. Such names are not used: the engine gets the class
+    of this model, not that of the checkpoint.
     """
     own = vars(model).pop("_weight_conversions", None)
     try:

@@ -43,14 +43,16 @@ class WinRate:
         """Yields name and metrics of each set, for the current policy."""
         for name, draws in self.draws.items():
             openings = list(zip(draws, self.first[name], strict=True))
-            yield name, self._record(ranks.share_out(openings, self._play))
+            games = ranks.share_out(openings, self._play)
+            played = [game for game in games if game is not None]
+            record: dict[str, Any] = {"prompts": len(games), "failures": len(games) - len(played)}
+            yield name, {**record, **(self._metrics(played) if played else {})}
 
     def _answers(self, draws: Sequence[Draw]) -> list[Completion | None]:
         results = self.generator.generate(draws)
         return [None if isinstance(result, Failure) else result[0] for result in results]
 
     def _play(self, openings: Sequence[tuple[Draw, Completion | None]]) -> list[Game | None]:
-        """Lets the current policy answer, and the judge score both answers; None where one of them failed."""
         draws = [draw for draw, _ in openings]
         both = [
             Failure(reason="no answer") if first is None or now is None else (first, now)
@@ -61,11 +63,7 @@ class WinRate:
             for answers, scores in zip(both, score_answers(draws, both, self.judge), strict=True)
         ]
 
-    def _record(self, games: Sequence[Game | None]) -> dict[str, Any]:
-        played = [game for game in games if game is not None]
-        record: dict[str, Any] = {"prompts": len(games), "failures": len(games) - len(played)}
-        if not played:
-            return record
+    def _metrics(self, played: Sequence[Game]) -> dict[str, Any]:
         first, now = np.array([scores for scores, _ in played]).T
         metrics = {
             "online/win_rate": (now > first) + 0.5 * (now == first),
@@ -75,7 +73,6 @@ class WinRate:
         }
         intervals = mean_intervals(np.stack(list(metrics.values()), axis=1), seed=self.seed)
         return {
-            **record,
             **{name: float(values.mean()) for name, values in metrics.items()},
             "online/completion_tokens": float(np.mean([len(answer.ids) for _, answer in played])),
             "online/eos_rate": float(np.mean([answer.is_finished for _, answer in played])),

@@ -11,13 +11,12 @@ from dpo_pack.model.loading import load_tokenizer
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.online.endpoint import Endpoint, api_key
 from dpo_pack.online.http_generator import HttpGenerator
-from dpo_pack.online.interface import Generator, Judge
+from dpo_pack.online.interface import Generator, Judge, SamplingSettings
 from dpo_pack.online.judges import INSTRUCTIONS, FunctionJudge, LlmJudge, WeightedJudges
 from dpo_pack.online.pairing import PairingSettings
 from dpo_pack.online.phases import RolloutLog
 from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model, prove_reward_model
-from dpo_pack.online.sampling import SamplingSettings
-from dpo_pack.online.source import OnlineSettings, OnlineSource, RowSettings
+from dpo_pack.online.source import OnlineSettings, OnlineSource
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.online.vllm_generator import KEY, VllmGenerator, check_installed, prove_agreement, start_engine
 from dpo_pack.online.vllm_weights import checkpoint_tensors
@@ -60,12 +59,10 @@ def build_online(
             shuffle=recipe.data.shuffle,
             seed=seed,
         ),
-        rows=RowSettings(
-            plan=plan_settings(recipe),
-            builder=partial(row_builder, setup, is_trained=True),
-            shape=setup.policy_facts.shape if setup.policy_facts.is_packed else None,
-            equal_rows=setup.strategy.shards,
-        ),
+        plan=plan_settings(recipe),
+        builder=partial(row_builder, setup, is_trained=True),
+        shape=setup.policy_facts.shape if setup.policy_facts.is_packed else None,
+        equal_rows=setup.strategy.shards,
         log=ranks.of_first(RolloutLog(directory=directory)),
     )
     if not held_out:

@@ -27,8 +27,7 @@ from dpo_pack.model.config import known_positions
 from dpo_pack.model.loading import load_tokenizer
 from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.online.interface import Draw, Failure
-from dpo_pack.online.sampling import SamplingSettings
+from dpo_pack.online.interface import Draw, Failure, SamplingSettings
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, load_recipe, parse_recipe
 from dpo_pack.recipe.schema import SamplesRecipe

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,12 @@ from support.family_errors import (
     CPU,
     GROUPS,
     SEQUENCES,
-    bfloat16_cells,
     load,
     make_row,
     measure,
     packs,
     prove_under_autocast,
     skip_unless_packed,
-    table_cells,
 )
 from support.oracle import completion_logps_one_by_one
 from support.ten_families import TEN, slow_but_ten
@@ -67,10 +64,9 @@ def test_every_family_has_a_tiny_model_and_is_a_causal_lm_of_transformers() -> N
 
 @pytest.mark.parametrize("family", slow_but_ten(SPECIAL))
 def test_log_probs_and_gradients_of_a_family_equal_those_of_each_sequence_alone(
-    family: str, tmp_path: Path, record_property: Callable[[str, object], None]
+    family: str, tmp_path: Path
 ) -> None:
     errors, noise = measure(family, tmp_path)
-    record_property("family", table_cells(family, errors, noise))
     assert errors.keys() == ({"shared", "unshared", "padded"} if packs(family) else {"padded"})
     floor = 1e-6 if family in ABSOLUTE else min(max(1e-6, 2 * noise.gradient), 2e-5)
     largest = 1e-6 if family in ABSOLUTE else min(max(1e-6, 4 * noise.max_gradient), 2e-5)
@@ -91,12 +87,9 @@ def test_a_softcap_is_not_lost_where_transformers_takes_sdpa_for_it(
 
 
 @pytest.mark.parametrize("family", slow_but_ten(PACKED, {"gemma2", "gpt_oss", "qwen3_moe"}))
-def test_every_packed_family_passes_the_proofs_under_bfloat16_autocast(
-    family: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_every_packed_family_passes_the_proofs_under_bfloat16_autocast(family: str) -> None:
     skip_unless_packed(family)
     proofs = prove_under_autocast(family)
-    record_property("bfloat16", (family, *bfloat16_cells(proofs)))
     assert all(proof.passed for proof in proofs), proofs
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 from support.marks import slow
+from support.run_files import records
 from support.stub_server import Stub, completions, hanging, serving, verdicts
 from support.tiny_online import online_recipe
 from support.tiny_tokenizer import tiny_tokenizer
@@ -26,9 +25,8 @@ from test_online_judges import ROLLOUTS, rollout
 
 from dpo_pack.online.endpoint import Endpoint, api_key
 from dpo_pack.online.http_generator import HttpGenerator
-from dpo_pack.online.interface import Completion, Failure
+from dpo_pack.online.interface import Completion, Failure, SamplingSettings
 from dpo_pack.online.judges import LlmJudge
-from dpo_pack.online.sampling import SamplingSettings
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.interrupts import Interrupted, interruptible
 from dpo_pack.trainer import train
@@ -97,19 +95,6 @@ def test_a_request_says_what_the_recipe_says_and_the_answer_is_tokenised() -> No
             assert completion.is_finished
 
 
-def test_a_stop_string_is_what_ended_a_completion_and_one_that_was_cut_has_no_end() -> None:
-    def reply(path: str, body: dict[str, Any]) -> Any:
-        ends = ({"finish_reason": "stop"}, {"finish_reason": "stop", "stop_reason": "END"})
-        return {"choices": [{"text": "yes", **end} for end in (*ends, {"finish_reason": "length"})]}
-
-    with serving(Stub(reply)) as stub:
-        (result,) = generator(stub).generate(DRAWS[:1])
-    assert not isinstance(result, Failure)
-    plain, with_stop = tiny_tokenizer()(["yes", "yesEND"])["input_ids"]
-    assert [c.ids.tolist() for c in result] == [[*plain, 2], with_stop, plain]
-    assert [c.is_finished for c in result] == [True, True, False]
-
-
 @pytest.mark.parametrize("fault", ["500", "503", "429", "408", "garbage", "nonsense", "brackets", "hang up"])
 def test_what_may_pass_is_asked_again_and_nothing_is_lost(fault: str) -> None:
     with serving(Stub(completions(words))) as calm:
@@ -172,30 +157,14 @@ def test_no_message_holds_the_api_key_nor_a_part_of_it(fault: str, key: str) -> 
         assert "Bearer [API key]" in result.reason
 
 
-def test_a_verdict_that_quotes_the_api_key_is_shown_without_it() -> None:
-    def echoes(path: str, body: dict[str, Any]) -> Any:
-        return {"choices": [{"message": {"content": " no letter, but your key: 'se\"cr/et'"}}]}
-
-    with serving(Stub(echoes)) as stub:
-        asking = replace(endpoint(stub, retries=0), api_key="'se\"cr/et'")
-        (result,) = LlmJudge(endpoint=asking).score([rollout("x", "aa", "b")])
-    assert isinstance(result, Failure) and result.reason.count("[API key]") == 1
-    assert "neither A, B nor T" in result.reason and "cr/et" not in result.reason
-
-
-def test_who_fails_to_the_end_fails_alone_with_a_reason_in_one_line() -> None:
-    with serving(Stub(completions(words), faults=["500"] * 3)) as stub:
-        results = generator(stub, retries=2, concurrency=1).generate(DRAWS)
-    failed = results[0]
-    assert isinstance(failed, Failure) and "\n" not in failed.reason
-    assert "HTTP 500" in failed.reason
-    assert not isinstance(results[1], Failure) and not isinstance(results[2], Failure)
-
-
-def test_a_request_that_is_refused_is_not_repeated() -> None:
-    with serving(Stub(completions(words), faults=["400"])) as stub:
-        results = generator(stub, concurrency=1).generate(DRAWS)
-    assert [isinstance(r, Failure) for r in results] == [True, False, False] and len(stub.requests) == 3
+@pytest.mark.parametrize(("faults", "num_requests"), [(["400"], 3), (["500"] * 3, 5), (["hang up"] * 3, 5)])
+def test_who_fails_to_the_end_fails_alone_and_a_refusal_is_not_repeated(
+    faults: list[str], num_requests: int
+) -> None:
+    with serving(Stub(completions(words), faults=list(faults))) as stub:
+        failed, *others = generator(stub, retries=2, concurrency=1).generate(DRAWS)
+    assert isinstance(failed, Failure) and failed.reason.isprintable()
+    assert not any(isinstance(result, Failure) for result in others) and len(stub.requests) == num_requests
 
 
 @pytest.mark.parametrize("status", ["401", "403", "404"])
@@ -220,12 +189,6 @@ def test_an_error_whose_text_never_comes_is_the_error_it_is(then: str) -> None:
         generator(stub, timeout_seconds=1.0).generate(DRAWS[:1])
 
 
-def test_nobody_there_is_a_failure_too() -> None:
-    with serving(Stub(completions(words))) as stub:
-        pass
-    assert all(isinstance(r, Failure) for r in generator(stub, retries=1).generate(DRAWS))
-
-
 def test_no_more_requests_are_under_way_than_allowed() -> None:
     def slow(path: str, body: dict[str, Any]) -> Any:
         time.sleep(0.03)
@@ -239,18 +202,13 @@ def test_no_more_requests_are_under_way_than_allowed() -> None:
 def test_an_api_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", " k\n")  # as a file gives it
     assert api_key("MY_KEY", "key") == "k" and api_key(None, "key") is None
+    for key in ("\n", "sk-1\nsk-2", "sk-1\x7f", "schl\u00fcssel-1", "sk-1\u200b"):  # no header takes these
+        monkeypatch.setenv("MY_KEY", key)
+        with pytest.raises(RunError, match="key: .*MY_KEY") as caught:
+            api_key("MY_KEY", "key")
+        assert "-1" not in str(caught.value)
     with pytest.raises(RunError, match="key: .*NO_SUCH_KEY"):
         api_key("NO_SUCH_KEY", "key")
-
-
-@pytest.mark.parametrize("key", ["\n", "sk-1\nsk-2", "sk-1\x7f", "schl\u00fcssel-1", "sk-1\u200b"])
-def test_what_no_header_takes_is_refused_as_a_key_and_not_shown(
-    key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MY_KEY", key)
-    with pytest.raises(RunError, match="key: .*MY_KEY") as caught:
-        api_key("MY_KEY", "key")
-    assert "-1" not in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["secret", None])
@@ -303,15 +261,6 @@ def test_who_is_interrupted_while_a_server_says_nothing_waits_no_longer() -> Non
         released.set()
         time.sleep(0.3)
     assert len(stub.requests) == 2  # the third prompt was not sent
-
-
-def test_after_an_interruption_no_request_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PAUSE, 0.5)
-    with serving(Stub(completions(words), faults=["500"] * 9)) as stub:
-        with interrupted_when(lambda: len(stub.requests) == 3):
-            generator(stub).generate(DRAWS)
-        time.sleep(1.0)
-        assert len(stub.requests) == 3
 
 
 ASKING = """
@@ -396,31 +345,22 @@ def test_a_verdict_that_is_none_is_asked_again_then_sets_its_prompt_aside() -> N
 def test_a_run_against_a_server_that_misbehaves_and_recovers_loses_nothing(
     tmp_path: Path, console: Console
 ) -> None:
-    runs = []
-    for name, faults in {
-        "calm": [],
-        "rough": ["500", "garbage", "stall", "429", "hang up", "nonsense", "503"],
-    }.items():
-        with (
-            serving(Stub(completions(words), faults=list(faults), stall_seconds=0.8)) as answers,
-            serving(Stub(verdicts(longer), faults=["garbage", "500", "hang up"] * bool(faults))) as judge,
-        ):
-            served = {"model": "m", "retries": 8, "concurrency": 3, "timeout_seconds": 0.4}
-            recipe = online_recipe(
-                tmp_path / "assets",
-                tmp_path / name,
-                generator={"type": "http", "endpoint": {**served, "url": answers.url}},
-                judges=[{"type": "llm", "endpoint": {**served, "url": judge.url}}],
-                max_staleness_steps=5,  # as old as the server's weights become
-            )
-            train(recipe, console)
-        records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        runs.append((pq.read_table(tmp_path / name / "rollouts.parquet").to_pylist(), records[-1]))
-        assert not answers.faults and not judge.faults
-    (calm_rows, calm), (rough_rows, rough) = runs
-    assert calm_rows == rough_rows and all(row["failure"] is None for row in rough_rows)
-    assert rough["loss"] == calm["loss"] and rough["grad_norm"] == calm["grad_norm"]
-    assert rough["online/total_generator_failures"] == rough["online/total_judge_failures"] == 0
-    assert rough["online/total_prompts"] == len(rough_rows)
+    faults = ["500", "garbage", "stall", "429", "hang up", "nonsense", "503"]
+    with (
+        serving(Stub(completions(words), faults=list(faults), stall_seconds=0.8)) as answers,
+        serving(Stub(verdicts(longer), faults=["garbage", "500", "hang up"])) as judge,
+    ):
+        served = {"model": "m", "retries": 8, "concurrency": 3, "timeout_seconds": 0.4}
+        recipe = online_recipe(
+            tmp_path / "assets",
+            tmp_path / "run",
+            generator={"type": "http", "endpoint": {**served, "url": answers.url}},
+            judges=[{"type": "llm", "endpoint": {**served, "url": judge.url}}],
+            max_staleness_steps=5,  # as old as the server's weights become
+        )
+        train(recipe, console)
+    assert not answers.faults and not judge.faults
+    last = records(tmp_path / "run", "train")[-1]
+    assert last["online/total_generator_failures"] == last["online/total_judge_failures"] == 0
     # The server's weights stay those of the start, and their age is counted.
-    assert rough["step"] == 6 and rough["online/staleness"] == 5.0
+    assert last["step"] == 6 and last["online/staleness"] == 5.0

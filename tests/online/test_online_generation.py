@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from support.family_errors import load
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.model.attention import ATTENTION_NAME
 from dpo_pack.model.layout import packed_row
-from dpo_pack.model.loading import load_model
-from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
-from dpo_pack.online.interface import Completion, Draw
-from dpo_pack.online.sampling import (
-    SamplingSettings,
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.online.interface import Draw, SamplingSettings
+from dpo_pack.online.transformers_generator import (
+    TransformersGenerator,
     _invert,
     completion_of,
     completion_uniforms,
     draw_tokens,
     end_tokens,
+    generating,
 )
-from dpo_pack.online.transformers_generator import TransformersGenerator, generating
 from dpo_pack.packing.lengths import Group
 
 TEXTS = ("ask one", "what is the colour of the sky?", "x", "how do I bake bread at home? yes or no")
@@ -42,23 +42,9 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def loaded(directory: Path, *, gradient_checkpointing: bool = False, packed: bool = True) -> LoadedModel:
-    return load_model(
-        str(directory),
-        revision=None,
-        trust_remote_code=False,
-        precision=Precision(parameters=torch.float32, autocast=None),
-        attention="sdpa",
-        packed=packed,
-        gradient_checkpointing=gradient_checkpointing,
-        device=torch.device("cpu"),
-        recipe_key="model.path",
-    )
-
-
 @pytest.fixture(scope="module")
 def policy(model_directory: Path) -> CompletionLogps:
-    return loaded(model_directory).scorer
+    return load(model_directory).scorer
 
 
 def generator(
@@ -172,22 +158,21 @@ def test_attention_is_the_rows_again_afterwards_and_trains_the_same(policy: Comp
     assert torch.equal(policy(row).sums, before)
 
 
-def test_recomputed_activations_and_the_model_s_own_settings_change_nothing(model_directory: Path) -> None:
-    plain = loaded(model_directory).scorer
-    recomputing = loaded(model_directory, gradient_checkpointing=True).scorer
+def test_recomputed_activations_padding_and_own_settings_change_nothing(
+    model_directory: Path,
+) -> None:
+    plain = load(model_directory).scorer
+    recomputing = load(model_directory, gradient_checkpointing=True).scorer
     modes = [module.training for module in recomputing.modules()]
     assert any(modes)
     config = recomputing.model.generation_config
     config.update(repetition_penalty=5.0, do_sample=True, top_k=1)
     recomputing.model.config.use_cache = False
-    assert answers(generator(recomputing), draws()) == answers(generator(plain), draws())
+    padded = load(model_directory, packed=False).scorer
+    expected = answers(generator(plain), draws())
+    assert answers(generator(recomputing), draws()) == answers(generator(padded), draws()) == expected
     assert [module.training for module in recomputing.modules()] == modes
     assert recomputing.model.generation_config is config
-
-
-def test_padded_training_generates_the_same(model_directory: Path, policy: CompletionLogps) -> None:
-    padded = loaded(model_directory, packed=False).scorer
-    assert answers(generator(padded), draws()) == answers(generator(policy), draws())
 
 
 def test_a_completion_ends_with_the_token_that_ended_it(policy: CompletionLogps) -> None:
@@ -206,7 +191,7 @@ def test_a_completion_ends_with_the_token_that_ended_it(policy: CompletionLogps)
 def test_ends_are_those_of_tokenizer_config_and_generation_config(
     named: int | list[int] | None, ends: set[int], model_directory: Path
 ) -> None:
-    model = loaded(model_directory).scorer.model
+    model = load(model_directory).scorer.model
     model.generation_config.eos_token_id = named
     assert end_tokens(model, tiny_tokenizer()) == ends
     backbone = model.get_decoder()
@@ -222,16 +207,12 @@ def test_an_end_that_only_the_generation_config_names_ends_a_completion(
     model = tiny_model("llama", vocab_size=len(tiny_tokenizer()))
     model.generation_config.eos_token_id = [2, end]
     model.save_pretrained(tmp_path)
-    num_ended = 0
-    for whole, cut in zip(free, generator(loaded(tmp_path).scorer).generate(draws()), strict=True):
-        assert isinstance(whole, tuple) and isinstance(cut, tuple)
-        for ours, theirs in zip(whole, cut, strict=True):
-            ids = ours.ids.tolist()
-            is_cut = end in ids
-            assert theirs.ids.tolist() == (ids[: ids.index(end) + 1] if is_cut else ids)
-            assert theirs.is_finished == (is_cut or ours.is_finished)
-            num_ended += is_cut
-    assert num_ended
+    shorter = generator(load(tmp_path).scorer).generate(draws())
+    both = [pair for results in zip(free, shorter, strict=True) for pair in zip(*results, strict=True)]  # type: ignore[arg-type]
+    for whole, cut in both:
+        ids = whole.ids.tolist()
+        assert cut.ids.tolist() == (ids[: ids.index(end) + 1] if end in ids else ids)
+        assert cut.is_finished == (end in ids or whole.is_finished)
 
 
 def test_a_stop_string_ends_a_completion_and_is_not_shown_to_judges(policy: CompletionLogps) -> None:
@@ -239,17 +220,11 @@ def test_a_stop_string_ends_a_completion_and_is_not_shown_to_judges(policy: Comp
     letters = [c.text for result in free if isinstance(result, tuple) for c in result]
     letter = next(char for text in letters for char in text[2:] if char.isascii() and char.isalpha())
     stopped = generator(policy, replace(PLAIN, stop=("not written", letter))).generate(draws())
-    ended: list[Completion] = []
-    for ours, theirs in zip(free, stopped, strict=True):
-        assert isinstance(ours, tuple) and isinstance(theirs, tuple)
-        for whole, cut in zip(ours, theirs, strict=True):
-            assert letter not in cut.text and cut.ids.tolist() == whole.ids[: len(cut.ids)].tolist()
-            if letter in whole.text:
-                assert cut.is_finished and cut.text == whole.text[: whole.text.index(letter)]
-                ended.append(cut)
-            else:
-                assert cut.ids.tolist() == whole.ids.tolist()
-    assert ended
+    both = [pair for results in zip(free, stopped, strict=True) for pair in zip(*results, strict=True)]  # type: ignore[arg-type]
+    for whole, cut in both:
+        assert cut.text == whole.text.partition(letter)[0]
+        assert cut.ids.tolist() == whole.ids[: len(cut.ids)].tolist()
+        assert cut.is_finished if letter in whole.text else len(cut.ids) == len(whole.ids)
 
 
 def test_a_softcap_is_not_lost_where_transformers_takes_sdpa_for_it(
@@ -257,7 +232,7 @@ def test_a_softcap_is_not_lost_where_transformers_takes_sdpa_for_it(
 ) -> None:
     tiny_model("gemma2").save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    model = loaded(tmp_path).scorer.model
+    model = load(tmp_path).scorer.model
     monkeypatch.setattr(type(model), "_supports_sdpa", True)  # as in transformers 5.19
     with generating(model):
         assert model.config._attn_implementation == "eager"

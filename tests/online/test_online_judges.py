@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 from support import online_judges
-from support.tiny_models import tiny_config
+from support.marks import slow
+from support.tiny_models import tiny_config, tiny_model
 from support.tiny_online import online_recipe
 from support.tiny_recipe import message_of
 from support.tiny_tokenizer import tiny_tokenizer
@@ -229,10 +229,7 @@ def test_each_judge_of_a_recipe_is_one_of_its_type_with_its_weight(tmp_path: Pat
         (4096, "gemma2"),
         (4096, "gpt2"),
         (4096, "qwen3_next"),  # with gated delta nets
-        *(
-            pytest.param(budget, family, marks=pytest.mark.slow)
-            for budget, family in (*((1, f) for f in ("qwen3", "mistral", "gemma2")), (4096, "llama"))
-        ),
+        *slow((1, "qwen3"), (1, "mistral"), (1, "gemma2"), (4096, "llama")),
     ],
 )
 def test_packed_scores_equal_each_sequence_alone(family: str, token_budget: int, tmp_path: Path) -> None:
@@ -276,11 +273,30 @@ def test_a_conversation_that_the_template_refuses_is_set_aside(tmp_path: Path) -
     assert first == pytest.approx(expected[0], abs=1e-6) and last == pytest.approx(expected[1], abs=1e-6)
 
 
-def test_what_is_too_long_for_the_reward_model_is_set_aside(tmp_path: Path) -> None:
-    path = save_reward_model(tmp_path, "llama")
-    long, short = reward_model(path).score([rollout("x " * 200, "a", "b"), ROLLOUTS[0]])
-    assert isinstance(long, Failure) and "the model has 256 positions" in long.reason
-    assert not isinstance(short, Failure)
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [8.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "positions"),
+    [
+        ("llama", {}, 256),
+        # Its positions depend on the longest sequence: nothing longer meets the others.
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}, 64),
+    ],
+)
+def test_what_is_too_long_for_the_reward_model_is_set_aside(
+    family: str, changes: dict[str, Any], positions: int, tmp_path: Path
+) -> None:
+    judge = reward_model(save_reward_model(tmp_path, family, **changes), token_budget=4096)
+    long, short = judge.score([rollout("x " * positions, "a", "b"), ROLLOUTS[0]])
+    assert isinstance(long, Failure) and f"the model has {positions} positions" in long.reason
+    assert short == pytest.approx(judge.score([ROLLOUTS[0]])[0], abs=1e-6)
 
 
 def test_a_sequence_leaves_one_position_for_the_token_that_is_appended(tmp_path: Path) -> None:
@@ -302,35 +318,17 @@ def test_a_score_is_read_at_the_last_token_that_is_no_padding(
     assert without_padding(np.array(ids, dtype=np.int32), pad).tolist() == kept
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [8.0] * 4,
-    "original_max_position_embeddings": 64,
-}
-
-
-def test_where_positions_depend_on_the_longest_nothing_longer_meets_the_others(tmp_path: Path) -> None:
-    path = save_reward_model(tmp_path, "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
-    judge = reward_model(path, token_budget=4096)
-    long, short = judge.score([rollout("x " * 80, "a", "b"), ROLLOUTS[0]])
-    assert isinstance(long, Failure) and "the model has 64 positions" in long.reason
-    assert not isinstance(short, Failure)
-    assert short == pytest.approx(judge.score([ROLLOUTS[0]])[0], abs=1e-6)
-
-
-ALL_WAYS = list(
-    itertools.product(
-        ["gpt_oss", "qwen3_moe", "exaone4", "hunyuan_v1_moe"], [True, False], [None, torch.bfloat16]
-    )
-)
-SOME_WAYS = [way for number, way in enumerate(ALL_WAYS) if number % 4 == number // 4]  # one of each family
-
-
 @pytest.mark.parametrize(
     ("family", "packed", "autocast"),
-    [pytest.param(*way, marks=[] if way in SOME_WAYS else pytest.mark.slow) for way in ALL_WAYS],
+    [
+        ("gpt_oss", True, None),
+        ("qwen3_moe", True, torch.bfloat16),
+        ("exaone4", False, None),
+        ("hunyuan_v1_moe", False, torch.bfloat16),
+        *slow(
+            ("gpt_oss", False, torch.bfloat16), ("qwen3_moe", False, None), ("exaone4", True, torch.bfloat16)
+        ),
+    ],
 )
 def test_honest_reward_models_pass_their_proofs(
     family: str, packed: bool, autocast: torch.dtype | None, tmp_path: Path
@@ -373,8 +371,6 @@ def test_a_classifier_of_several_classes_and_a_language_model_are_no_reward_mode
     with pytest.raises(ModelError, match=r"online\.judges\.0\.path: .* has 2 outputs"):
         reward_model(save_reward_model(tmp_path / "two", "llama", num_labels=2))
     path = save_reward_model(tmp_path / "one", "llama")
-    from support.tiny_models import tiny_model
-
     tiny_model("llama", vocab_size=len(tiny_tokenizer()), num_labels=1).save_pretrained(path)
     with pytest.raises(ModelError, match=r"lacks score\.weight"):
         reward_model(path)

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
 from support.distributed_runs import assert_same_metrics
 from support.run_files import records, weights
 from support.stub_server import Stub, completions, serving
-from support.tiny_online import online_recipe
+from support.tiny_online import online_recipe, rollouts
 from support.tiny_recipe import message_of
 from support.two_ranks import run_on_ranks
 
@@ -85,11 +84,6 @@ def _train_and_die(directory: Path, runs: dict[str, Settings]) -> None:
     trainer_class.train_step = one_step
     ranks.wait_for_all()
     train(recipe, Console(quiet=True))
-
-
-def rollouts(run: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = pq.read_table(run / "rollouts.parquet").to_pylist()
-    return rows
 
 
 def assert_same_runs(directory: Path, runs: dict[str, Settings]) -> None:

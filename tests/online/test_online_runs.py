@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
-import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from support import online_judges
 from support.marks import slow
-from support.tiny_online import online_recipe
+from support.run_files import assert_same_run, timeless, weights
+from support.tiny_online import online_recipe, rollouts
 from support.tiny_run import NUM_PAIRS, write_rows
 from support.whole_runs import at_step
 
@@ -36,37 +34,12 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("assets")
 
 
-@pytest.fixture(autouse=True)
-def _signals_are_restored() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def lines(run: Path, split: str = "train") -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    times = ("seconds", "mfu", "tokens_per_second", "pairs_per_second")
-    return [
-        {k: v for k, v in record.items() if k.split("/")[0] not in times}
-        for record in records
-        if record["split"] == split
-    ]
+    return timeless(run, split)
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = load_file(run / "model" / "model.safetensors")
-    return tensors
-
-
-def rollouts(run: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = pq.read_table(run / "rollouts.parquet").to_pylist()
-    return rows
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    assert lines(one) == lines(other) and lines(one, "eval") == lines(other, "eval")
-    ours, theirs = weights(one), weights(other)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+def assert_same_online_run(one: Path, other: Path) -> None:
+    assert_same_run(one, other)
     assert rollouts(one) == rollouts(other)
 
 
@@ -131,7 +104,7 @@ def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(
     with pytest.raises(Interrupted):
         train(recipe, console, after_step=stop)
     train(recipe, console)
-    assert_same_run(straight, tmp_path / "run")
+    assert_same_online_run(straight, tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -157,7 +130,7 @@ def test_a_judge_that_is_gone_costs_no_step_that_was_taken(
     train(recipe, console)
     step = int(taken.name.removeprefix("step-"))
     assert 0 < step < 6 and f"Going on after step {step}" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert_same_run(straight, tmp_path / "run")
+    assert_same_online_run(straight, tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -182,42 +155,7 @@ def test_a_killed_run_makes_the_phases_after_its_checkpoint_anew(
     train(recipe, console)
     assert not half_written.exists()
     assert "Going on after step 4" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert_same_run(straight, tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_forgets_rollouts_of_steps_it_has_not_taken_yet(
-    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = online_recipe(assets, tmp_path / "run", "checkpoint.every_steps=2")
-    one_step = train_module.Trainer.train_step
-    dies_at, stops_at = 5, 3
-
-    def die(session: Any, batch: Any) -> Any:
-        if session.state.step == dies_at:
-            raise KeyboardInterrupt
-        return one_step(session, batch)
-
-    def stop(session: Any, batch: Any) -> Any:
-        outcome = one_step(session, batch)
-        if session.state.step == stops_at:
-            signal.raise_signal(signal.SIGTERM)
-        return outcome
-
-    monkeypatch.setattr(train_module.Trainer, "train_step", die)
-    with pytest.raises(KeyboardInterrupt):
-        train(recipe, console)
-    assert max(row["step"] for row in rollouts(tmp_path / "run")) > stops_at
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
-    monkeypatch.setattr(train_module.Trainer, "train_step", stop)
-    with pytest.raises(Interrupted):
-        train(
-            recipe.model_copy(
-                update={"checkpoint": recipe.checkpoint.model_copy(update={"resume": str(checkpoint)})}
-            ),
-            console,
-        )
-    assert max(row["step"] for row in rollouts(tmp_path / "run")) < stops_at
+    assert_same_online_run(straight, tmp_path / "run")
 
 
 def test_online_steps_equal_offline_steps_on_the_same_pairs(
@@ -239,30 +177,6 @@ def test_online_steps_equal_offline_steps_on_the_same_pairs(
             assert ours[name] == pytest.approx(theirs[name], abs=2e-5, rel=2e-5), name
     online, offline = weights(tmp_path / "online"), weights(tmp_path / "offline")
     assert max(float((online[name] - offline[name]).abs().max()) for name in online) < 2e-5
-
-
-@pytest.mark.slow
-def test_rows_of_any_size_sharing_and_padding_change_nothing(
-    assets: Path, tmp_path: Path, console: Console
-) -> None:
-    variants = (
-        ("packing.token_budget=4096",),
-        ("packing.token_budget=1",),
-        ("packing.share_prompt=false",),
-        ("packing.mode=padded",),
-        ("online.generator.token_budget=1",),
-    )
-    records = []
-    for number, overrides in enumerate(variants):
-        run = tmp_path / str(number)
-        train(online_recipe(assets, run, "train.max_steps=2", *overrides, **QUEUED), console)
-        records.append(lines(run))
-    assert len({record[0]["rows"] for record in records}) > 1
-    assert records[0][0]["tokens"] < records[2][0]["tokens"]  # a prompt's completions are one group
-    for record in records[1:]:
-        for ours, first in zip(record, records[0], strict=True):
-            for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "online/win_margin"):
-                assert ours[name] == pytest.approx(first[name], abs=2e-5, rel=2e-5), name
 
 
 def test_pairs_that_waited_too_long_are_dropped_and_counted(

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.family_errors import load
 from support.tiny_adapters import saved_adapter
 from support.tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import plain_name
-from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 
 # peft reads an attribute that transformers has renamed.
@@ -30,21 +29,6 @@ def saved(model: PreTrainedModel, directory: Path) -> dict[str, Tensor]:
     model.save_pretrained(directory)
     tensors: dict[str, Tensor] = load_file(directory / "model.safetensors")
     return tensors
-
-
-def adapted(base: Path, adapter: Path) -> LoadedModel:
-    return load_model(
-        str(base),
-        revision=None,
-        trust_remote_code=False,
-        precision=Precision(parameters=torch.float32, autocast=None),
-        attention="sdpa",
-        packed=True,
-        gradient_checkpointing=False,
-        device=torch.device("cpu"),
-        recipe_key="model.path",
-        adapter=adapter,
-    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,7 +68,7 @@ def test_an_adapter_is_added_as_peft_merges_it_and_the_policy_stays_bitwise(
 ) -> None:
     tiny_model(family, tie_word_embeddings=False).save_pretrained(tmp_path / "base")
     adapter = saved_adapter(tmp_path / "adapter", tmp_path / "base", **settings)
-    policy = adapted(tmp_path / "base", adapter)
+    policy = load(tmp_path / "base", adapter=adapter)
     before = {name: (t.data_ptr(), t.clone()) for name, t in policy.model.state_dict().items()}
     handed = list(checkpoint_tensors(policy.model, has_adapter=True))
     for name, tensor in policy.model.state_dict().items():
@@ -99,7 +83,7 @@ def test_an_adapter_is_added_as_peft_merges_it_and_the_policy_stays_bitwise(
 
 def test_of_merged_weights_one_layer_exists_at_a_time(tmp_path: Path) -> None:
     tiny_model("llama", num_hidden_layers=6).save_pretrained(tmp_path / "base")
-    policy = adapted(tmp_path / "base", saved_adapter(tmp_path / "adapter", tmp_path / "base"))
+    policy = load(tmp_path / "base", adapter=saved_adapter(tmp_path / "adapter", tmp_path / "base"))
     made: list[weakref.ref[Tensor]] = []
     most = 0
     for name, tensor in checkpoint_tensors(policy.model, has_adapter=True):

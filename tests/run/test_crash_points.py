@@ -1,6 +1,6 @@
-"""A small run that is killed, or that the disk refuses, at some of its file operations; damaged bytes.
+"""A small run that is killed, or that the disk refuses, at some of its file operations.
 
-`scripts/crash_points.py` tries every operation and every file; docs/dev/crash-points.md has its last result.
+`scripts/crash_points.py` tries every operation; docs/dev/crash-points.md has its last result.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from support.crash_points import (
     KILL,
     Bench,
     Finding,
-    damages,
     points,
     record,
     spread,
-    stages,
-    try_damage,
     try_point,
 )
 from support.file_operations import IS_POSSIBLE, in_forks
@@ -26,12 +23,11 @@ from support.file_operations import IS_POSSIBLE, in_forks
 pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="file operations are traced on Linux on x86-64 only")
 
 TRIED = {KILL: 8, HALF: 4, EIO: 4, FULL: 4}
-NUM_DAMAGES = 8
 
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> list[Finding]:
-    """What came of some faults of each kind, spread evenly over the run, and of some damaged bytes."""
+    """What came of some faults of each kind, spread evenly over the run."""
     directory = tmp_path_factory.mktemp("bench")
 
     def find() -> list[Finding]:
@@ -43,10 +39,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> list[Finding]:
             for kind, number in TRIED.items()
             for point in spread((p for p in every if p[1] == kind), number)
         ]
-        damaged = spread(damages(bench, stages(recording), num_places=1), NUM_DAMAGES)
-        return [try_point(bench, recording, *point) for point in chosen] + [
-            try_damage(bench, one) for one in damaged
-        ]
+        return [try_point(bench, recording, *point) for point in chosen]
 
     return in_forks([find])[0]
 
@@ -68,10 +61,3 @@ def test_a_run_whose_disk_refuses_says_so_in_one_line_and_then_ends_bitwise_righ
     assert len(found) == TRIED[EIO] + TRIED[FULL]
     assert not [finding for finding in found if finding.wrong]
     assert any(finding.endings[0].status == 2 for finding in found)
-
-
-@pytest.mark.slow
-def test_a_damaged_byte_is_noticed_or_changes_nothing(findings: list[Finding]) -> None:
-    found = findings[-NUM_DAMAGES:]
-    assert len(findings) == sum(TRIED.values()) + NUM_DAMAGES
-    assert not [finding for finding in found if finding.wrong]

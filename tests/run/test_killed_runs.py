@@ -1,6 +1,6 @@
-"""Whole runs that are killed with SIGKILL at random moments end as if nothing had happened.
+"""Real processes that are killed or asked to stop; their runs end as if nothing had happened.
 
-See test_crash_points.py for an offline run of one process, at moments that are not random.
+See test_crash_points.py for a run of one process that is killed at many more moments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,50 +21,6 @@ from support.tiny_run import tiny_run
 from support.whole_runs import OVERRIDES, assert_same_run
 
 from dpo_pack.run.checkpoint_files import checkpoints, find_damage
-
-TESTS = Path(__file__).resolve().parents[1]
-
-
-def killed_runs(
-    directory: Path, num_kills: int, *, num_ranks: int = 1, kind: str = ""
-) -> list[dict[str, Any]]:
-    """The report of killed_runs.py, each of whose kills must have done no harm."""
-    code = (
-        "import sys, pathlib, support.killed_runs; "
-        "support.killed_runs.main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), "
-        "is_online=sys.argv[4] == 'online')"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(directory), str(num_kills), str(num_ranks), kind],
-        cwd=TESTS,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr
-    # Before it, torch 2.10 prints which ranks are connected.
-    report: list[dict[str, Any]] = json.loads(ended.stdout[ended.stdout.index("[{") :])
-    assert len(report) == num_kills
-    for kill in report:
-        assert kill["ends_bitwise_equal"] and not kill["half_there"] and not kill["leftovers"], kill
-    return report
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_a_run_on_two_ranks_of_which_one_is_killed_or_both_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
-    report = killed_runs(tmp_path, 12, num_ranks=2)
-    assert any(kill["hidden"] for kill in report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.multiprocess)])
-def test_so_does_an_online_run(num_ranks: int, tmp_path: Path) -> None:
-    report = killed_runs(tmp_path, 8, num_ranks=num_ranks, kind="online")
-    assert {kill["phase"] for kill in report} >= {"step", "rollouts"}
-
-
-# ------------------------------------------------------------------------------------------- real processes
 
 
 def start(assets: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -121,8 +76,9 @@ def test_the_command_goes_on_after_kill_9_of_it_or_of_a_rank(num_processes: int,
     assets, run = tiny_run(tmp_path / "assets").parent, tmp_path / "run"
     number = f"distributed.num_processes={num_processes}"
     assert ended(start(assets, tmp_path / "straight", number))[0] == 0
+    in_background = f"checkpoint.asynchronous={str(num_processes > 1).lower()}"
     for is_now in moments(run):
-        process = start(assets, run, number)
+        process = start(assets, run, number, in_background)
         wait_for(is_now, process)
         ranks = psutil.Process(process.pid).children()
         victim = ranks[-1].pid if num_processes > 1 else process.pid

@@ -71,7 +71,7 @@ class Ending:
 class Finding:
     """What came of a fault."""
 
-    where: str  # the operation, or the damaged file
+    where: str  # the operation
     what: str  # the fault
     endings: tuple[Ending, ...]  # of the disturbed run if it was not killed, and of the run after it
     wrong: str  # what is not as it should be; "" if all is well
@@ -82,14 +82,12 @@ class Bench:
     """A directory in which the small run runs again and again: inputs in assets/, all it writes in work/."""
 
     directory: Path
-    inputs: Files = field(default_factory=dict)
     expected: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
         device_peak(torch.device("cpu"), torch.float32)  # measured once: all runs are forks of this process
         tiny_run(self.assets)
-        self.inputs = read_files(self.assets)
         self.begin({})
         train(self._recipe(), Console(quiet=True))  # here and not in a fork: what it imports, all forks have
         gc.freeze()  # else the collector touches, and so copies, each fork's memory
@@ -108,10 +106,8 @@ class Bench:
         return self.work / "run"
 
     def begin(self, files: Files) -> None:
-        """Makes `work` hold these files and nothing else, and mends the inputs."""
+        """Makes `work` hold these files and nothing else."""
         write_files(self.work, files)
-        if read_files(self.assets) != self.inputs:
-            write_files(self.assets, self.inputs)
 
     def run(self, decide: Callable[[Operation], Refusal | Half | None] | None = None) -> Ending:
         """Runs the command to its end in a fork; `decide` may disturb its operations in `work`."""
@@ -147,17 +143,13 @@ class Bench:
             "reference.parquet": (self.run_dir / "reference.parquet").read_bytes(),
         }
 
-    def fault_of_results(self, *, only_training: bool = False, may_leave: bool = False) -> str:
-        """Which results differ, or what a killed run has left in the run's directory; "" if all is well.
-
-        The files beside the exported weights follow the inputs, which a user may change: `only_training`.
-        """
+    def fault_of_results(self, *, may_leave: bool = False) -> str:
+        """Which results differ, or what a killed run has left in the run's directory; "" if all is well."""
         try:
             found = self.results()
         except (OSError, KeyError, ValueError) as error:
             return f"no results: {error!r}"
-        compared = ("metrics.jsonl", "weights") if only_training else tuple(self.expected)
-        wrong = [name for name in compared if found[name] != self.expected[name]]
+        wrong = [name for name in self.expected if found[name] != self.expected[name]]
         if wrong:
             return f"other {', '.join(wrong)}"
         left = [path.relative_to(self.run_dir).as_posix() for path in self.run_dir.rglob(".*.tmp")]
@@ -174,7 +166,6 @@ class Recording:
     steps: Sequence[Step]
     before: Mapping[int, Files]  # by number: of the operations that change something
     halfway: Mapping[int, Files]  # by number: of the writes
-    after: Files  # of the finished run
 
 
 def record(bench: Bench) -> Recording:
@@ -201,8 +192,7 @@ def record(bench: Bench) -> Recording:
     ending = bench.run(copy)
     assert ending.status == 0, ending.message
     assert bench.fault_of_results() == ""
-    after = read_files(bench.work, known)
-    return Recording(steps=steps, before=before, halfway=halfway, after=after)
+    return Recording(steps=steps, before=before, halfway=halfway)
 
 
 def number_steps(bench: Bench) -> list[Step]:
@@ -304,7 +294,7 @@ def try_point(bench: Bench, recording: Recording, step: Step, what: str) -> Find
     )
 
 
-def _wrong(bench: Bench, disturbed: Sequence[Ending], last: Ending, *, only_training: bool = False) -> str:
+def _wrong(bench: Bench, disturbed: Sequence[Ending], last: Ending) -> str:
     for ending in disturbed:
         if ending.status not in (0, 2) or "\n" in ending.message:
             return f"the disturbed run ended with {ending.status}: {ending.message}"
@@ -312,70 +302,7 @@ def _wrong(bench: Bench, disturbed: Sequence[Ending], last: Ending, *, only_trai
         return f"the last run ended with {last.status}: {last.message}"
     # What a disk refuses to remove stays until the run goes on, and a finished run does not.
     may_leave = any(ending.status == 0 for ending in disturbed)
-    return bench.fault_of_results(only_training=only_training, may_leave=may_leave)
-
-
-# ---------------------------------------------------------------------------------------------- damaged bytes
-
-# Files that no run reads back. `cache/.../used.json` and the reports are for people.
-_FOR_PEOPLE = ("data_report.json", "packing_report.json", "README.md")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Damage:
-    """One flipped bit of one file, before a run begins."""
-
-    stage: str  # what was there before the run, see `stages`
-    files: Files  # in `work`
-    name: str  # of the damaged file, from the bench's directory
-    place: int  # position of the byte
-    bit: int
-
-
-def stages(recording: Recording) -> dict[str, Files]:
-    """What an earlier run has left: a cache, a stopped run with two checkpoints, a finished run."""
-    last = next(step for step in recording.steps if step.call == "mkdir" and "step-000005" in step.path)
-    cache = {name: content for name, content in recording.after.items() if name.startswith("cache")}
-    return {"cache": cache, "stopped run": recording.before[last.number], "finished run": recording.after}
-
-
-def damages(bench: Bench, found: Mapping[str, Files], *, num_places: int) -> Iterator[Damage]:
-    """Yields flipped bits, in each file `num_places`, spread evenly, in its first and last byte too.
-
-    A new run alone does not know what its inputs were before; a finished run reads only what says that it is
-    finished.
-    """
-    for stage, files in found.items():
-        inputs = {f"assets/{name}": content for name, content in bench.inputs.items()}
-        written = {f"work/{name}": content for name, content in files.items()}
-        read = {"cache": written, "stopped run": {**inputs, **written}}.get(stage, written)
-        for name, content in sorted(read.items()):
-            if not content or name.endswith(_FOR_PEOPLE):
-                continue
-            if stage == "finished run" and not name.startswith(("work/run/model/", "work/run/run.json")):
-                continue
-            last = len(content) - 1
-            for number in range(num_places):
-                place = round(last * number / max(num_places - 1, 1))
-                yield Damage(stage=stage, files=files, name=name, place=place, bit=(3 * number + 1) % 8)
-
-
-def try_damage(bench: Bench, damage: Damage) -> Finding:
-    """Flips the bit and runs the command. Right is the same result, or a refusal in one line."""
-    bench.begin(damage.files)
-    path = bench.directory / damage.name
-    content = bytearray(path.read_bytes())
-    content[damage.place] ^= 1 << damage.bit
-    path.write_bytes(content)
-    ending = bench.run()
-    is_refused = ending.status == 2 and "\n" not in ending.message
-    is_input = damage.name.startswith("assets")
-    return Finding(
-        where=f"{damage.stage}: {plain_name(path, bench.directory)}",
-        what=f"bit {damage.bit} of byte {damage.place} of {len(content)}",
-        endings=(ending,),
-        wrong="" if is_refused else _wrong(bench, (), ending, only_training=is_input),
-    )
+    return bench.fault_of_results(may_leave=may_leave)
 
 
 # --------------------------------------------------------------------------------------------- trees of files

@@ -1,12 +1,10 @@
 """A stand-in for the package vllm: what the generator uses of it, as vLLM 0.32 does it, on transformers.
 
-Only the options that are passed on are known, so one of another name fails. Like the real one it reseeds the
-process and takes torch's thread setting away when it starts.
+Like the real one it reseeds the process and takes torch's thread setting away when it starts.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -72,30 +70,11 @@ class LLM:
     refusal: Exception | None = None  # what starting raises
 
     def __init__(
-        self,
-        model: str,
-        *,
-        trust_remote_code: bool,
-        dtype: str,
-        max_model_len: int,
-        gpu_memory_utilization: float,
-        load_format: str,
-        model_impl: str,
-        generation_config: str,
-        enforce_eager: bool,
-        disable_log_stats: bool,
+        self, model: str, *, trust_remote_code: bool, disable_log_stats: bool, dtype: str, **options: Any
     ) -> None:
         if LLM.refusal is not None:
             raise LLM.refusal
-        self.options: dict[str, Any] = {
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "load_format": load_format,
-            "model_impl": model_impl,
-            "generation_config": generation_config,
-            "enforce_eager": enforce_eager,
-        }
+        self.options = {"dtype": dtype, **options}
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
@@ -136,53 +115,28 @@ class LLM:
             assert len(ids) + each.max_tokens <= self.options["max_model_len"]
             assert each.seed is not None and each.n == 1
             self.requests.append((ids, each))
-        answers = []
-        for _, group in itertools.groupby(self.requests[-len(prompts) :], key=lambda request: request[0]):
-            alike = list(group)
-            ids = alike[0][0]
-            outputs = self._answer(ids, [each for _, each in alike])
-            answers += [RequestOutput(prompt_token_ids=ids, outputs=[output]) for output in outputs]
-        return answers
+        return [
+            RequestOutput(prompt_token_ids=ids, outputs=[self.answer(ids, each)])
+            for ids, each in self.requests[-len(prompts) :]
+        ]
 
-    def _answer(self, prompt: list[int], params: list[SamplingParams]) -> list[CompletionOutput]:
-        """Completions of one prompt, side by side: a batch of rows of one length."""
-        drafts = [_Draft(each) for each in params]
-        while any(draft.reason is None and len(draft.written) < draft.params.max_tokens for draft in drafts):
-            logits = self.model(torch.tensor([prompt + draft.written for draft in drafts])).logits[:, -1]
-            for draft, row in zip(drafts, logits.float(), strict=True):
-                draft.write(row, self.tokenizer)
-        return [draft.output() for draft in drafts]
-
-
-class _Draft:
-    """A completion that is being written. After its end it goes on unseen: all rows have one length."""
-
-    def __init__(self, params: SamplingParams) -> None:
+    def answer(self, prompt: list[int], params: SamplingParams) -> CompletionOutput:
         assert params.detokenize or not params.stop
-        self.params = params
-        self.written: list[int] = []
-        self.reason: int | str | None = None
-        self._length = 0
-        self._logprobs: list[dict[int, Logprob]] = []
-        self._numbers = torch.Generator().manual_seed(params.seed or 0)
-
-    def write(self, logits: Tensor, tokenizer: Any) -> None:
-        probabilities = (logits / self.params.temperature).softmax(-1)
-        token = int(torch.multinomial(probabilities, 1, generator=self._numbers))
-        self.written.append(token)
-        if self.reason is not None or self._length == self.params.max_tokens:
-            return
-        self._length += 1
-        self._logprobs.append({token: Logprob(float(logits.log_softmax(-1)[token]))})
-        if token in self.params.stop_token_ids:
-            self.reason = token
-        elif self.params.detokenize:
-            text = tokenizer.decode(self.written, skip_special_tokens=True)
-            self.reason = next((string for string in self.params.stop if string in text), None)
-
-    def output(self) -> CompletionOutput:
-        finish = "length" if self.reason is None else "stop"
-        return CompletionOutput(self.written[: self._length], finish, self.reason, self._logprobs)
+        numbers = torch.Generator().manual_seed(params.seed or 0)
+        written: list[int] = []
+        logprobs: list[dict[int, Logprob]] = []
+        reason: int | str | None = None
+        while reason is None and len(written) < params.max_tokens:
+            logits = self.model(torch.tensor([prompt + written])).logits[0, -1].float()
+            token = int(torch.multinomial((logits / params.temperature).softmax(-1), 1, generator=numbers))
+            written.append(token)
+            logprobs.append({token: Logprob(float(logits.log_softmax(-1)[token]))})
+            if token in params.stop_token_ids:
+                reason = token
+            elif params.detokenize:
+                text = self.tokenizer.decode(written, skip_special_tokens=True)
+                reason = next((string for string in params.stop if string in text), None)
+        return CompletionOutput(written, "length" if reason is None else "stop", reason, logprobs)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> type[LLM]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,18 +46,19 @@ class Errors:
     gradient: float  # norm of the difference, relative
 
 
-def load(directory: Path, *, packed: bool, gradient_checkpointing: bool = False) -> LoadedModel:
-    return load_model(
-        str(directory),
-        revision=None,
-        trust_remote_code=False,
-        precision=Precision(parameters=torch.float32, autocast=None),
-        attention="auto",
-        packed=packed,
-        gradient_checkpointing=gradient_checkpointing,
-        device=CPU,
-        recipe_key="model.path",
-    )
+def load(directory: Path, **changes: Any) -> LoadedModel:
+    """The model in `directory` on the CPU in fp32; `changes` of the arguments of `load_model`."""
+    arguments: dict[str, Any] = {
+        "revision": None,
+        "trust_remote_code": False,
+        "precision": Precision(parameters=torch.float32, autocast=None),
+        "attention": "auto",
+        "packed": True,
+        "gradient_checkpointing": False,
+        "device": CPU,
+        "recipe_key": "model.path",
+    }
+    return load_model(str(directory), **{**arguments, **changes})
 
 
 def packs(family: str) -> bool:
@@ -160,27 +162,4 @@ def _errors(ours: tuple[Tensor, dict[str, Tensor]], truth: tuple[Tensor, dict[st
         mean_logp=float(logps.mean()),
         max_gradient=float(difference.abs().max() / whole.abs().max()),
         gradient=float(difference.norm() / whole.norm()),
-    )
-
-
-def table_cells(family: str, errors: dict[str, Errors], noise: Errors) -> tuple[str, ...]:
-    """What the table says of a family: of packing the worse of shared and unshared, or nothing."""
-    packed = [errors[mode] for mode in ("shared", "unshared") if mode in errors]
-    padded = errors["padded"]
-    of_packed = (
-        [
-            max(error.max_logp for error in packed),
-            max(error.mean_logp for error in packed),
-            max(error.max_gradient for error in packed),
-            max(error.gradient for error in packed),
-        ]
-        if packed
-        else []
-    )
-    numbers = (padded.max_logp, padded.gradient, noise.max_logp, noise.gradient)
-    return (
-        family,
-        *(f"{number:.0e}" for number in of_packed),
-        *["refused"] * (4 - len(of_packed)),
-        *(f"{number:.0e}" for number in numbers),
     )

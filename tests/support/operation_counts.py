@@ -9,17 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 from torch import Tensor
-from torch._inductor.graph import GraphLowering
-from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,7 +22,6 @@ from transformers import AutoModelForCausalLM
 
 import dpo_pack.model.scorer as scorer_module
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
-from dpo_pack.model.compiling import compile_layers
 from dpo_pack.model.fast_layers import trim_last_layer
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.logps import HEAD_BOUNDS, WantedStatistics
@@ -106,54 +100,6 @@ def layer_costs(family: str, *, dtype: torch.dtype, autocast: torch.dtype | None
     few, many = (row_costs(family, num_layers=number, dtype=dtype, autocast=autocast) for number in (2, 4))
     forward, backward = (more - less for more, less in zip(many, few, strict=True))
     return forward // 2, backward // 2
-
-
-class CompiledCosts(NamedTuple):
-    """How many kernels inductor makes of the parts of layers, products among them, and bytes they move."""
-
-    kernels: int
-    num_bytes: int
-
-
-def compiled_costs(
-    family: str, *, dtype: torch.dtype, autocast: torch.dtype | None
-) -> tuple[CompiledCosts, CompiledCosts]:
-    """(forward, backward) of a compiled layer and a last one, whose feed-forward block is compiled anew.
-
-    Inductor decides which operations are one kernel, as always. Instead of generating code, which takes a
-    minute, we then run the operations one by one. Attention is not compiled and not counted.
-    """
-    costs = {False: CompiledCosts(0, 0), True: CompiledCosts(0, 0)}
-
-    def count(graph: Any) -> SimpleNamespace:
-        graph._update_scheduler()
-        nodes = [node for node in graph.scheduler.nodes if not isinstance(node, NopKernelSchedulerNode)]
-        before = costs[graph.is_backward]
-        costs[graph.is_backward] = CompiledCosts(
-            before.kernels + len(nodes), before.num_bytes + graph.count_bytes()[0]
-        )
-        return SimpleNamespace(call=lambda arguments: graph.orig_gm(*arguments), __file__="", key="")
-
-    register_attention()
-    model = AutoModelForCausalLM.from_config(
-        tiny_config(family, num_hidden_layers=2), attn_implementation=ATTENTION_NAME, dtype=dtype
-    )
-    trim_last_layer(model)
-    scorer = CompletionLogps(model, backend=BACKENDS["sdpa"], autocast=autocast).eval()
-    torch._dynamo.reset()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True, suppress_errors=False),
-        inductor_config.patch(fx_graph_cache=False),
-        functorch_config.patch(enable_autograd_cache=False),
-    ):
-        patch.setattr(GraphLowering, "compile_to_module", count)
-        for name, value in {"cache_key": "", "cache_path": "", "cache_linemap": []}.items():
-            patch.setattr(GraphLowering, name, value, raising=False)
-        compile_layers(model)
-        scorer(_row()).sums.sum().backward()
-    torch._dynamo.reset()
-    return costs[False], costs[True]
 
 
 def _row() -> Row:

@@ -128,7 +128,8 @@ def _reference(recipe: Any, policy: Any) -> Any:
 
 def _load(path: str | Path, recipe: Any) -> Any:
     dtype = torch.bfloat16 if recipe.model.dtype == "bfloat16" else torch.float32
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    # The eager attention of transformers takes its softmax in float32.
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
 
 
 def _merged(policy: Any) -> Any:

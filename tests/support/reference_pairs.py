@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +14,17 @@ from torch import nn
 
 from dpo_pack.data.store import PairTable, join_pairs
 from dpo_pack.model.layout import Row
-from dpo_pack.model.loading import load_model
-from dpo_pack.model.scorer import CompletionLogps, Precision, RowLogps
+from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.model.shape import model_shape
 from dpo_pack.packing.lengths import Group
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import PassSettings, ReferenceWork, compute_missing, find_work, plan_pass
 from dpo_pack.system.errors import CacheError, DpoPackError
+from support.family_errors import load
 from support.tiny_models import VOCABULARY
 
-NAMESPACE = {"weights": "abc", "parameters": "float32"}
 CPU = torch.device("cpu")
+NAMESPACE = {"weights": "abc", "parameters": "float32"}
 SETTINGS = PassSettings(token_budget=64, share_prompt=True, device=CPU)
 Ids = Sequence[int]
 Pair = tuple[Ids, Ids, Ids]  # prompt, chosen, rejected
@@ -65,20 +66,9 @@ def one_line(function: Callable[[], object], kind: type[DpoPackError] = CacheErr
     return message
 
 
-def load_scorer(path: Path, *, packed: bool = True, kernels: str = "none") -> CompletionLogps:
-    """The model at `path` on the CPU in fp32."""
-    return load_model(
-        str(path),
-        revision=None,
-        trust_remote_code=False,
-        precision=Precision(parameters=torch.float32, autocast=None),
-        attention="auto",
-        packed=packed,
-        gradient_checkpointing=False,
-        device=CPU,
-        recipe_key="model.path",
-        kernels=kernels,
-    ).scorer
+def load_scorer(path: Path, **changes: Any) -> CompletionLogps:
+    """The model at `path` on the CPU in fp32; `changes` of the arguments of `load_model`."""
+    return load(path, **changes).scorer
 
 
 def run_pass(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -34,8 +34,7 @@ CPU = torch.device("cpu")
 Break = Callable[[pytest.MonkeyPatch, CompletionLogps], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sabotage:
+class Sabotage(NamedTuple):
     """One thing broken in the tiny model of a family; other proofs than the named one may fail too."""
 
     family: str
@@ -103,8 +102,6 @@ wide_window = change_mask(lambda queries, keys, window: (0, window and window + 
 
 
 def change_seam(**changes: Any) -> Break:
-    """The seam hands something else to the backend than the model asked for."""
-
     def changed(*arguments: Any, **options: Any) -> Any:
         return row_attention(*arguments, **{**options, **changes})
 
@@ -164,17 +161,6 @@ def forgotten_transform(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> N
 def stock_path(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
     """Our name leads to transformers' own sdpa, which knows nothing of rows."""
     AttentionInterface.register(ATTENTION_NAME, sdpa_attention_forward)
-
-
-def bypassing_layer(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
-    """One layer mixes tokens by itself: a running mean."""
-
-    class RunningMean(nn.Module):
-        def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
-            counts = torch.arange(1, hidden_states.shape[1] + 1)[:, None]
-            return hidden_states.cumsum(dim=1) / counts, None
-
-    scorer.model.get_submodule("model.layers.1").register_module("self_attn", RunningMean())
 
 
 def keyword_eater(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
@@ -320,47 +306,36 @@ _MAMBA2, _KIMI = "mamba2_chunk_scan", "chunk_kimi_delta_attention"
 LOW = ("bfloat16 autocast", "float16 autocast", "bfloat16")
 
 
-def _breaks(family: str, proof: str, break_it: Break, *, hidden_in: tuple[str, ...] = ()) -> Sabotage:
-    return Sabotage(family=family, proof=proof, break_it=break_it, hidden_in=hidden_in)
-
-
 SABOTAGES: dict[str, Sabotage] = {
-    "no gather": _breaks("llama", "equivalence", no_gather),
-    "wrong gather": _breaks("llama", "equivalence", wrong_gather),
-    "shifted rotary position": _breaks("llama", "equivalence", shifted_position, hidden_in=("bfloat16",)),
-    "shifted learned position": _breaks("gpt2", "equivalence", shifted_position),
-    "swapped tails": _breaks("llama", "equivalence", swapped_tails),
-    "scale forgotten in the seam": _breaks(
-        "granite", "equivalence", change_seam(scaling=None), hidden_in=("bfloat16",)
-    ),
-    "softcap forgotten": _breaks(
-        "gemma2", "equivalence", change_backend(without_softcap), hidden_in=("bfloat16",)
-    ),
-    "sinks forgotten": _breaks("gpt_oss", "equivalence", change_backend(without_sinks)),
-    "softcap forgotten, by a kernel": _breaks("gemma2", "kernel", change_backend(without_softcap)),
-    "sinks forgotten, by a kernel": _breaks("gpt_oss", "kernel", change_backend(without_sinks)),
-    "wrong scale, by a kernel": _breaks("llama", "kernel", change_backend(wrong_scale)),
-    "top-left causal mask": _breaks("llama", "kernel", top_left_causal),
-    "window too wide, by a kernel": _breaks("mistral", "kernel", wide_window),
-    "slightly wrong backward": _breaks("llama", "kernel", wrong_backward(0.999), hidden_in=LOW),
-    "wrong backward": _breaks("llama", "kernel", wrong_backward(0.9)),
-    "backward of NaN": _breaks("llama", "kernel", wrong_backward(float("nan"))),
-    "row's metadata ignored, by a kernel": _breaks("llama", "kernel", change_backend(whole_row)),
-    "row's metadata ignored": _breaks("llama", "isolation", change_backend(whole_row)),
-    "a small leak": _breaks("llama", "isolation", leak_by_a_hair, hidden_in=LOW),
-    "a log-prob that is no number": _breaks("llama", "isolation", no_number),
-    "later keys seen": _breaks("llama", "causality", change_backend(later_keys)),
-    "an answer from memory": _breaks("llama", "isolation", answers_from_memory),
-    "window too wide in the seam": _breaks("mistral", "wiring", change_seam(sliding_window=8)),
-    "window forgotten in the seam": _breaks("mistral", "wiring", change_seam(sliding_window=None)),
-    "window on global layers": _breaks("gemma2", "wiring", change_seam(sliding_window=7)),
-    "softcap forgotten in the seam": _breaks("gemma2", "wiring", change_seam(softcap=None)),
-    "sinks forgotten in the seam": _breaks("gpt_oss", "wiring", change_seam(s_aux=None)),
-    "stock path": _breaks("llama", "wiring", stock_path),
-    "a layer bypasses the seam": _breaks("llama", "wiring", bypassing_layer),
-    "a layer drops our arguments": _breaks("llama", "wiring", keyword_eater),
+    "no gather": Sabotage("llama", "equivalence", no_gather),
+    "wrong gather": Sabotage("llama", "equivalence", wrong_gather),
+    "shifted rotary position": Sabotage("llama", "equivalence", shifted_position, hidden_in=("bfloat16",)),
+    "shifted learned position": Sabotage("gpt2", "equivalence", shifted_position),
+    "swapped tails": Sabotage("llama", "equivalence", swapped_tails),
+    "sinks forgotten": Sabotage("gpt_oss", "equivalence", change_backend(without_sinks)),
+    "softcap forgotten, by a kernel": Sabotage("gemma2", "kernel", change_backend(without_softcap)),
+    "sinks forgotten, by a kernel": Sabotage("gpt_oss", "kernel", change_backend(without_sinks)),
+    "wrong scale, by a kernel": Sabotage("llama", "kernel", change_backend(wrong_scale)),
+    "top-left causal mask": Sabotage("llama", "kernel", top_left_causal),
+    "window too wide, by a kernel": Sabotage("mistral", "kernel", wide_window),
+    "slightly wrong backward": Sabotage("llama", "kernel", wrong_backward(0.999), hidden_in=LOW),
+    "wrong backward": Sabotage("llama", "kernel", wrong_backward(0.9)),
+    "backward of NaN": Sabotage("llama", "kernel", wrong_backward(float("nan"))),
+    "row's metadata ignored, by a kernel": Sabotage("llama", "kernel", change_backend(whole_row)),
+    "row's metadata ignored": Sabotage("llama", "isolation", change_backend(whole_row)),
+    "a small leak": Sabotage("llama", "isolation", leak_by_a_hair, hidden_in=LOW),
+    "a log-prob that is no number": Sabotage("llama", "isolation", no_number),
+    "later keys seen": Sabotage("llama", "causality", change_backend(later_keys)),
+    "an answer from memory": Sabotage("llama", "isolation", answers_from_memory),
+    "window too wide in the seam": Sabotage("mistral", "wiring", change_seam(sliding_window=8)),
+    "window forgotten in the seam": Sabotage("mistral", "wiring", change_seam(sliding_window=None)),
+    "window on global layers": Sabotage("gemma2", "wiring", change_seam(sliding_window=7)),
+    "softcap forgotten in the seam": Sabotage("gemma2", "wiring", change_seam(softcap=None)),
+    "sinks forgotten in the seam": Sabotage("gpt_oss", "wiring", change_seam(s_aux=None)),
+    "stock path": Sabotage("llama", "wiring", stock_path),
+    "a layer drops our arguments": Sabotage("llama", "wiring", keyword_eater),
     **{
-        f"{what}, {family}": _breaks(family, proof, break_it)
+        f"{what}, {family}": Sabotage(family, proof, break_it)
         for family, name in {"qwen3_5_text": _DELTA, "bamba": _MAMBA2, "kimi_linear": _KIMI}.items()
         for what, proof, break_it in [
             ("state leaks into the next sequence", "isolation", change_recurrence(on_whole_row, name)),
@@ -373,7 +348,7 @@ SABOTAGES: dict[str, Sabotage] = {
         if (what, name) != ("pads decay the state", _KIMI)  # its kernel gets no pads
     },
     **{
-        f"{what}, {family}": _breaks(family, proof, break_it, hidden_in=hidden)
+        f"{what}, {family}": Sabotage(family, proof, break_it, hidden_in=hidden)
         for family in ("lfm2", "falcon_h1")
         for what, proof, break_it, hidden in [
             ("convolution across a boundary", "isolation", change_recurrence(on_whole_row, _CONVOLUTION), ()),
@@ -383,7 +358,7 @@ SABOTAGES: dict[str, Sabotage] = {
             ("a recurrent layer bypasses the seam", "wiring", stock_layer, ()),
         ]
     },
-    "logit softcap forgotten": _breaks("nanochat", "equivalence", forgotten_transform),
-    "logit scale forgotten": _breaks("cohere", "equivalence", forgotten_transform),
-    "logit divisor forgotten": _breaks("granite", "equivalence", forgotten_transform),
+    "logit softcap forgotten": Sabotage("nanochat", "equivalence", forgotten_transform),
+    "logit scale forgotten": Sabotage("cohere", "equivalence", forgotten_transform),
+    "logit divisor forgotten": Sabotage("granite", "equivalence", forgotten_transform),
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from support.tiny_run import tiny_run
 
@@ -31,3 +33,8 @@ def online_recipe(directory: Path, output_dir: Path, *overrides: str, **online: 
         },
     }
     return parse_recipe(tree, overrides)
+
+
+def rollouts(run: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(run / "rollouts.parquet").to_pylist()
+    return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from safetensors.torch import load_file
 
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.trainer import Trainer
+from support import run_files
 
 OVERRIDES = ("packing.pairs_per_step=4", "train.epochs=2", "train.eval_every_steps=2")
-_TIMES = ("seconds", "mfu", "tokens_per_second", "pairs_per_second")
 
 
 def whole_run(assets: Path, run: Path, *overrides: str) -> Recipe:
@@ -23,14 +22,7 @@ def whole_run(assets: Path, run: Path, *overrides: str) -> Recipe:
     return load_recipe(assets / "recipe.yaml", [f"output_dir={run}", *OVERRIDES, *overrides])
 
 
-def lines(run: Path, split: str | None = None) -> list[dict[str, Any]]:
-    """metrics.jsonl without times."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in record.items() if name.split("/")[0] not in _TIMES}
-        for record in records
-        if split in (None, record["split"])
-    ]
+lines = run_files.timeless
 
 
 def saved_weights(model: Path) -> dict[str, bytes]:
@@ -46,9 +38,8 @@ def pair_lines(run: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    assert lines(one) == lines(other)
+    run_files.assert_same_run(one, other)
     assert pair_lines(one) == pair_lines(other)
-    assert saved_weights(one / "model") == saved_weights(other / "model")
 
 
 def checkpoint_steps(run: Path) -> list[int]:
