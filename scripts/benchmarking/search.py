@@ -37,7 +37,7 @@ STAND_IN_TOKENS = 20_000  # rows of more tokens are said not to fit
 
 def main(directory: Path, device: str, shape: str) -> None:
     """Search, compute the reference of some pairs, and print what was found."""
-    pairs = make_workload(
+    workload = make_workload(
         "tulu3",
         directory / f"search-{shape}",
         num_pairs=NUM_PAIRS[device],
@@ -53,8 +53,8 @@ def main(directory: Path, device: str, shape: str) -> None:
             "model": {"path": str(model), "compile": False},
             "reference": {"cache_dir": str(cache)},
             "data": {
-                "train": {"path": str(pairs.pairs), "format": "tokenized"},
-                "max_length": pairs.max_length,
+                "train": {"path": str(workload.pairs), "format": "tokenized"},
+                "max_length": workload.max_length,
             },
         },
         [],

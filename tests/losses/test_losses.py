@@ -125,7 +125,9 @@ def test_gradients_are_those_of_the_formula(name: str, label_smoothing: float, d
 def slopes(name: str, chosen: float, rejected: float, *, beta: float = 0.1) -> tuple[float, float]:
     """Of the loss in the logratios."""
     sides = [torch.tensor([side], dtype=torch.float64, requires_grad=True) for side in (chosen, rejected)]
-    loss = CONTRASTIVE[name].function(pair_logps(*sides), pair_logps(0.0, 0.0), options_for(name, beta=beta))
+    loss = CONTRASTIVE[name].function(
+        pair_logps(sides[0], sides[1]), pair_logps(0.0, 0.0), options_for(name, beta=beta)
+    )
     gradients = torch.autograd.grad(loss.sum(), sides)
     return gradients[0].item(), gradients[1].item()
 
@@ -302,7 +304,7 @@ def test_a_pair_far_on_the_right_side_has_no_slope_whatever_the_divergence(
             for side in (chosen_logratio, rejected_logratio)
         ]
         options = replace(options_for(name, beta=0.1), f_divergence=divergence)
-        policy = pair_logps(*sides, tokens=(2, 2))
+        policy = pair_logps(sides[0], sides[1], tokens=(2, 2))
         loss = CONTRASTIVE[name].function(policy, pair_logps(0.0, 0.0), options)
         gradients = torch.autograd.grad(loss.sum(), sides)
         assert loss.item() == pytest.approx(-log(0.9) if name == "exo_pair" else 0.0, abs=1e-9)

@@ -102,7 +102,7 @@ def test_extreme_log_probs_stay_finite(name: str) -> None:
     assert name in EXTREMES, f"add {name} to EXTREMES in tests/losses/test_reference_free.py"
     for (chosen, rejected), (value, slope) in zip(([0.0, -1e4], [-1e4, 0.0]), EXTREMES[name], strict=True):
         leaves = [torch.tensor([x], dtype=torch.float64, requires_grad=True) for x in (chosen, rejected)]
-        loss = function(name)(pair_logps(*leaves, (4, 3)), NOTHING, OPTIONS)
+        loss = function(name)(pair_logps(leaves[0], leaves[1], (4, 3)), NOTHING, OPTIONS)
         gradients = torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)
         assert loss.item() == pytest.approx(value, rel=1e-9, abs=1e-9)
         assert gradients[0].item() == pytest.approx(slope, rel=1e-6, abs=1e-9)

@@ -220,7 +220,8 @@ def test_auto_takes_the_first_backend_without_an_obstacle_and_says_why() -> None
 def test_a_kernel_that_cannot_be_exact_is_refused_with_the_reason(
     change: dict[str, Any], dtype: torch.dtype, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs, asked = replace(PLAIN, **change), {"device": CUDA, "dtype": dtype}
+    needs = replace(PLAIN, **change)
+    asked: dict[str, Any] = {"device": CUDA, "dtype": dtype}
     assert words in str(backend_obstacle("torch_varlen", needs, **asked))
     with pytest.raises(UnsupportedModelError, match="model.attention: torch_varlen.*auto"):
         select_backend("torch_varlen", needs, **asked)

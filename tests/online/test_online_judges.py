@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification
 
 from dpo_pack.data.formats import Message
 from dpo_pack.data.tokenization import Prompt
-from dpo_pack.model.attention.segments import RowSegments
+from dpo_pack.model.attention.segments import Gather
 from dpo_pack.model.scorer import Precision
 from dpo_pack.online.interface import Completion, Draw, Failure, Rollout, Scores
 from dpo_pack.online.judges import FunctionJudge, LlmJudge, WeightedJudges
@@ -361,8 +361,8 @@ def test_a_reward_model_whose_scores_would_be_others_is_refused(
 
 def test_a_gather_that_is_wrong_shows_in_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_reward_model(tmp_path, "llama")
-    gather = RowSegments.gather
-    monkeypatch.setattr(RowSegments, "gather", lambda *arguments: gather(*arguments).roll(1, dims=0))
+    gather = Gather.__call__
+    monkeypatch.setattr(Gather, "__call__", lambda *arguments: gather(*arguments).roll(1, dims=0))
     with pytest.raises(ModelError, match=r"packed rows are not exact on this model: the scores proof"):
         reward_model(path)
 
