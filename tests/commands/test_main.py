@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -28,7 +29,6 @@ from support.tiny_models import tiny_model
 from support.tiny_run import NUM_PAIRS, write_rows
 
 import dpo_pack
-import dpo_pack.recipe.load as machine
 import dpo_pack.trainer as training
 from dpo_pack.commands.main import _own_command, app
 from dpo_pack.recipe.load import load_recipe
@@ -227,10 +227,17 @@ def test_an_environment_of_other_processes_than_the_recipe_s_is_refused(
 def test_commands_that_do_not_train_need_no_tracker(
     recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_tracker_problems", lambda recipe: [("logging.trackers", "not installed")])
-    assert_refused(dpopack("train", recipe), r"logging\.trackers: not installed")
-    assert_refused(dpopack("recipe", "--check", recipe), r"logging\.trackers: not installed")
-    assert dpopack("show", recipe).status == 0
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name)
+    )
+    wandb = "logging.trackers=[wandb]"
+    assert_refused(dpopack("train", recipe, wandb), r"logging\.trackers: 'wandb' is not installed")
+    assert_refused(
+        dpopack("recipe", "--check", recipe, wandb), r"logging\.trackers: 'wandb' is not installed"
+    )
+    assert dpopack("show", recipe, wandb).status == 0
+    recipe.write_text(recipe.read_text().replace("samples: null", "samples: null\n  trackers: [wandb]"))
     asked = dpopack("sample", recipe.parent / "model", recipe, "--num", "1")
     assert (asked.status, asked.err) == (0, "") and "heldout: ask" in asked.out
 

@@ -86,6 +86,17 @@ def test_each_namespace_has_values_of_its_own(tmp_path: Path) -> None:
     ]
 
 
+def test_no_flipped_byte_in_a_part_changes_what_a_run_gets(tmp_path: Path) -> None:
+    keys, values = random_keys(2), np.array([-1.0, -2.0])
+    cache = ReferenceCache(tmp_path, NAMESPACE)
+    [part] = cache.append(sequence_table(keys, values, np.ones(2, dtype=np.int64)))
+    content = part.read_bytes()
+    for position in range(0, len(content), 11):
+        part.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        assert np.isnan(ReferenceCache(tmp_path, NAMESPACE).lookup(keys)[0]).all()
+        part.with_suffix(".damaged").unlink()
+
+
 @pytest.mark.parametrize("damage", ["a flipped byte", "cut short", "emptied"])
 def test_a_damaged_part_is_set_aside_with_a_warning_and_the_others_still_count(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
