@@ -155,7 +155,6 @@ def _unsharded_gradients(scorer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gathered(scorer: Any) -> Iterator[None]:
-    """Context in which ranks keep the weights that they gather; at its end they are freed."""
     sharded = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
 
     def set_reshard(frees: bool) -> None:

@@ -215,7 +215,6 @@ def _largest_budget(
     settings: PassSettings,
     search: BudgetSearch,
 ) -> int:
-    """Returns the largest of LARGEST_TOKEN_BUDGET, its half, its quarter, ... that fits in memory."""
     known: int = (read_json(search.memo_path, dict[str, int]) or {}).get(search.key, 0)
     if known > 0:
         return known
@@ -330,7 +329,6 @@ def _halved(budget: int, members: IntArray, plan: PassPlan, settings: PassSettin
 
 
 def _finished_row(work: ReferenceWork, members: IntArray, results: Callable[[], Sequence[Any]]) -> pa.Table:
-    """Returns the `sequence_table` of a row's groups. Raises ModelError if a log-prob is not finite."""
     sums, num_tokens, *token_logps = results()
     wrong = np.flatnonzero(~np.isfinite(sums))
     if len(wrong):

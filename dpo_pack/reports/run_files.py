@@ -83,7 +83,6 @@ def _read_run(path: Path, name: str) -> RunFiles:
 
 
 def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the objects of a file of JSON lines, and the number of lines that hold none."""
     lines = [parse_json(line) for line in text_of(path).encode().splitlines()]
     return [line for line in lines if line is not None], lines.count(None)
 

@@ -150,7 +150,6 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
 
 
 def _refuse_other_shards() -> None:
-    """Raises RecipeError if accelerate's configuration asks for sharding that this package does not have."""
     refused = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP": "FSDP 1"}
     if os.environ.get("FSDP_VERSION") == "2":
         del refused["FSDP"]
@@ -241,7 +240,6 @@ def _require_own_device(device: torch.device, place: Placement, store: Store) ->
 
 
 def _hush() -> None:
-    """Turns off what libraries print on this rank, because rank 0 shows it."""
     from datasets import disable_progress_bars as hush_datasets
     from huggingface_hub.utils.tqdm import disable_progress_bars as hush_hub
     from transformers.utils.logging import disable_progress_bar as hush_transformers

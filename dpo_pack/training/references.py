@@ -219,7 +219,6 @@ def check_start(
 
 
 def _worst_excess(differences: Tensor, noise: Tensor) -> tuple[float, float] | None:
-    """Returns the (difference, noise) with the largest difference - noise; None if no difference > noise."""
     differences = differences.abs()
     if bool((differences <= noise).all()):
         return None

@@ -85,12 +85,10 @@ def recurrence_sizes(module: nn.Module) -> tuple[float, float]:
 
 
 def _row_functions(module: nn.Module) -> set[str]:
-    """Returns the names of `KERNELS` that a module's own forward calls."""
     return KERNELS.keys() & set(_own_forward(module).__code__.co_names)
 
 
 def _own_forward(module: nn.Module) -> types.FunctionType:
-    """Returns the forward that the family's code defines, without decorators."""
     forward: Any = inspect.unwrap(type(module).forward)
     variables = inspect.getclosurevars(forward).nonlocals if forward.__closure__ else {}
     # The decorator `force_accelerate_hooks` of transformers 5.15 sets no `__wrapped__`.
@@ -140,8 +138,6 @@ def _with_row_functions(forward: types.FunctionType) -> RowFunction:
 
 
 def _seam(name: str, stock: RowFunction) -> RowFunction:
-    """Returns the function that a layer calls in place of transformers' function `name`."""
-
     def seam(
         *arguments: Any,
         seam_calls: SeamCalls | None = None,
