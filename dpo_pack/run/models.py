@@ -294,7 +294,6 @@ def load_and_prove(
 
     With `model.compile: auto` a model that torch cannot compile is loaded once more, uncompiled.
     """
-
     loaded = load_weights(model, device=device, strategy=strategy, adapter=adapter)
     if device.type == "cuda":
         loaded.kernels.extend(take_kernels(loaded.scorer, device))

@@ -60,11 +60,9 @@ def recurrence_sizes(module: nn.Module) -> tuple[float, float]:
     """Returns (products, fp32 numbers kept for the backward pass) of a module's recurrence for one token.
 
     Products of linear layers do not count. Each number of the state is multiplied once when the state is
-    written and once when it is read; the delta rule reads the state twice. For the numbers that are kept we
-    counted the tensors that autograd saves for a row in which pads and the ends of chunks are a quarter of
-    all places: for each channel of a convolution, for its activation function, for each element of keys and
-    values, and for each chunk of tokens its scores and states. Those of Kimi are the ones that the code of
-    flash-linear-attention 0.6 saves.
+    written and once when it is read; the delta rule reads the state twice. The kept numbers are those of the
+    tensors that autograd saves for a row in which pads and the ends of chunks are a quarter of all places;
+    Kimi's are those that flash-linear-attention 0.6 saves.
     """
     names, sizes = _row_functions(module), vars(module)
     if not names:
