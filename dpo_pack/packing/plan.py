@@ -204,8 +204,7 @@ def epoch_order(
 
     source_indices: [P] the source of each pair; source_weights: one number per source, not negative. Every
     pair occurs floor(weight) times. Of a source with n pairs, n x (weight - floor(weight)) pairs, rounded to
-    the nearest whole number, occur once more. Each epoch draws these pairs anew; all epochs are equally long.
-    Without weights every pair occurs once. Without `shuffle` the pairs keep the order of the files.
+    the nearest whole number, occur once more, drawn anew each epoch. Without weights every pair occurs once.
 
     The raw output of PCG64 is the same in all versions of numpy, so a resumed run continues the same order.
     """

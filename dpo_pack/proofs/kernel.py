@@ -141,8 +141,7 @@ def kernel_error(
     """Returns (error, bound) of the output or the gradient with the largest ratio of error to bound.
 
     An error is the norm of the difference from the fp32 result, divided by the norm of that result. In low
-    precision the bound is twice the error of `plain_attention` in the same dtype, as in flash-attn's own
-    tests. In fp32 it is a constant.
+    precision the bound is twice the error of `plain_attention` in the same dtype, in fp32 a constant.
     """
     query_lengths, key_lengths = zip(*_PROOF_SEGMENTS, strict=True)
     segments = make_segments(query_lengths, key_lengths, device)

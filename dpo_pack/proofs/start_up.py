@@ -177,8 +177,8 @@ def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: to
 def _leak(scorer: CompletionLogps, changes: Tensor, *, noise: Tensor) -> tuple[float, float, str]:
     """Returns (measured change, bound, bound in words) for log-probs that should not change.
 
-    In a dense model the largest change counts. In a mixture of experts the mean without the largest tenth of
-    `changes` counts, because rounding can send a token to other experts if their scores are almost equal.
+    In a dense model the largest change counts. In a mixture of experts it is the mean without the largest
+    tenth, because rounding can send a token to other experts.
     """
     if not routes_tokens(scorer.model.config):
         return float(changes.max()), 0.0, "nothing"

@@ -50,10 +50,9 @@ def on_every_rank(
     """Runs the block on every rank, with a console that prints on rank 0 only (nowhere if `quiet`).
 
     `wanted` is `distributed.num_processes`. If several are wanted and no launcher has started them, this
-    process starts `command` for each, waits for them and raises SystemExit with their exit status; the block
-    then runs only in the new processes. Without a command, this process alone runs the block.
-    Raises RecipeError if the number of processes is wrong, RunError if the ranks cannot connect, or if their
-    `settings` or package versions differ.
+    process starts `command` for each, waits, and raises SystemExit with their status; without a command it
+    runs the block alone. Raises RecipeError if the number of processes is wrong, RunError if the ranks cannot
+    connect, or if their `settings` or package versions differ.
     """
     _refuse_other_shards()
     place = placement(os.environ)
