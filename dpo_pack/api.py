@@ -336,7 +336,6 @@ def _as_yaml(value: Any, key: str) -> Any:
 
 
 def _copy_of(dataset: Dataset) -> Path:
-    """Writes the rows to a parquet file in the cache directory, named by its hash; returns its path."""
     from dpo_pack.reference.cache import default_cache_directory
 
     directory = default_cache_directory() / "datasets"

@@ -35,7 +35,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -255,7 +255,7 @@ class Trainer:
         self.loaded, self.source = loaded, pairs
         self.reference = moving or CachedReference(lookup=None if self.frozen is None else self.frozen.of)
         if self.frozen is not None:
-            pairs.use_reference(self.frozen.of(setup.data.train))
+            pairs.builder = replace(pairs.builder, reference=self.frozen.of(setup.data.train))
             if starts_as_reference:
                 first_row = next(row for rows in pairs.first_plan.pack_step(0) for row in rows)
                 dtype = setup.policy_facts.precision.activations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import re
 import shutil
@@ -31,7 +30,7 @@ import dpo_pack.model.scorer as scorer
 import dpo_pack.run.models as recipe_models
 import dpo_pack.trainer as train_module
 from dpo_pack.recipe.load import Recipe, parse_recipe
-from dpo_pack.system.errors import CacheError, RunError
+from dpo_pack.system.errors import RunError
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
 
@@ -220,12 +219,6 @@ def test_another_learning_rate_loss_and_seed_computes_no_reference_and_tokenises
     assert read_json(tmp_path / "run" / "data_report.json")["rows_tokenized"] == 0
 
 
-def test_a_finished_run_is_left_alone(straight: Path, assets: Path, console: Console) -> None:
-    before = {path: path.stat().st_mtime_ns for path in straight.rglob("*")}
-    train(make_recipe(assets, straight), console)
-    assert {path: path.stat().st_mtime_ns for path in straight.rglob("*")} == before
-
-
 def test_a_run_that_was_killed_before_its_page_was_whole_gets_it_from_the_same_command(
     straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -277,21 +270,6 @@ def test_a_run_never_replaces_a_model_that_it_reads(
         with pytest.raises(RunError, match=rf"would replace .*{re.escape(key)} names; use another"):
             train(recipe, console, overwrite=overwrite)
     assert {path: path.read_bytes() for path in own.iterdir()} == before
-
-
-def test_a_directory_that_cannot_be_made_is_one_line(
-    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mkdir = Path.mkdir
-
-    def full(path: Path, *arguments: Any, **options: Any) -> None:
-        if path == tmp_path / "run":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        mkdir(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(CacheError, match=r"cannot write .*run\.lock: No space left.*writable directory"):
-        train(make_recipe(assets, tmp_path / "run", "train.max_steps=1"), console)
 
 
 def test_a_reference_of_its_own_is_used_and_gone_before_training(

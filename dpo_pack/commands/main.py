@@ -127,7 +127,6 @@ def _load(file: Path, overrides: list[str] | None) -> Recipe:
 
 
 def _own_command() -> list[str]:
-    """Returns the command line that starts this command on another rank."""
     # With `-m`, Python searches the working directory before installed packages. `-P` turns this off.
     safe_path = [] if sys.path[0] in ("", os.getcwd()) else ["-P"]
     return [sys.executable, *safe_path, "-m", "dpo_pack", *sys.argv[1:]]

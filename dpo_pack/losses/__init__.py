@@ -81,9 +81,8 @@ def make_objective(
 def load_custom_loss(name: str, options: LossOptions) -> Loss:
     """Imports a loss that the user wrote, `module:function`, installed or in the working directory.
 
-    Each row calls it like a built-in loss: function(policy, reference, options) -> [P] float64 values,
-    differentiable in `policy.chosen` and `policy.rejected`. The value of a pair may depend on that pair only,
-    because the packer chooses the pairs of a row. Raises RecipeError if it fails on three invented pairs.
+    Each row calls it as function(policy, reference, options) -> [P] float64 values, differentiable in the
+    policy's log-probs, each of its own pair only: the packer chooses the pairs of a row. Raises RecipeError.
     """
     function = load_function(name, "loss.type")
     try:

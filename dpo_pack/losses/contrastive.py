@@ -90,8 +90,7 @@ def sppo_hard(policy: PairLogps, reference: PairLogps, options: LossOptions) -> 
     """SPPO, Wu et al. 2024 (arXiv 2405.00675), eq. 4.7 with eta = 1 / beta:
 
     (chosen logratio - 1 / (2 beta))^2 + (rejected logratio + 1 / (2 beta))^2.
-    This is TRL's form: win probabilities are 1 and 0, which the paper estimates with a preference model, and
-    the reference is fixed, where the paper's is the policy of the previous iteration.
+    This is TRL's form: win probabilities are 1 and 0, and the reference does not change.
     """
     target = 1 / (2 * options.beta)
     chosen, rejected = policy.chosen - reference.chosen, policy.rejected - reference.rejected
@@ -109,11 +108,10 @@ def apo_zero(policy: PairLogps, reference: PairLogps, options: LossOptions) -> T
 
 
 def apo_down(policy: PairLogps, reference: PairLogps, options: LossOptions) -> Tensor:
-    """APO-down, D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 8:
+    """APO-down, D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 8, with TRL's 1:
 
     sigmoid(chosen reward) - sigmoid(chosen reward - rejected reward) + 1, for chosen completions that
-    are worse than those of the model. The 1 is TRL's. The loss lowers the rejected reward; it also lowers
-    the chosen reward if |chosen reward| < |chosen reward - rejected reward|.
+    are worse than those of the model.
     """
     chosen, rejected = _rewards(policy, reference, options)
     return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
@@ -123,9 +121,7 @@ def discopop(policy: PairLogps, reference: PairLogps, options: LossOptions) -> T
     """DiscoPOP, Lu et al. 2024 (arXiv 2406.08414), eq. 5: with x = beta * margin, g = sigmoid(x / tau),
 
     -(1 - g) log sigmoid(x) + g exp(-x).
-    The loss is not monotone. At x = 0, where the policy equals the reference, the slope in x is
-    (1 - log 2) / (4 tau) - 3 / 4: positive for tau below about 0.1, which lowers margins. For tau > 1,
-    g exp(-x) overflows below about x = -709 / (1 - 1 / tau).
+    At x = 0 it lowers margins if tau is below about 0.1. For tau > 1, g exp(-x) can overflow for x < 0.
     """
     logits = options.beta * _margin(policy, reference, options)
     modulation = logits / options.discopop_tau
@@ -203,8 +199,7 @@ def alpha_divergence(logratio: Tensor, alpha: float) -> Tensor:
 def _expm1(exponent: Tensor) -> Tensor:
     """Returns exp(exponent) - 1 in float64; above 600 its tangent at 600, because exp overflows at 709.
 
-    So a pair with a huge positive margin has loss 0 and slope 0, and not NaN from 0 * inf. A huge negative
-    margin has a gradient too large for float32, and so the step counts as not finite.
+    So a huge positive margin has loss 0 and slope 0, not NaN; a huge negative one makes a step not finite.
     """
     limit = 600.0  # leaves room for the losses
     return torch.expm1(exponent.clamp(max=limit)) + math.exp(limit) * F.relu(exponent - limit)

@@ -203,9 +203,8 @@ def relevant_config(config: PretrainedConfig) -> dict[str, Any]:
 def modelling_source(model: PreTrainedModel) -> str:
     """Returns the sha256 over the names and contents of the source files that compute the model's outputs.
 
-    These are the files of its classes; for remote code, also the files that it imports from its own package;
-    and of transformers the masks, the integrations and other models' functions that the model calls. Files of
-    torch do not count: its versions differ by rounding only.
+    These are the files of its classes, what remote code imports from its own package, and of transformers the
+    masks, the integrations and other models' functions that the model calls.
     """
     names = {type(part).__module__ for part in model.modules()}
     # Models use these without an import of their own, the last one only to scale rotary frequencies.

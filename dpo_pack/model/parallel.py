@@ -155,7 +155,6 @@ def _unsharded_gradients(scorer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gathered(scorer: Any) -> Iterator[None]:
-    """Context in which ranks keep the weights that they gather; at its end they are freed."""
     sharded = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
 
     def set_reshard(frees: bool) -> None:
@@ -177,9 +176,8 @@ def _gathered(scorer: Any) -> Iterator[None]:
 def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.device) -> None:
     """Turns every parameter into a DTensor of rank 0's values, in place. Every rank must call it.
 
-    On other ranks parameters may be on the meta device: rank 0 sends the values layer by layer. A layer
-    gathers its weights for its own forward and backward; the scorer's forward gathers the others. Raises
-    UnsupportedModelError if the model's layers, tensors or dtypes do not allow sharding.
+    Other ranks' parameters may be on the meta device. A layer gathers its weights for its own passes, the
+    scorer's forward the others. Raises UnsupportedModelError if the model does not allow sharding.
     """
     assert strategy.mesh is not None
     model = scorer.model
@@ -220,8 +218,8 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
 def _send_as_cast(layer: Any, dtype: torch.dtype) -> None:
     """Makes ranks send the weights of a layer's linear modules in autocast's `dtype`, half as many bytes.
 
-    A linear module rounds them anyway. torch looks for a shard's two functions when it makes the shards, so
-    we let it look again with `_init_extensions`; without this method of torch, weights are sent as they are.
+    A linear module rounds them anyway. torch looks for a shard's two functions in `_init_extensions`; without
+    this method of torch, weights are sent as they are.
     """
     linear = [module for module in layer.modules() if type(module) is nn.Linear]
     cast = {id(parameter) for module in linear for parameter in module.parameters(recurse=False)}

@@ -150,7 +150,6 @@ class CompletionLogps(nn.Module):
         return routing_sums(outputs.router_logits, row.token_copies, top_k)
 
     def _run_layers(self, row: Row) -> Any:
-        """Returns the output of the model without its head, with router logits if the row needs them."""
         arguments: dict[str, Any] = {
             "input_ids": row.input_ids,
             "position_ids": row.position_ids,
@@ -190,12 +189,6 @@ class CompletionLogps(nn.Module):
             )
         self.is_wired = True
         return outputs
-
-    def full_logits(self, **inputs: Any) -> Tensor:
-        """Returns [B, L, V] logits of the model's own forward, for proofs."""
-        with self.autocasting(inputs["input_ids"].device):
-            logits: Tensor = self.with_own_weights(lambda: self.model(use_cache=False, **inputs).logits)
-        return logits
 
     def with_own_weights(self, compute: Callable[[], Value]) -> Value:
         """Returns `compute()`, a function that calls the model without this scorer's `forward`.

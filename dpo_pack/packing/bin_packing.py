@@ -84,8 +84,7 @@ def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[Row]:
 
     padded_tokens: [n], from `PairLengths.padded_tokens`. A row of k pairs costs k x the largest of their
     values, plus ROW_OVERHEAD_TOKENS. Some best solution cuts the list of pairs, sorted by length, into
-    pieces: if two rows swap pairs so that one has the longer pairs, padding never grows. Dynamic programming
-    tries every cut.
+    pieces; dynamic programming tries every cut.
     """
     order = np.argsort(-padded_tokens, kind="stable")
     tokens = padded_tokens[order]
@@ -130,10 +129,8 @@ def pack_window(tokens: IntArray, order: IntArray, token_budget: int, algorithm:
     """Packs a window (part of an epoch, for `packing.scope: epoch`); returns rows in their training order.
 
     tokens: [n] of the window's items, in the order of the epoch. order: the window's pairs in that order, [n]
-    or more. algorithm: a name in BIN_PACKERS.
-
-    Most packers make the rows of long items first. So that an epoch does not begin with these, rows are
-    sorted by their first item, and shuffled by the argsort of the first numbers of `order`, if it is random.
+    or more. So that an epoch does not begin with the rows of long items, rows are sorted by their first item,
+    and shuffled by the argsort of the first numbers of `order`, if it is random.
     """
     pack = _evenly_filled if algorithm == "best_fit_decreasing" else BIN_PACKERS[algorithm]
     rows = pack(tokens, token_budget)
@@ -146,8 +143,8 @@ def pack_window(tokens: IntArray, order: IntArray, token_budget: int, algorithm:
 def _evenly_filled(tokens: IntArray, token_budget: int) -> list[Row]:
     """Packs items into about `fewest_rows_possible` rows with similar token counts and lengths.
 
-    Each item, longest first, goes to the emptiest of these rows, so ranks with equally many rows are balanced
-    and steps are alike. If this needs too many more rows, the rows of best fit decreasing are taken if fewer.
+    Each item, longest first, goes to the emptiest row, so that steps are alike. If this needs too many more
+    rows, the rows of best fit decreasing are taken if fewer.
     """
     is_oversize = tokens > token_budget
     bound = fewest_rows_possible(tokens, token_budget)
@@ -211,10 +208,8 @@ def split_over_ranks(costs: FloatArray, num_ranks: int, *, equal_counts: bool = 
 
 
 def _improve(costs: FloatArray, rank_of: IntArray, num_ranks: int, *, may_move: bool) -> bool:
-    """Makes the best move or swap of items between the slowest rank and another rank; False if none is made.
-
-    Changes `rank_of`, [n], in place. The best change makes the slower of its two ranks as fast as possible.
-    """
+    """Makes the move or swap of items between the slowest rank and another rank after which the slower of
+    the two is fastest. Changes `rank_of`, [n], in place; False if nothing helps."""
     loads = np.bincount(rank_of, weights=costs, minlength=num_ranks)
     slow = int(loads.argmax())
     given, taken = np.flatnonzero(rank_of == slow), np.flatnonzero(rank_of != slow)
@@ -240,9 +235,8 @@ def _improve(costs: FloatArray, rank_of: IntArray, num_ranks: int, *, may_move: 
 def equalize_rows(ranks: list[list[list[int]]], costs: Sequence[float]) -> None:
     """Gives every rank as many rows as the rank with the most rows; changes `ranks` in place.
 
-    ranks: the rows of each rank; a row is a list of positions in `costs`. A rank with too few rows splits its
-    costliest row, which adds no FLOPs. If each of its rows is a single item, it takes the cheapest item of
-    the costliest rank that can spare one. If no rank can, the numbers of rows stay unequal.
+    ranks: the rows of each rank; a row is a list of positions in `costs`. A rank splits its costliest row; if
+    each of its rows is a single item, it takes the cheapest item that the costliest rank can spare, if any.
     """
 
     def cost(positions: Iterable[int]) -> float:

@@ -94,14 +94,12 @@ class PackingPlan:
         return [cost + overhead * len(rows) for cost, rows in zip(costs, ranks, strict=True)]
 
     def _finished_rows(self, step: int) -> list[Row]:
-        """Scope epoch: returns the rows of the step, as `_rows_of_epoch` packed them."""
         assert self.row_begins is not None
         first, end = np.searchsorted(self.row_begins, self.step_begins[step : step + 2]).tolist()
         begins = self.row_begins[first : end + 1].tolist()
         return [self.order[begin:end] for begin, end in zip(begins, begins[1:], strict=False)]
 
     def _pack(self, pairs: IntArray) -> StepRows:
-        """Assigns the items of `pairs` to ranks, and packs each rank's items into rows."""
         token_budget, algorithm = self.settings.token_budget, self.settings.algorithm
         items = self.sizes.items_of(pairs, token_budget)
         build_rows = padded_rows if algorithm == PADDED else BIN_PACKERS[algorithm]
@@ -206,8 +204,7 @@ def epoch_order(
 
     source_indices: [P] the source of each pair; source_weights: one number per source, not negative. Every
     pair occurs floor(weight) times. Of a source with n pairs, n x (weight - floor(weight)) pairs, rounded to
-    the nearest whole number, occur once more. Each epoch draws these pairs anew; all epochs are equally long.
-    Without weights every pair occurs once. Without `shuffle` the pairs keep the order of the files.
+    the nearest whole number, occur once more, drawn anew each epoch. Without weights every pair occurs once.
 
     The raw output of PCG64 is the same in all versions of numpy, so a resumed run continues the same order.
     """

@@ -218,7 +218,7 @@ def _compare_budgets(
     """Returns the outcome of each budget, and of that of `plan`, which is for one rank.
 
     The time of a step, in tokens, is its tokens / `num_ranks`, plus ROW_OVERHEAD_TOKENS for each row of the
-    rank with the most rows. The time of a pair counts, because in scope epoch a step has any number of pairs.
+    rank with the most rows. That of a pair counts: in scope epoch a step has any number of pairs.
     """
     sizes, settings, outcomes = plan.sizes, plan.settings, []
     for budget in sorted({settings.token_budget, *budgets}):

@@ -40,19 +40,10 @@ class SeamCall:
     has_sinks: bool
 
 
-@torch.no_grad()
-def prove_wiring(
-    scorer: CompletionLogps,
-    groups: Sequence[Group],
-    device: torch.device,
-    *,
-    compute: Callable[[Row], object] | None = None,
-) -> tuple[list[SeamCall], Proof]:
-    """Proves that each layer calls our attention once, with the window, softcap and sinks of the config.
-
-    The proof records the calls, because log-probs of short rows cannot show that a window is missing, and
-    rounding may hide a sink. `compute`, if given, runs a row instead of the scorer's own forward.
-    """
+def _record_calls(
+    scorer: CompletionLogps, row: Row, compute: Callable[[Row], object]
+) -> tuple[list[SeamCall], UnsupportedModelError | None]:
+    """Returns the calls of the kernel while `compute` runs the row, and the error that ended it, if any."""
     calls: list[SeamCall] = []
     backend = scorer.backend
     assert backend is not None
@@ -73,12 +64,28 @@ def prove_wiring(
         calls.append(call)
         return backend(query, key, value, segments, options)
 
-    remedy = PADDED_REMEDY
     try:
         with replaced(scorer, backend=recording):
-            (compute or scorer)(proof_row(scorer, groups, device))
+            compute(row)
     except UnsupportedModelError as error:
-        remedy = str(error)
+        return calls, error
+    return calls, None
+
+
+@torch.no_grad()
+def prove_wiring(
+    scorer: CompletionLogps,
+    groups: Sequence[Group],
+    device: torch.device,
+    *,
+    compute: Callable[[Row], object] | None = None,
+) -> tuple[list[SeamCall], Proof]:
+    """Proves that each layer calls our attention once, with the window, softcap and sinks of the config.
+
+    The calls are recorded, because log-probs of short rows cannot show that a window is missing, and rounding
+    may hide a sink. `compute`, if given, runs a row instead of the scorer's own forward.
+    """
+    calls, error = _record_calls(scorer, proof_row(scorer, groups, device), compute or scorer)
     needs, expected = attention_needs(scorer.model.config), layer_windows(scorer.model.config)
     windows = [effective_window(call.window, scorer.model.config) for call in calls]
     num_softcaps = sum(call.softcap is not None for call in calls)
@@ -103,7 +110,7 @@ def prove_wiring(
             "sinks": float(num_sinks),
         },
         bound=bound,
-        remedy=remedy,
+        remedy=PADDED_REMEDY if error is None else str(error),
     )
     return calls, proof
 
@@ -134,8 +141,7 @@ def kernel_error(
     """Returns (error, bound) of the output or the gradient with the largest ratio of error to bound.
 
     An error is the norm of the difference from the fp32 result, divided by the norm of that result. In low
-    precision the bound is twice the error of `plain_attention` in the same dtype, as in flash-attn's own
-    tests. In fp32 it is a constant.
+    precision the bound is twice the error of `plain_attention` in the same dtype, in fp32 a constant.
     """
     query_lengths, key_lengths = zip(*_PROOF_SEGMENTS, strict=True)
     segments = make_segments(query_lengths, key_lengths, device)

@@ -104,7 +104,6 @@ def _take(
 def _kinds_of_calls(
     scorer: CompletionLogps, groups: Sequence[Group], device: torch.device, compute: Callable[[Row], object]
 ) -> list[RecurrentCall]:
-    """Runs the proof's row; returns one recurrent call for each function and shape."""
     calls: dict[Any, RecurrentCall] = {}
     run = scorer.recurrence or RecurrentCall.run
 
@@ -127,11 +126,7 @@ def recurrence_error(
     token by token if it can. In low precision the plain computation is the family's own, on chunks of tokens.
     A kernel of another package may have an error of `_KERNEL_ROUNDINGS`.
     """
-    groups = []
-    for shared, tails in _PROOF_LENGTHS:
-        sequences = [np.repeat((1, number), (shared, tail)) for number, tail in enumerate(tails, start=2)]
-        groups.append(Group(context=np.zeros(1, dtype=np.int64), completions=tuple(sequences)))
-    row = packed_row(groups, device, share_prompt=True)
+    row = _row_of_lengths(device)
     segments = row.segments
     assert segments is not None and segments.kv_gather is not None
     tokens = segments.kv_gather.index.split(list(segments.key_lengths))  # of each sequence
@@ -140,16 +135,7 @@ def recurrence_error(
     values |= {name: value for name, value in call.options.items() if not name.startswith("row_")}
     # The convolution has its tokens in the last dimension, [1, D, T], the others in [1, T, ...].
     dim = 2 if call.name == "causal_conv1d_fn" else 1
-    length = values[0].shape[dim]
-    again = torch.arange(row.num_tokens, device=device) % length  # repeats or cuts the call's tokens to T
-    given: dict[int | str, Tensor] = {}
-    of_tokens: set[int | str] = set()
-    for place, value in values.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            given[place] = value.detach()
-            if value.ndim > dim and value.shape[dim] == length and value.shape[0] == 1:
-                given[place] = given[place].index_select(dim, again)
-                of_tokens.add(place)
+    given, of_tokens = _inputs_of_row(values, dim, row.num_tokens)
 
     def in_row(tensors: _Inputs) -> Tensor:
         arguments, options = _arguments(values | tensors)
@@ -195,7 +181,33 @@ def recurrence_error(
     return worst(zip(errors, bounds, strict=True))
 
 
+def _row_of_lengths(device: torch.device) -> Row:
+    """Returns a row whose shared parts and tails have _PROOF_LENGTHS."""
+    groups = []
+    for shared, tails in _PROOF_LENGTHS:
+        sequences = [np.repeat((1, number), (shared, tail)) for number, tail in enumerate(tails, start=2)]
+        groups.append(Group(context=np.zeros(1, dtype=np.int64), completions=tuple(sequences)))
+    return packed_row(groups, device, share_prompt=True)
+
+
+def _inputs_of_row(
+    values: Mapping[int | str, Any], dim: int, num_tokens: int
+) -> tuple[_Inputs, set[int | str]]:
+    """Returns a call's tensors, and the places of those that have tokens, which are repeated or cut to the
+    row's `num_tokens` in dimension `dim`."""
+    length = values[0].shape[dim]
+    again = torch.arange(num_tokens, device=values[0].device) % length
+    given: _Inputs = {}
+    of_tokens: set[int | str] = set()
+    for place, value in values.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            given[place] = value.detach()
+            if value.ndim > dim and value.shape[dim] == length and value.shape[0] == 1:
+                given[place] = given[place].index_select(dim, again)
+                of_tokens.add(place)
+    return given, of_tokens
+
+
 def _arguments(values: Mapping[int | str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns (arguments, options) of a call: those of `values` with a number and those with a name."""
     options = {name: value for name, value in values.items() if isinstance(name, str)}
     return tuple(values[number] for number in range(len(values) - len(options))), options

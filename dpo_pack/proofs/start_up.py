@@ -9,6 +9,7 @@ Legend: S sequences, each a (context, completion) of token ids, N scored tokens,
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -176,8 +177,8 @@ def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: to
 def _leak(scorer: CompletionLogps, changes: Tensor, *, noise: Tensor) -> tuple[float, float, str]:
     """Returns (measured change, bound, bound in words) for log-probs that should not change.
 
-    In a dense model the largest change counts. In a mixture of experts the mean without the largest tenth of
-    `changes` counts, because rounding can send a token to other experts if their scores are almost equal.
+    In a dense model the largest change counts. In a mixture of experts it is the mean without the largest
+    tenth, because rounding can send a token to other experts.
     """
     if not routes_tokens(scorer.model.config):
         return float(changes.max()), 0.0, "nothing"
@@ -240,7 +241,6 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
 def _distance_of_row(
     scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
 ) -> tuple[dict[str, float], bool]:
-    """Returns (errors of the row against each sequence alone, whether they are small enough)."""
     sequences = [(group.context, completion) for group in groups for completion in group.completions]
     tokens = torch.tensor([len(completion) for _, completion in sequences], device=device)
 
@@ -250,8 +250,10 @@ def _distance_of_row(
         with eager_attention(scorer.model), stock_layers(scorer.model):
             for context, completion in sequences:
                 ids = torch.from_numpy(np.concatenate((context, completion)))[None].to(device)
-                logits = scorer.full_logits(input_ids=ids)[0, len(context) - 1 : -1].float()
-                logps = logits.log_softmax(dim=-1).gather(1, ids[0, len(context) :, None])
+                with scorer.autocasting(device):
+                    run = functools.partial(scorer.model, input_ids=ids, use_cache=False)
+                    logits: Tensor = scorer.with_own_weights(run).logits[0, len(context) - 1 : -1]
+                logps = logits.float().log_softmax(dim=-1).gather(1, ids[0, len(context) :, None])
                 sums.append(logps.double().sum())
         return torch.stack(sums)
 

@@ -69,7 +69,6 @@ def parse_recipe(
 
 
 def _fail_if_any(problems: Iterable[Problem]) -> None:
-    """Raises RecipeError if there are problems; it has the first problem and the keys of the others."""
     by_key: dict[str, str] = {}
     for key, message in problems:
         by_key.setdefault(key, message)
@@ -141,7 +140,7 @@ def _is_section(field: FieldInfo) -> bool:
 def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
     """Raises RecipeError if this machine lacks a path or package; trackers only where the recipe `trains`."""
     packages = _package_problems(recipe, trains=trains)
-    _fail_if_any([*_path_problems(recipe), *_bfloat16_problems(recipe), *packages])
+    _fail_if_any([*_path_problems(recipe), *_model_problems(recipe), *packages])
 
 
 def _path_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -153,12 +152,7 @@ def _path_problems(recipe: Recipe) -> Iterator[Problem]:
         *((f"online.judges.{number}.path", judge.path, MODEL_FILES) for number, judge in judges),
     ):  # fmt: skip
         if path is not None:
-            yield from _model_problems(key, path, needed)
-    if model.lora is not None and is_adapter(model.path):
-        remedy = "leave it out, or merge it first (dpopack merge)"
-        yield "model.lora", f"model.path is an adapter, which is trained further; {remedy}"
-    if model.quantize is not None and model.lora is None and not is_adapter(model.path):
-        yield "model.quantize", "quantised weights cannot be trained; set model.lora, or leave quantize out"
+            yield from _model_path_problems(key, path, needed)
     if model.revision and os.path.isdir(model.path):
         yield "model.revision", "a local directory has no revisions; leave it out"
     if template and not os.path.isfile(template):
@@ -174,7 +168,7 @@ def _path_problems(recipe: Recipe) -> Iterator[Problem]:
         yield "checkpoint.resume", f"must be auto, never or the directory of a checkpoint, not {show(resume)}"
 
 
-def _model_problems(key: str, path: str, needed: Sequence[str]) -> Iterator[Problem]:
+def _model_path_problems(key: str, path: str, needed: Sequence[str]) -> Iterator[Problem]:
     if os.path.isdir(path):
         if not any(os.path.isfile(os.path.join(path, name)) for name in needed):
             remedy = "give one that save_pretrained wrote, or a hub id"
@@ -205,10 +199,17 @@ def _directory_problems(key: str, directory: Path, *, is_written: bool = True) -
         yield key, f"no permission to write in {show(str(nearest))}"
 
 
-def _bfloat16_problems(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.model.dtype != "bfloat16":
+def _model_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yields problems that depend on whether model.path is an adapter."""
+    model, has_adapter = recipe.model, is_adapter(recipe.model.path)
+    trains_adapter = model.lora is not None or has_adapter
+    if model.lora is not None and has_adapter:
+        remedy = "leave it out, or merge it first (dpopack merge)"
+        yield "model.lora", f"model.path is an adapter, which is trained further; {remedy}"
+    if model.quantize is not None and not trains_adapter:
+        yield "model.quantize", "quantised weights cannot be trained; set model.lora, or leave quantize out"
+    if model.dtype != "bfloat16":
         return
-    trains_adapter = recipe.model.lora is not None or is_adapter(recipe.model.path)
     # The weights of an adapter are always fp32, whatever the type of its base model.
     if recipe.optim.name != "adamw" and not trains_adapter:
         remedy = "set optim.name: adamw or model.dtype: float32"

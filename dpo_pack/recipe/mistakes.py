@@ -77,7 +77,6 @@ def _numbered(parts: Sequence[str]) -> str:
 
 
 def _nearest(parts: Sequence[str]) -> str:
-    """Returns what to write in place of an unknown key: a recipe key, or what replaces a peer's key."""
     *section, name = parts
     known, words, prefix = recipe_fields(), our_words(), "".join(f"{part}." for part in section)
     if "." in name and name in known:

@@ -138,10 +138,8 @@ def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *,
     """Plans the rows of this rank. The costliest row is first, so that a lack of memory shows at once.
 
     Rows are planned over *all* sequences of the tables (`work.sides`), as if the cache were empty; then
-    groups without a missing sequence are removed. So a row depends neither on which other rows are finished
-    nor on the number of ranks, and a pass that is started again after a kill computes the same rows.
-
-    Rows are divided over ranks by their FLOPs, estimated from the model's `shape`. Ranks in lockstep compute
+    groups without a missing sequence are removed. So a pass that is started again after a kill, on any number
+    of ranks, computes the same rows. Rows are divided over ranks by their FLOPs. Ranks in lockstep compute
     equally many rows: a rank with one row less also computes an idle row, the cheapest of all rows.
     """
     lengths, shares = pair_lengths(work.table), settings.share_prompt and is_packed
@@ -215,7 +213,6 @@ def _largest_budget(
     settings: PassSettings,
     search: BudgetSearch,
 ) -> int:
-    """Returns the largest of LARGEST_TOKEN_BUDGET, its half, its quarter, ... that fits in memory."""
     known: int = (read_json(search.memo_path, dict[str, int]) or {}).get(search.key, 0)
     if known > 0:
         return known
@@ -252,10 +249,9 @@ def compute_missing(
 ) -> int:
     """Computes the plan's rows and writes them to the cache; returns the token budget that fitted in memory.
 
-    If a row does not fit in memory, the budget is halved, and this row and all later rows are split; ranks in
-    lockstep cannot split. `progress` is called with the groups of each finished row. An interrupted pass
-    (Ctrl-C) loses at most two rows, whose results are still on the device. Raises CacheError if the disk
-    refuses a file, ModelError if a log-prob is not finite or a row that cannot be split does not fit.
+    If a row does not fit, the budget is halved, and this row and all later rows are split. `progress` gets
+    the groups of each finished row. An interrupted pass loses at most two rows. Raises CacheError (disk),
+    ModelError if a log-prob is not finite or a row that cannot be split does not fit.
     """
     budget, rows, written = settings.token_budget, deque(plan.rows), time.monotonic()
     computed: deque[tuple[IntArray, Callable[[], Sequence[Any]]]] = deque()  # groups, results
@@ -330,7 +326,6 @@ def _halved(budget: int, members: IntArray, plan: PassPlan, settings: PassSettin
 
 
 def _finished_row(work: ReferenceWork, members: IntArray, results: Callable[[], Sequence[Any]]) -> pa.Table:
-    """Returns the `sequence_table` of a row's groups. Raises ModelError if a log-prob is not finite."""
     sums, num_tokens, *token_logps = results()
     wrong = np.flatnonzero(~np.isfinite(sums))
     if len(wrong):

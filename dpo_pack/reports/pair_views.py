@@ -157,7 +157,6 @@ def _pair_lines(pair: ShownPair, *, is_page: bool, has_ids: bool) -> Iterator[Li
 def _tokens(
     tokens: Sequence[Token], part: str, num_shared: int, *, is_page: bool, has_ids: bool
 ) -> Iterator[Run]:
-    """Yields the tokens of a prompt or completion, with marks around those that are cut off."""
     head, tail = _SHOWN_TOKENS
     is_long = len(tokens) > 1.25 * (head + tail) and not is_page
     num_hidden = len(tokens) - head - tail if is_long else 0

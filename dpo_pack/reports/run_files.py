@@ -83,7 +83,6 @@ def _read_run(path: Path, name: str) -> RunFiles:
 
 
 def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the objects of a file of JSON lines, and the number of lines that hold none."""
     lines = [parse_json(line) for line in text_of(path).encode().splitlines()]
     return [line for line in lines if line is not None], lines.count(None)
 
@@ -91,9 +90,8 @@ def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 def lowest_margins(run: RunFiles) -> list[dict[str, Any]]:
     """Returns the pairs with the lowest mean margins of pairs.parquet, lowest first.
 
-    A pair has source, row, margin (the mean over all times that it was trained on), num_times, last_step and
-    texts (prompt, chosen, rejected; None if their tokens are not at hand). The last margin alone shows less,
-    because by then the policy has learned many wrong labels by heart.
+    A pair has source, row, margin (the mean: by the last one the policy knows wrong labels by heart),
+    num_times, last_step and texts (prompt, chosen, rejected; None if their tokens are not at hand).
     """
     tables = []
     for part in sorted((run.path / "pairs.parquet").glob("part-*.parquet")):
@@ -116,10 +114,8 @@ def lowest_margins(run: RunFiles) -> list[dict[str, Any]]:
 
 
 def _texts(run: RunFiles, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], list[tuple[str, str]]]:
-    """Returns prompt, chosen and rejected of pairs by source and row, decoded from the tokens in the cache.
-
-    A pair is left out if the tokenizer is not on this machine, or the cache no longer has its tokens.
-    """
+    """Returns prompt, chosen and rejected by source and row, decoded from the tokens in the cache, if both
+    tokenizer and tokens are at hand."""
     named = [run.recipe.get(section, {}).get("path") for section in ("tokenizer", "model")]
     files = (Path(directory) / "tokenizer.json" for directory in (run.path / "model", *named) if directory)
     texts: dict[tuple[str, int], list[tuple[str, str]]] = {}

@@ -30,11 +30,11 @@ from dpo_pack.model.quantize import bits_per_weight
 from dpo_pack.model.scorer import Precision
 from dpo_pack.packing.lengths import IntArray, ModelShape
 from dpo_pack.packing.plan import PackingPlan
-from dpo_pack.run.models import StateBytes, num_gradients, num_local_ranks, training_bytes
+from dpo_pack.run.models import StateBytes, available_memory, num_gradients, training_bytes
 from dpo_pack.run.setup import Setup, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
-from dpo_pack.system.machine import AvailableMemory, host_memory, release_memory
+from dpo_pack.system.machine import AvailableMemory, release_memory
 
 GIB = 2**30
 # Memory that the allocator holds but cannot use; on CUDA also the device's context and cuBLAS workspaces.
@@ -272,9 +272,8 @@ def _can_stay_gathered(facts: MemoryFacts) -> bool:
     """Whether every device has memory for all gathered weights during a step. All ranks must call it."""
     if facts.num_shards == 1:
         return False
-    available = available_memory(facts.device)
     needed = sum(estimate_memory(replace(facts, stays_gathered=True)).values())
-    lacking = float("inf") if available is None else needed - _GATHERED_SHARE * available.free
+    lacking = needed - _GATHERED_SHARE * available_memory(facts.device).free
     return ranks.largest_numbers(lacking)[0] <= 0
 
 
@@ -284,17 +283,6 @@ def stays_gathered(setup: Setup, plan: PackingPlan | None) -> bool:
     how = _GATHERING[facts.stays_gathered]
     setup.console.print(f"Shards: gathered {how} (the devices' free memory decides)")
     return facts.stays_gathered
-
-
-def available_memory(device: torch.device) -> AvailableMemory | None:
-    """Returns the memory that a rank may use; on CPUs its part of the machine's. None if it is not known."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return AvailableMemory(free=free + torch.cuda.memory_reserved(device), total=total)
-    if (machine := host_memory()) is None:
-        return None
-    num_here = num_local_ranks()
-    return AvailableMemory(free=machine.free // num_here, total=machine.total // num_here)
 
 
 # ---- What is printed
@@ -322,9 +310,7 @@ def print_memory_estimate(setup: Setup, plan: PackingPlan | None) -> None:
     needs = attention_needs(setup.policy_facts.config)
     if needs.has_softcap or needs.has_sinks:
         console.print("  not counted: scores that sdpa keeps for softcaps and sinks, up to 3 x activations")
-    if available is None:
-        console.print("This system does not say how much memory it has")
-    elif needed <= available.free:
+    if needed <= available.free:
         console.print(f"It fits: {_what_is_free(available)}")
     else:
         console.print(f"It does not fit: {_what_is_free(available)}. What would fit:")
@@ -334,7 +320,7 @@ def print_memory_estimate(setup: Setup, plan: PackingPlan | None) -> None:
             console.print(f"  {overrides}: {format_bytes(num_bytes)}")
         console.print("  less state: model.dtype=bfloat16, model.lora, or fsdp2 on more devices")
     host = available_memory(torch.device("cpu"))
-    if host is not None and in_host > host.free:  # a process's part
+    if in_host > host.free:  # a process's part
         console.print(f"It does not fit the host: {_what_is_free(host)}. Leave distributed.cpu_offload out")
 
 

@@ -44,7 +44,13 @@ from dpo_pack.system.console import format_count
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.hub import is_adapter
-from dpo_pack.system.machine import cpu_name, host_memory, install_command, package_versions
+from dpo_pack.system.machine import (
+    AvailableMemory,
+    cpu_name,
+    host_memory,
+    install_command,
+    package_versions,
+)
 from dpo_pack.system.process import is_set
 
 CPU = torch.device("cpu")
@@ -288,7 +294,6 @@ def load_and_prove(
 
     With `model.compile: auto` a model that torch cannot compile is loaded once more, uncompiled.
     """
-
     loaded = load_weights(model, device=device, strategy=strategy, adapter=adapter)
     if device.type == "cuda":
         loaded.kernels.extend(take_kernels(loaded.scorer, device))
@@ -356,11 +361,8 @@ def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) ->
     """
     settings = recipe.distributed
     if ranks.num_ranks() == 1:
-        for key, is_asked in (
-            ("gather_dtype", settings.gather_dtype is not None),
-            ("cpu_offload", settings.cpu_offload),
-        ):
-            if is_asked:
+        for key in ("gather_dtype", "cpu_offload"):
+            if settings.is_changed(key):
                 raise RecipeError(
                     f"distributed.{key}: only a run of several processes has shards, and this run has one; "
                     "leave the key out"
@@ -417,22 +419,18 @@ def check_accelerate_config(policy: ModelFacts, *, cpu_offload: bool) -> None:
             "mixed_precision: 'no' in accelerate's configuration"
         )
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    for key, name, is_asked, is_done in (
-        ("model.compile", f"dynamo_backend: {backend}", backend != "no", policy.compile is True),
-        (
-            "distributed.cpu_offload",
-            "fsdp_offload_params: true",
-            is_set("FSDP_OFFLOAD_PARAMS"),
-            cpu_offload,
-        ),
+    offloads, checkpoints = is_set("FSDP_OFFLOAD_PARAMS"), is_set("FSDP_ACTIVATION_CHECKPOINTING")
+    is_checkpointed = policy.gradient_checkpointing is not False
+    for key, name, is_refused in (
+        ("model.compile", f"dynamo_backend: {backend}", backend != "no" and policy.compile is not True),
+        ("distributed.cpu_offload", "fsdp_offload_params: true", offloads and not cpu_offload),
         (
             "model.gradient_checkpointing",
             "fsdp_activation_checkpointing: true",
-            is_set("FSDP_ACTIVATION_CHECKPOINTING"),
-            policy.gradient_checkpointing is not False,
+            checkpoints and not is_checkpointed,
         ),
     ):
-        if is_asked and not is_done:
+        if is_refused:
             raise RecipeError(
                 f"{key}: accelerate's configuration asks for {name}, but the recipe does not; set "
                 f"{key}: true, or remove the setting from accelerate's configuration"
@@ -458,7 +456,7 @@ def _by_size(
     needed = sum(state) + state.gradients * (num_gradients(policy.config) - 1)
     if precision.casts_weights and not policy.gradient_checkpointing:
         needed += 2.0 * count
-    memory = -ranks.largest_numbers(-device_memory(device))[0]  # the memory of the smallest device
+    memory = -ranks.largest_numbers(-available_memory(device).total)[0]  # of the smallest device
     what = (
         f"{format_count(count)} parameters with gradients and optimizer state take {needed / 1e9:.3g} GB, "
         f"a device has {memory / 1e9:.3g} GB"
@@ -500,14 +498,16 @@ def num_gradients(config: PretrainedConfig) -> int:
     return 2 if routes_tokens(config) else 1
 
 
-def device_memory(device: torch.device) -> int:
-    """Returns the bytes of memory for one rank. Ranks on CPUs divide the machine's memory equally."""
+def available_memory(device: torch.device) -> AvailableMemory:
+    """Returns the memory that a rank may use. Ranks on CPUs divide the machine's memory equally."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return host_memory().total // num_local_ranks()
+        free, total = torch.cuda.mem_get_info(device)
+        return AvailableMemory(free=free + torch.cuda.memory_reserved(device), total=total)
+    machine, num_here = host_memory(), _num_local_ranks()
+    return AvailableMemory(free=machine.free // num_here, total=machine.total // num_here)
 
 
-def num_local_ranks() -> int:
+def _num_local_ranks() -> int:
     """Returns the number of ranks on this machine. If the launcher does not say, all ranks are here."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.num_ranks()))
 
@@ -516,7 +516,7 @@ def _mesh(device: torch.device, *, is_hybrid: bool) -> DeviceMesh:
     num_ranks = ranks.num_ranks()
     if not is_hybrid:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
-    num_here = num_local_ranks()
+    num_here = _num_local_ranks()
     if num_here in (1, num_ranks) or num_ranks % num_here:
         raise RecipeError(
             "distributed.hybrid: each node holds one copy of the model in shards, so the run needs several "

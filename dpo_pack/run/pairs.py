@@ -253,7 +253,6 @@ def _compute_missing(
 
 
 def _budget_search(setup: Setup, model: ModelFacts) -> BudgetSearch | None:
-    """Returns the search for the largest token budget that fits into memory; None if nothing is searched."""
     recipe, device = setup.recipe, setup.device
     if recipe.reference.token_budget != "auto" or device.type != "cuda" or setup.strategy.shards:
         return None  # a sharded model computes only on all ranks together

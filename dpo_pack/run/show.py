@@ -39,11 +39,10 @@ _TOKENS_ONLY = ModelShape(token_weights=1.0, head_weights=0, attention=())
 def show_recipe(
     recipe: Recipe, console: Console, *, asked_rows: Collection[int] = (), reads_all: bool = False
 ) -> ShownRecipe:
-    """Reads the first rows of each source and the rows `asked_rows`, or all rows.
+    """Reads the first rows of each source and the rows `asked_rows`, or all rows; leaves out bad rows.
 
-    A bad row that would stop a run is only left out here. Raises RecipeError for an online recipe, or if no
-    source has one of the rows; DataError if a source cannot be read or has no rows; ModelError if the
-    tokenizer lacks a feature.
+    Raises RecipeError for an online recipe, or if no source has one of the rows; DataError if a source cannot
+    be read or has no rows; ModelError if the tokenizer lacks a feature.
     """
     require_pairs(is_online=recipe.online is not None)
     data, tokenizer = recipe.data, prepare_tokenizer(recipe)

@@ -88,8 +88,7 @@ def judge(
     """Returns the standing after an evaluation; `evaluation` maps each held-out set to its metrics.
 
     Of two equal values the earlier one is better. A value that is not finite or is missing is no improvement.
-    The value before the first step (`step` 0) must be surpassed, but is never among the best: the run saves
-    no checkpoint of the weights from which it starts.
+    The value before the first step must be surpassed, but is never among the best: no checkpoint has it.
     """
     value = evaluation[selection.eval_set].get(selection.metric)
     if value is None or not math.isfinite(value):

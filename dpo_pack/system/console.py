@@ -115,7 +115,6 @@ class Tell(Protocol):
 
 
 def _fitting(facts: Sequence[str], width: int) -> str:
-    """Returns the facts before the first that does not fit into `width` columns."""
     texts = ["  ".join(facts[:number]) for number in range(len(facts) + 1)]
     return [text for text in texts if len(text) <= width][-1]
 

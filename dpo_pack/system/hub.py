@@ -189,7 +189,6 @@ def _quiet_client(repo: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns why the upload failed and, for HTTP status 401, 403 or 404, a remedy."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     cause = error.__cause__  # the client wraps errors of single files
     if status is None and cause is not None:

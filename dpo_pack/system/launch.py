@@ -50,10 +50,9 @@ def on_every_rank(
     """Runs the block on every rank, with a console that prints on rank 0 only (nowhere if `quiet`).
 
     `wanted` is `distributed.num_processes`. If several are wanted and no launcher has started them, this
-    process starts `command` for each, waits for them and raises SystemExit with their exit status; the block
-    then runs only in the new processes. Without a command, this process alone runs the block.
-    Raises RecipeError if the number of processes is wrong, RunError if the ranks cannot connect, or if their
-    `settings` or package versions differ.
+    process starts `command` for each, waits, and raises SystemExit with their status; without a command it
+    runs the block alone. Raises RecipeError if the number of processes is wrong, RunError if the ranks cannot
+    connect, or if their `settings` or package versions differ.
     """
     _refuse_other_shards()
     place = placement(os.environ)
@@ -150,7 +149,6 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
 
 
 def _refuse_other_shards() -> None:
-    """Raises RecipeError if accelerate's configuration asks for sharding that this package does not have."""
     refused = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP": "FSDP 1"}
     if os.environ.get("FSDP_VERSION") == "2":
         del refused["FSDP"]
@@ -241,7 +239,6 @@ def _require_own_device(device: torch.device, place: Placement, store: Store) ->
 
 
 def _hush() -> None:
-    """Turns off what libraries print on this rank, because rank 0 shows it."""
     from datasets import disable_progress_bars as hush_datasets
     from huggingface_hub.utils.tqdm import disable_progress_bars as hush_hub
     from transformers.utils.logging import disable_progress_bar as hush_transformers

@@ -292,11 +292,6 @@ class OfflineSource:
             merging=self.builder.merging,
         )
 
-    def use_reference(self, reference: PairReference) -> None:
-        """Puts the log-probs of `reference` into all batches from now on."""
-        self.builder = replace(self.builder, reference=reference)
-        self._ahead = None
-
     def __iter__(self) -> Iterator[GlobalBatch]:
         while self.next_step < self.num_steps:
             self.prepare_next()

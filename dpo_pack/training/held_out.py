@@ -97,10 +97,9 @@ def evaluate_pairs(
 ) -> Tensor:
     """Returns the `pair_values` of all pairs of the builder's table, in the table's order, on every rank.
 
-    A loss that couples pairs couples all pairs of the table. The pass has no gradients; `token_budget` limits
-    the size of its rows. `score` puts the reference's log-probs into a row that was built without log-probs.
-    `progress` is called with the number of pairs of a row when this rank has computed the row. `between_rows`
-    is called before each row, equally often on every rank.
+    A loss that couples pairs couples all pairs of the table. `token_budget` limits the rows, which have no
+    gradients. `score` puts the reference's log-probs into a row. `progress` gets the number of pairs of each
+    row that this rank has computed. `between_rows` is called before each row, equally often on every rank.
     """
     build_rows = pack_sequences_longest_first if builder.is_packed else padded_rows
     parts: list[Tensor] = []
@@ -242,10 +241,8 @@ def mean_intervals(
 ) -> FloatArray:
     """Returns 95 % intervals of means: [P, M] values of P pairs -> [M, 2], lower and upper bound.
 
-    The bootstrap's percentile interval (Efron & Tibshirani 1993, An Introduction to the Bootstrap, chapter
-    13). A resample draws prompts with replacement, each with all its pairs, because pairs of one prompt
-    resemble each other. All columns get the same draws.
-
+    The bootstrap's percentile interval (Efron & Tibshirani 1993, chapter 13). A resample draws prompts, each
+    with all its pairs, because these resemble each other. All columns get the same draws.
     prompts: [P] pairs of the same prompt have the same number; None: each pair has a prompt of its own.
     """
     sums, sizes = values, np.ones(len(values), dtype=np.int64)

@@ -197,5 +197,4 @@ class NonfiniteGuard:
 
 
 def _json_number(value: float) -> float | str:
-    """Returns nan and inf as strings, because JSON has no such numbers."""
     return float(value) if np.isfinite(value) else str(float(value))

@@ -185,9 +185,9 @@ def check_start(
 ) -> None:
     """Compares the policy's log-probs of one row of `pairs`, [P] positions, with the cached reference.
 
-    If they do not agree, the same row is computed again, so that dropout is reported and does not count as
-    noise. The allowed noise is ten times the larger of two numbers: the rounding of a sum in `dtype`, and the
-    change when the pairs stand in reverse order (routers can then choose other experts). Raises RunError.
+    If they do not agree, the row is computed again, which tells dropout from noise. The allowed noise is ten
+    times the rounding of a sum in `dtype`, or ten times the change when the pairs stand in reverse order
+    (routers can then choose other experts), if larger. Raises RunError.
     """
     row = builder.build(pairs)
     sums = with_reference(row, policy(row.row)).reference  # [P, (chosen, rejected)]
@@ -219,7 +219,6 @@ def check_start(
 
 
 def _worst_excess(differences: Tensor, noise: Tensor) -> tuple[float, float] | None:
-    """Returns the (difference, noise) with the largest difference - noise; None if no difference > noise."""
     differences = differences.abs()
     if bool((differences <= noise).all()):
         return None

@@ -291,18 +291,6 @@ def test_log_probs_of_another_model_are_refused(recipe: Path, tmp_path: Path) ->
     assert "another model or precision" in refusal("import", tmp_path / "x.parquet", recipe)
 
 
-@pytest.mark.parametrize("described", [b"[1]", b"[" * 10**5, b"{"])
-def test_an_export_that_does_not_say_its_model_any_more_is_refused(
-    described: bytes, shared_recipe: Path, tmp_path: Path
-) -> None:
-    schema = pa.schema(
-        [(KEY, pa.binary(16)), (SUM, pa.float64()), (NUM_TOKENS, pa.int32())],
-        metadata={"dpo_pack.namespace": described},
-    )
-    pq.write_table(schema.empty_table(), tmp_path / "x.parquet")
-    assert "another model" in refusal("import", tmp_path / "x.parquet", shared_recipe)
-
-
 def test_own_log_probs_come_by_key(recipe: Path, tmp_path: Path) -> None:
     table = prepared_of(recipe).data.train
     groups = map(table.group, range(NUM_PAIRS))
@@ -379,18 +367,6 @@ def test_a_bad_row_is_named_and_nothing_is_imported(kind: str, shared_recipe: Pa
     assert not list((shared_recipe.parent / "cache").glob("reference/*/part-*"))
 
 
-def test_a_completion_as_long_as_the_recipe_says_is_asked_for(shared_recipe: Path, tmp_path: Path) -> None:
-    table = prepared_of(shared_recipe).data.train
-    columns = {
-        "key": pa.array([table.chosen_keys[0].tobytes()], pa.binary(16)),
-        "logps_sum": [-1.0],
-        "num_tokens": [int(table.chosen_lengths[0]) + 1],
-    }
-    pq.write_table(pa.table(columns), tmp_path / "bad.parquet")
-    message = refusal("import", tmp_path / "bad.parquet", shared_recipe)
-    assert " row 1: num_tokens " in message
-
-
 def test_a_changed_byte_in_a_page_with_a_checksum_or_another_file_is_not_imported(
     shared_recipe: Path, tmp_path: Path
 ) -> None:
@@ -411,15 +387,3 @@ def test_a_damaged_part_is_not_left_out_of_an_export_silently(tmp_path: Path) ->
     part.write_bytes(part.read_bytes()[:-1])
     message = refusal("export", tmp_path / "x.parquet", "--cache-dir", tmp_path)
     assert "is damaged" in message and not (tmp_path / "x.parquet").exists()
-
-
-def test_an_export_holds_of_each_sequence_the_value_a_run_would_read(tmp_path: Path) -> None:
-    filled, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(2)
-    for value in (-1.0, -2.0, -3.0):
-        filled.append(sequence_table(keys, np.full(2, value), np.ones(2, dtype=np.int64)))
-    cache("export", tmp_path / "x.parquet", "--cache-dir", tmp_path)
-    table = pq.read_table(tmp_path / "x.parquet")
-    assert table["logps_sum"].to_pylist() == filled.lookup(keys)[0].tolist()
-    fill(tmp_path, {"parameters": "bfloat16"})
-    assert "--namespace" in refusal("export", tmp_path / "x.parquet", "--cache-dir", tmp_path)
-    cache("export", tmp_path / "x.parquet", "--namespace", filled.directory.name[:8], "--cache-dir", tmp_path)

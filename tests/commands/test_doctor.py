@@ -75,12 +75,6 @@ def test_doctor_shows_every_proof_with_its_numbers_and_bound(recipe: Path, dpopa
         assert proof["passed"] and proof["numbers"] and proof["bound"] and proof["remedy"]
 
 
-def test_doctor_proves_padded_batches(recipe: Path, dpopack: Dpopack) -> None:
-    status, out, _ = dpopack("doctor", recipe, "packing.mode=padded")
-    assert status == 0
-    assert "equivalence" in out and "wiring" not in out and "Padded batches are exact on this model" in out
-
-
 @pytest.mark.usefixtures("broken_kernel")
 def test_a_proof_that_fails_is_exit_status_2_with_its_numbers_and_remedy(
     recipe: Path, dpopack: Dpopack
@@ -138,16 +132,6 @@ def test_every_module_of_the_package_counts_as_its_code(
     before = own_code.__wrapped__()
     (tmp_path / "data" / "layout.py").write_text("two")
     assert own_code.__wrapped__() != before
-
-
-def test_another_precision_or_mode_is_proved_again(
-    recipe: Path, console: Console, num_proved: list[str]
-) -> None:
-    start(recipe, console)
-    start(recipe, console, "model.autocast=bfloat16")
-    assert len(num_proved) == 2
-    start(recipe, console, "packing.mode=padded")
-    assert len(num_proved) == 3
 
 
 def change_weights(job: Path, patch: pytest.MonkeyPatch) -> None:

@@ -198,16 +198,6 @@ def test_another_run_in_output_dir_is_left_alone_and_both_ways_out_are_named(
     assert snapshot(trained_in_place.parent) == before
 
 
-def test_both_ways_out_work(trained: Path, dpopack: Dpopack) -> None:
-    elsewhere = f"output_dir={trained.parent / 'elsewhere'}"
-    for arguments in (("--overwrite",), ("checkpoint.resume=never", "--overwrite"), (elsewhere,)):
-        outcome = dpopack("train", trained, "optim.lr=0.5", "train.max_steps=1", *arguments)
-        assert outcome.status == 0, outcome
-    for run in ("run", "elsewhere"):
-        assert yaml.safe_load((trained.parent / run / "recipe.yaml").read_text())["optim"]["lr"] == 0.5
-        assert len(steps_of(trained.parent / run)) == 1
-
-
 def steps_of(run: Path) -> list[dict[str, Any]]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [record for record in records if record["split"] == "train"]
@@ -373,14 +363,6 @@ def test_a_signal_ends_a_command_with_the_shell_s_status(
     assert outcome.status == status
     assert re.fullmatch(rf"stopped by {signum.name}; .*\n", outcome.err)
     assert not (recipe.parent / "run").exists()
-
-
-def test_a_signal_is_not_taken_for_a_failure_of_the_library_it_interrupts(
-    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: signal.raise_signal(signal.SIGTERM))
-    outcome = dpopack("train", recipe, "data.train=org/pairs")
-    assert outcome.status == 143 and "SIGTERM" in outcome.err and "error" not in outcome.err
 
 
 def test_a_signal_while_the_model_is_exported_waits_for_it(
@@ -578,17 +560,6 @@ def test_show_refuses_bad_input_in_one_line_and_writes_nothing(recipe: Path, dpo
     for option in ("--json", "--html"):
         below_a_file = (option, recipe.parent / "file" / "out")
         assert_refused(dpopack("show", recipe, *below_a_file), r"cannot write .*file/out")
-
-
-def test_show_prints_any_character_on_a_terminal_that_is_ascii(
-    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    write_rows(recipe.parent / "pairs.jsonl", [{"prompt": "ą 日", "chosen": " 👍", "rejected": " ö"}] * 2)
-    with (tmp_path / "out").open("w", encoding="ascii") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        assert dpopack("show", recipe).status == 0
-    text = (tmp_path / "out").read_text(encoding="ascii")
-    assert "\\u0105" in text and "\\U0001f44d" in text
 
 
 def test_recipe_prints_defaults_that_it_accepts(recipe: Path, dpopack: Dpopack) -> None:

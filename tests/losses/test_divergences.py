@@ -31,22 +31,6 @@ def test_the_recipe_names_the_divergences_there_are() -> None:
     assert set(get_args(LossRecipe.model_fields["f_divergence"].annotation)) == set(DIVERGENCES)
 
 
-def test_alpha_divergence_tends_to_reverse_kl_and_to_forward_kl() -> None:
-    score = DIVERGENCES["alpha_divergence"]
-    assert score(LOGRATIOS, 1 - 1e-9).tolist() == pytest.approx(LOGRATIOS.tolist(), abs=1e-8)
-    forward = DIVERGENCES["forward_kl"](LOGRATIOS, 0.5).tolist()
-    assert score(LOGRATIOS, 1e-9).tolist() == pytest.approx(forward, abs=1e-8)
-
-
-@pytest.mark.parametrize("name", DIVERGENCES)
-def test_near_the_reference_every_divergence_is_proportional_to_the_logratio(name: str) -> None:
-    """exp(x) - 1 as it is written would be wrong by 1e-16, one part in 10,000 here."""
-    score = DIVERGENCES[name](torch.tensor([1e-12], dtype=torch.float64), 0.5).item()
-    factor = 0.5 if name == "js_divergence" else 1.0
-    # The sum of two logarithms in js_divergence has an error of 1e-16 that nothing depends on.
-    assert score == pytest.approx(factor * 1e-12, rel=1e-3 if name == "js_divergence" else 1e-9)
-
-
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_scores_rise_with_the_logratio_and_stay_finite_at_extremes(name: str) -> None:
     logratios = torch.tensor([-1e4, -9e3, -650.0, -1.0, 1.0], dtype=torch.float64, requires_grad=True)

@@ -89,11 +89,6 @@ def test_a_pair_in_the_wrong_order_costs_what_the_formula_gives_by_hand(name: st
     assert float(value) == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_temperature_of_discopop_is_the_recipe_s() -> None:
-    value = CONTRASTIVE["discopop"].function(POLICY, REFERENCE, loss_options(beta=0.5, discopop_tau=0.5))
-    assert float(value) == pytest.approx(logistic(-3) * softplus(-1.5) + logistic(3) * exp(-1.5), abs=1e-12)
-
-
 # The losses that put a divergence's scores in the place of logratios, of those there are.
 WITH_DIVERGENCE = tuple(name for name in NAMES if LOSS_DECLARATIONS[name].takes_divergences)
 OTHER_DIVERGENCES = tuple(name for name in DIVERGENCES if name != "reverse_kl")
@@ -130,27 +125,6 @@ def slopes(name: str, chosen: float, rejected: float, *, beta: float = 0.1) -> t
     )
     gradients = torch.autograd.grad(loss.sum(), sides)
     return gradients[0].item(), gradients[1].item()
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in {"apo_down", "discopop"}])
-def test_a_step_down_the_gradient_raises_chosen_and_lowers_rejected(name: str) -> None:
-    chosen, rejected = slopes(name, 0.0, 0.0)
-    assert chosen < 0 < rejected
-
-
-def test_apo_down_lowers_rejected_and_then_chosen_as_well() -> None:
-    chosen, rejected = slopes("apo_down", 0.0, 0.0)
-    assert chosen == 0 < rejected
-    chosen, rejected = slopes("apo_down", 5.0, -5.0)
-    assert 0 < chosen < rejected
-
-
-def test_discopop_starts_by_lowering_margins_at_its_usual_temperature() -> None:
-    chosen, rejected = slopes("discopop", 0.0, 0.0, beta=1.0)
-    assert chosen == pytest.approx((1 - log(2)) / (4 * 0.05) - 0.75) and rejected == pytest.approx(-chosen)
-    assert chosen > 0
-    chosen, rejected = slopes("discopop", 5.0, -5.0)  # past the dip it is an ordinary loss
-    assert chosen < 0 < rejected
 
 
 # For logratios of +-10,000 on both sides: a margin of +-20,000, of +-7,500 a token; beta = 0.1, so rewards of

@@ -60,13 +60,6 @@ def test_a_coupled_term_takes_the_weights_itself() -> None:
     assert alone.tolist() == pytest.approx([0.0, 2 * softplus(-0.5)])
 
 
-def test_an_objective_knows_what_its_terms_need() -> None:
-    assert objective(("sigmoid", 1.0)).needs_reference and not objective(("sigmoid", 1.0)).couples_pairs
-    assert not objective(("simpo", 1.0), ("sft", 1.0)).needs_reference
-    assert objective(("simpo", 1.0), ("ipo", 1.0)).needs_reference
-    assert objective(("sigmoid", 1.0), ("aot_unpaired", 1.0)).couples_pairs
-
-
 def test_wpo_weights_by_hand() -> None:
     """Two tokens of probability 1/4 where sum p^2 is 5/8; three tokens whose mean is one half of e^-1."""
     chosen = 2 * (log(1 / 4) - log(5 / 8))

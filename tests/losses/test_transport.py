@@ -48,15 +48,6 @@ def test_aot_unpaired_compares_sorted_chosen_with_sorted_rejected_log_ratios() -
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_order_of_the_pairs_does_not_matter(name: str) -> None:
-    order = torch.tensor([2, 0, 1])
-    options, factors = loss_options(beta=0.3, label_smoothing=0.2), weights(0.5, 1.5, 2.0)
-    turned = [pair_logps(side.chosen[order], side.rejected[order]) for side in (POLICY, REFERENCE)]
-    values = function(name)(POLICY, REFERENCE, options, factors)
-    torch.testing.assert_close(function(name)(*turned, options, factors[order]), values[order])
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_pair_of_weight_two_counts_as_two_and_one_of_weight_zero_as_none(name: str) -> None:
     options = loss_options(beta=0.3, label_smoothing=0.2)
     repeated = [pair_logps(side.chosen[[0, 1, 1]], side.rejected[[0, 1, 1]]) for side in (POLICY, REFERENCE)]

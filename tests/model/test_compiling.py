@@ -208,14 +208,6 @@ def test_layers_of_a_model_share_one_compiled_function(tmp_path: Path) -> None:
     assert compiled[1] <= compiled[0] + 1
 
 
-@pytest.mark.slow
-def test_the_proofs_hold_on_compiled_layers(model_path: Path) -> None:
-    scorer = load_scorer(model_path)
-    compile_quickly(scorer.model)
-    assert all(proof.passed for proof in prove(scorer, CPU))
-    assert counters["stats"]["unique_graphs"] > 0
-
-
 def test_a_layer_that_was_compiled_wrongly_is_found_by_the_proofs(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

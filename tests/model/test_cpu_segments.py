@@ -131,12 +131,3 @@ def test_a_forked_process_starts_threads_of_its_own(num_threads: None) -> None:
         signal.alarm(20)  # the kernel ends a child that waits for ever
         os._exit(0 if every_segment() == expected else 1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_attention_by_segments_under_autocast_computes_in_autocast_s_dtype() -> None:
-    segments = make_segments(*MANY)
-    inputs = states(segments)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, *gradients = attend(segments, inputs)
-    assert out.dtype == torch.bfloat16 and all(gradient.dtype == torch.float32 for gradient in gradients)
-    torch.testing.assert_close(out.float(), attend(segments, inputs)[0], rtol=2e-2, atol=2e-2)

@@ -25,8 +25,7 @@ from dpo_pack.model.fingerprint import files_fingerprint, reference_namespace, w
 from dpo_pack.model.scorer import Precision
 from dpo_pack.model.shape import without_weights
 from dpo_pack.reference.cache import namespace_digest
-from dpo_pack.system import files
-from dpo_pack.system.errors import CacheError, ModelError
+from dpo_pack.system.errors import ModelError
 
 FP32 = Precision(parameters=torch.float32, autocast=None)
 
@@ -379,18 +378,6 @@ def test_a_memo_with_other_content_is_forgotten(content: str, model: Path) -> No
     assert digest(model) == tensors
     assert file_hash(model / "model.safetensors", hashes) == whole
     assert json.loads(memo.read_text())
-
-
-def test_a_memo_that_cannot_be_written_ends_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache of a group may be there to be read only."""
-    expected = digest(model)
-
-    def refuse(path: Path, value: object) -> None:
-        raise CacheError(f"cannot write {path}: Read-only file system")
-
-    monkeypatch.setattr(files, "write_json_atomically", refuse)
-    assert digest(model, memo_path=model.parent / "other.json") == expected
-    assert len(file_hash(model / "config.json", model.parent / "hashes.json")) == 64
 
 
 def test_a_model_that_was_hashed_before_is_not_hashed_again(

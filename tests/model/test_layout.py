@@ -42,25 +42,11 @@ def test_a_shared_pair_is_laid_out_as_shared_then_both_tails() -> None:
     assert row.completion_lengths.tolist() == [3, 2]
 
 
-def test_an_unshared_pair_is_two_sequences_and_needs_no_gather() -> None:
-    row = packed_row([group([1, 2], [7, 8], [7, 5])], CPU, share_prompt=False)
-    assert row.input_ids[0].tolist() == [1, 2, 7, 8, 1, 2, 7, 5]
-    assert row.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert row.segments is not None and row.segments.kv_gather is None
-    assert row.logit_index.tolist() == [1, 2, 5, 6]
-
-
 def test_a_rejected_that_is_a_prefix_of_chosen_has_no_segment_of_its_own() -> None:
     row = packed_row([group([1], [7, 8, 9], [7, 8])], CPU, share_prompt=True)
     assert row.input_ids[0].tolist() == [1, 7, 8, 9]
     assert lengths(row) == ((4,), (4,))
     assert row.logit_index.tolist() == [0, 1, 2, 0, 1]
-
-
-def test_a_chosen_that_is_a_prefix_of_rejected_leaves_it_the_rest() -> None:
-    row = packed_row([group([1], [7, 8], [7, 8, 9])], CPU, share_prompt=True)
-    assert row.input_ids[0].tolist() == [1, 7, 8, 9]
-    assert lengths(row) == ((3, 1), (3, 4))
 
 
 def test_common_prefix_of_many_sequences_is_what_all_begin_with() -> None:

@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 from support.reference_pairs import load_scorer
 from support.tiny_models import tiny_config, tiny_model
-from support.tiny_recipe import message_of
 from support.tiny_run import tiny_run
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
@@ -29,7 +28,7 @@ from dpo_pack.model.layout import packed_row
 from dpo_pack.model.shape import without_weights
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.start_up import prove
-from dpo_pack.recipe.load import check_environment, load_recipe
+from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.trainer import train
 
@@ -189,15 +188,6 @@ def test_kernels_are_refused_where_they_do_not_run() -> None:
         check_kernels(tiny_config("llama"), CPU)
     with pytest.raises(UnsupportedModelError, match="model.kernels: .*for gpt2, only for gemma, .*; set"):
         check_kernels(tiny_config("gpt2"), CUDA)
-
-
-def test_a_missing_package_is_said_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package_is(monkeypatch, present=False)
-    recipe = load_recipe(tiny_run(tmp_path), ["model.kernels=liger"])
-    message = message_of(lambda: check_environment(recipe))
-    assert "model.kernels" in message and "pip install 'liger-kernel>=" in message
 
 
 @pytest.mark.gpu

@@ -50,13 +50,6 @@ def pieces_of(segments: RowSegments) -> tuple[list[list[float]], list[list[float
     return lines[0], lines[1], made.to_tails.index.tolist()
 
 
-def test_both_tails_of_the_documented_row_start_from_the_state_behind_its_shared_part() -> None:
-    segments = segments_of(THE_PAIR)
-    assert segments.shared_lengths == (3, 3)
-    assert pieces_of(segments) == ([[1, 2, 3]], [[4, 5], [6, 0]], [0, 0])
-    assert row_pieces(segments, padded=True) is row_pieces(segments, padded=True), "all layers use one object"
-
-
 def test_longer_pieces_come_first_and_tails_find_the_root_of_their_group() -> None:
     short, long = ([1], [[2, 3], [2, 4]]), ([1] * 5, [[2], [3, 4, 5]])
     roots, tails, parents = pieces_of(segments_of(short, long))

@@ -135,16 +135,6 @@ def test_a_model_whose_heads_all_forget_at_once_is_exact_in_fp32() -> None:
     assert proof.passed, proof
 
 
-def test_without_the_packages_layers_keep_the_torch_functions() -> None:
-    scorer = make_scorer("qwen3_5_text")
-    assert take_kernels(scorer, CPU) == [
-        "causal_conv1d_fn of causal-conv1d is not used: no module causal_conv1d",
-        "chunk_gated_delta_rule of flash-linear-attention is not used: no module fla",
-    ]
-    assert scorer.recurrent_kernels == {}
-    assert take_kernels(make_scorer("llama"), CPU) == []
-
-
 def test_kimi_s_delta_attention_is_packed_by_its_kernel_only(monkeypatch: pytest.MonkeyPatch) -> None:
     use_stand_ins(monkeypatch)
     check_packs(tiny_config("kimi_linear"))

@@ -22,6 +22,7 @@ from dpo_pack.run.models import choose_strategy, resolve_model
 from dpo_pack.run.pairs import plan_settings, row_builder
 from dpo_pack.run.setup import prepare
 from dpo_pack.system import ranks
+from dpo_pack.system.machine import AvailableMemory
 from dpo_pack.training.batches import GlobalBatch, OfflineSource
 
 CPU = torch.device("cpu")
@@ -37,6 +38,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def num_parameters(directory: Path) -> int:
     return sum(tensor.numel() for tensor in load_file(directory / "model" / "model.safetensors").values())
+
+
+def memory_of(total: int) -> AvailableMemory:
+    return AvailableMemory(free=total, total=total)
 
 
 def chosen(directory: Path, *overrides: str) -> Strategy:
@@ -67,10 +72,10 @@ def test_auto_copies_what_fits_and_shards_what_does_not(
     two: None, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = 16 * num_parameters(directory)
-    monkeypatch.setattr(strategies, "device_memory", lambda device: int(needed / 0.6) + 9)
+    monkeypatch.setattr(strategies, "available_memory", lambda device: memory_of(int(needed / 0.6) + 9))
     copies = chosen(directory)
     assert copies.name == "ddp" and not copies.shards and "parameters with gradients" in copies.sentence()
-    monkeypatch.setattr(strategies, "device_memory", lambda device: int(needed / 0.6) - 9)
+    monkeypatch.setattr(strategies, "available_memory", lambda device: memory_of(int(needed / 0.6) - 9))
     shards = chosen(directory)
     assert shards.name == "fsdp2" and shards.mesh == ("cpu", (2,)) and "a device has" in shards.reason
     assert chosen(directory, "model.lora={r: 4, alpha: 8}").name == "ddp"
@@ -97,7 +102,7 @@ def test_auto_counts_a_reference_that_moves_and_the_casts_of_weights(
     needed = parameter_bytes * num_parameters(directory)
     for spare, name in ((9, "ddp"), (-9, "fsdp2")):
         memory = int(needed / 0.6) + spare
-        monkeypatch.setattr(strategies, "device_memory", lambda device: memory)  # noqa: B023
+        monkeypatch.setattr(strategies, "available_memory", lambda device: memory_of(memory))  # noqa: B023
         assert chosen(directory, *overrides).name == name
 
 

@@ -109,14 +109,6 @@ def test_the_shape_of_a_model_agrees_with_its_own_matrix_products(family: str) -
     assert counted == pytest.approx(expected, rel=1e-6)
 
 
-def test_windows_are_counted_by_layer_and_state_space_models_have_no_area() -> None:
-    kinds = {
-        kind.window: kind.num_layers for kind in model_shape(without_weights(tiny_config("gemma2"))).attention
-    }
-    assert kinds == {7: 1, None: 1}
-    assert model_shape(without_weights(tiny_config("mamba"))).attention == ()
-
-
 def test_of_experts_numbered_layer_by_layer_the_mean_counts() -> None:
     shape = model_shape(without_weights(tiny_config("hunyuan_v1_moe", moe_topk=2)))
     assert model_shape(without_weights(tiny_config("hunyuan_v1_moe", moe_topk=[2, 2]))) == shape

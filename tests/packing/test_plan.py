@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import make_plan
@@ -126,15 +125,6 @@ def test_a_recipe_may_name_every_bin_packer() -> None:
 # ---- Padded rows
 
 
-@without_deadline
-@given(lengths=lengths_strategy)
-def test_padded_rows_hold_every_pair_once_within_the_budget_padding_included(lengths: list[int]) -> None:
-    rows = as_lists(padded_rows(ints(lengths), BUDGET))
-    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
-    for row in rows:
-        assert len(row) == 1 or len(row) * max(lengths[pair] for pair in row) <= BUDGET
-
-
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:
     """Every way to cut a set into non-empty parts."""
     if not items:
@@ -174,19 +164,6 @@ def test_longest_first_rows_hold_every_pair_once_and_begin_with_the_largest_row(
 
 
 # ---- The order of an epoch
-
-
-def test_without_shuffling_the_order_is_that_of_the_files() -> None:
-    assert epoch_order(5, shuffle=False, seed=0, epoch=3).tolist() == [0, 1, 2, 3, 4]
-    order = epoch_order(
-        4,
-        shuffle=False,
-        seed=0,
-        epoch=0,
-        source_indices=ints([0, 0, 1, 1]),
-        source_weights=np.array([2.0, 1.0]),
-    )
-    assert order.tolist() == [0, 0, 1, 1, 2, 3]
 
 
 @without_deadline
@@ -302,23 +279,6 @@ def test_the_pairs_of_a_step_and_the_fingerprint_do_not_depend_on_the_ranks(
         assert sorted(flat_pairs(alone.pack_step(step))) == sorted(flat_pairs(together.pack_step(step)))
 
 
-def test_next_fit_on_one_rank_trains_pairs_in_the_order_of_the_epoch() -> None:
-    plan = shuffled_plan([30] * 20, pairs_per_step=8, algorithm="next_fit", num_ranks=1)
-    trained = [pair for step in plan for pair in flat_pairs(step)]
-    assert trained == plan.order.tolist()
-
-
-def test_copies_of_a_pair_are_trained_as_often_as_the_order_has_them() -> None:
-    plan = make_plan(
-        ints([60, 30]),
-        order=ints([0, 1, 0, 1, 1]),
-        token_budget=BUDGET,
-        pairs_per_step=3,
-        algorithm="best_fit_decreasing",
-    )
-    assert [sorted(flat_pairs(step)) for step in plan] == [[0, 0, 1], [1, 1]]
-
-
 def test_padded_rows_count_their_padding_in_tokens_and_cost() -> None:
     plan = make_plan(
         ints([40, 44]), order=ints([0, 1]), token_budget=BUDGET, pairs_per_step=2, algorithm=PADDED
@@ -380,10 +340,3 @@ def test_the_fingerprint_tells_apart_the_rows_of_scope_epoch_and_merged_prompts(
     merged = [SimpleNamespace(prompts=np.array(prompts)) for prompts in ([0, 0, 1, 1], [0, 1, 1, 0])]
     steps = [plan(rows_per_step=None, merging=merging).fingerprint for merging in (None, *merged)]
     assert len(set(steps)) == 3
-
-
-@pytest.mark.parametrize("step", [-1, 2])
-def test_a_step_outside_the_plan_is_an_index_error(step: int) -> None:
-    plan = shuffled_plan([10] * 8, pairs_per_step=4, algorithm="best_fit_decreasing", num_ranks=1)
-    with pytest.raises(IndexError, match=f"step {step} of a plan of 2 steps"):
-        plan.pack_step(step)

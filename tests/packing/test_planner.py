@@ -53,20 +53,6 @@ def flat_pairs(plan: PackingPlan, step: int) -> list[int]:
 # ---- Ranks
 
 
-@given(
-    costs=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
-    num_ranks=st.integers(1, 9),
-    equal_counts=st.booleans(),
-)
-def test_every_item_goes_to_one_rank(costs: list[int], num_ranks: int, equal_counts: bool) -> None:
-    parts = split_over_ranks(np.array(costs, dtype=np.float64), num_ranks, equal_counts=equal_counts)
-    assert sorted(itertools.chain(*(part.tolist() for part in parts))) == list(range(len(costs)))
-    assert sum(bool(len(part)) for part in parts) == min(num_ranks, len(costs))
-    if equal_counts:
-        sizes = [len(part) for part in parts]
-        assert max(sizes) == -(-len(costs) // num_ranks)
-
-
 @given(costs=st.lists(st.integers(1, 1000), min_size=1, max_size=40), num_ranks=st.integers(2, 6))
 def test_where_ranks_are_uneven_no_single_move_or_swap_would_make_the_slowest_faster(
     costs: list[int], num_ranks: int
@@ -82,12 +68,6 @@ def test_where_ranks_are_uneven_no_single_move_or_swap_would_make_the_slowest_fa
         for ours in values[parts[slow]].tolist():
             for over in (ours - taken for taken in theirs):
                 assert max(loads[slow] - over, loads[fast] + over) >= loads[slow] * (1 - 1e-6)
-
-
-def test_swaps_balance_what_longest_processing_time_leaves_uneven() -> None:
-    # Longest first makes it 5 + 3 against 4 + 3 + 3.
-    parts = split_over_ranks(np.array([5.0, 4.0, 3.0, 3.0, 3.0]), 2)
-    assert sorted(part.tolist() for part in parts) == [[0, 1], [2, 3, 4]]
 
 
 # ---- Rows of a step
@@ -208,22 +188,6 @@ def test_another_epoch_makes_other_rows_of_the_same_pairs() -> None:
     assert len(rows[0] & rows[1]) < 0.05 * len(rows[0])
 
 
-def test_rows_of_scope_epoch_that_would_leave_ranks_uneven_are_packed_again() -> None:
-    # In tokens both rows are full; in cost one is all of the other and half as much again.
-    plan = make_plan(
-        ints([5000, 5000, 5000, 5000]),
-        order=ints([0, 1, 2, 3]),
-        token_budget=10_000,
-        rows_per_step=2,
-        window_pairs=4,
-        algorithm="next_fit",
-        num_ranks=2,
-        row_costs=np.array([3.0, 3.0, 2.0, 2.0]),
-    )
-    assert sorted(sorted(row.tolist()) for (row,) in plan.pack_step(0)) != [[0, 1], [2, 3]]
-    assert [plan.sizes.cost_of(row) for (row,) in plan.pack_step(0)] == [5.0, 5.0]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_of_finished_rows_and_rows_packed_again_a_step_takes_those_whose_slowest_rank_ends_first(
     seed: int,
@@ -316,19 +280,6 @@ def test_finished_rows_that_leave_a_rank_idle_are_packed_again_even_if_no_rank_g
     assert sorted(row.tolist() for (row,) in plan.pack_step(0)) == [[0], [1], [2]]
 
 
-@pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "first_fit_decreasing"])
-def test_in_the_order_of_the_files_rows_come_in_the_order_of_their_longest_pairs(algorithm: str) -> None:
-    tokens = np.random.default_rng(0).integers(5, 40, 200)
-    rows = pack_window(tokens, np.arange(200), BUDGET, algorithm)
-    first = [int(row[0]) for row in rows]
-    assert first == sorted(first) and len(first) > 40
-
-
-def test_next_fit_keeps_the_order_of_the_epoch_across_rows() -> None:
-    plan = epoch_plan([30] * 50, rows_per_step=4, window_pairs=20, algorithm="next_fit")
-    assert plan.order.tolist() == epoch_order(50, shuffle=True, seed=1, epoch=0).tolist()
-
-
 @given(lengths=lengths_strategy)
 @example([63, 31, 41, 65])  # two items that fit in none of the first rows share a row
 @example([38, 35, 31, 33, 35])  # one row more than the bound: still the even rows
@@ -353,11 +304,6 @@ def test_rows_of_a_window_equal_their_naive_definition(lengths: list[int]) -> No
     assert fewest_rows_possible(ints(lengths), BUDGET) == least + len(oversize)
     packed = pack_window(ints(lengths), np.arange(len(lengths)), BUDGET, "best_fit_decreasing")
     assert [row.tolist() for row in packed] == sorted(rows, key=lambda row: row[0])
-
-
-def test_an_empty_window_has_no_rows_and_an_empty_epoch_no_steps() -> None:
-    assert pack_window(ints([]), ints([]), BUDGET, "best_fit_decreasing") == []
-    assert len(epoch_plan([], rows_per_step=2, window_pairs=5)) == 0
 
 
 # ---- What the planner must reach on real lengths

@@ -48,13 +48,6 @@ def ratios(attention: Any, call: SeamCall, dtype: torch.dtype) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CALLS)
-def test_an_honest_kernel_keeps_its_bound_with_room(name: str, dtype: torch.dtype) -> None:
-    """Or it would fail on another machine."""
-    assert max(ratios(sdpa_attention, CALLS[name], dtype)) < 0.7
-
-
 def wrong_scale(query: Tensor, key: Tensor, value: Tensor, segments: Any, options: Any) -> Tensor:
     return sdpa_attention(query, key, value, segments, replace(options, scale=1.02 * options.scale))
 

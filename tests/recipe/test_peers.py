@@ -329,13 +329,6 @@ def test_a_command_line_of_trl_with_a_config_file_is_read(tmp_path: Path) -> Non
     assert value_at(recipe, "data.eval.0.split") == "test"
 
 
-def test_of_several_commands_the_first_is_read_and_visible_devices_are_counted(tmp_path: Path) -> None:
-    lines = "CUDA_VISIBLE_DEVICES=0,1,2 trl dpo --beta 0.3\ntrl dpo --beta 0.4\n"
-    text, recipe = translated(tmp_path, "trl", lines, "run.sh")
-    assert recipe.loss.beta == 0.3 and recipe.packing.pairs_per_step == 24
-    assert "commands after the first: 1" in text
-
-
 def test_a_mapping_of_a_python_program_gives_the_recipe_of_a_file(tmp_path: Path) -> None:
     class Strategy(enum.StrEnum):
         STEPS = "steps"
@@ -361,12 +354,6 @@ def test_a_config_of_trl_as_a_mapping_is_a_recipe_that_names_each_of_its_keys() 
     recipe = parse_recipe(yaml.safe_load(text))
     assert (recipe.optim.lr, recipe.model.dtype, recipe.model.path) == (1e-6, "bfloat16", "FILL-IN/model")
     assert all(re.search(rf"\b{name}\b", text) for name in config.to_dict() if name != "model_init_kwargs")
-
-
-@pytest.mark.parametrize("name", ["train.py", "train.ipynb"])
-def test_a_script_is_refused_and_what_it_may_call_is_named(name: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"train\..*recipe_from\('trl', config.to_dict\(\)\)"):
-        translated(tmp_path, "trl", "DPOTrainer()", name)
 
 
 # --------------------------------------------------------------------------------------- what is left to do
@@ -400,17 +387,6 @@ def test_of_an_adapter_only_the_part_that_a_recipe_may_not_have_is_left_out(tmp_
     text, recipe = translated(tmp_path, "trl", content)
     assert recipe.model.lora is not None and "model.lora.dropout: must be 0" in text
     assert (recipe.model.lora.r, recipe.model.lora.dropout) == (4, 0.0)
-
-
-def test_formats_of_axolotl_that_may_add_text_are_said_not_to_be_applied(tmp_path: Path) -> None:
-    kind = {"field_prompt": "question", "field_chosen": "good", "field_rejected": "bad", "field_system": "s"}
-    for formats in ({}, {"prompt_format": "Question: {prompt} Answer: "}):
-        content = {**BASE["axolotl"], "datasets": [{"path": "pairs.jsonl", "type": {**kind, **formats}}]}
-        text, recipe = translated(tmp_path, "axolotl", content)
-        assert recipe.data.train[0].columns == {"prompt": "question", "chosen": "good", "rejected": "bad"}
-        assert (
-            ("prompt_format: 'Question: {prompt} Answer: '" in text) is ("NOT added" in text) is bool(formats)
-        )
 
 
 @pytest.mark.parametrize(

@@ -75,15 +75,6 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(override: str, key: str,
     assert message.startswith(f"{key}: ") and f"{nearest}?" in message
 
 
-@pytest.mark.parametrize(
-    ("override", "known"), [("optim.qqqqqqqq=1", "name, lr, schedule"), ("zzz=1", "output_dir, seed")]
-)
-def test_an_unknown_key_without_a_near_one_is_refused_with_those_that_are_known(
-    override: str, known: str
-) -> None:
-    assert known in message_of(lambda: load(override))
-
-
 @pytest.mark.parametrize(("key", "values", "allowed"), NOT_A_VALUE)
 def test_a_wrong_value_is_refused_naming_key_value_and_what_is_allowed(
     key: str, values: list[str], allowed: str
@@ -107,11 +98,6 @@ def test_missing_required_keys_are_all_named_with_an_instance() -> None:
     message = message_of(lambda: load(text="seed: 1\n"))
     assert "output_dir: required" in message and "runs/my-run" in message
     assert "2 more: model.path, data.train" in message
-
-
-def test_the_first_problem_is_told_and_the_other_keys_are_named() -> None:
-    message = message_of(lambda: load("optim.lr=x", "optim.eps=0", "train.epochs=0"))
-    assert message.startswith("optim.lr: must be a number > 0, not 'x' (and 2 more: optim.eps, train.epochs)")
 
 
 def test_a_long_or_odd_value_is_shortened_and_escaped() -> None:

@@ -6,24 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from support.tiny_recipe import SMALLEST, changed_keys, load
 
-from dpo_pack.recipe.load import check_environment, dump_recipe, parse_recipe
+from dpo_pack.recipe.load import check_environment
 from dpo_pack.system.errors import RecipeError
 
 ONLINE = (
     SMALLEST + "train: {max_steps: 9}\nonline: {judges: [{type: function, function: 'my.judges:score'}]}\n"
 )
 SERVER = "{url: 'http://localhost:8000/v1', model: m}"
-
-
-def test_one_judge_is_all_it_takes() -> None:
-    recipe = load(text=ONLINE)
-    assert recipe.online is not None
-    assert recipe.online.generator.type == "transformers" and recipe.online.pairing.type == "best_vs_worst"
-    assert recipe.online.completions_per_prompt == 2 and recipe.online.judges[0].weight == 1.0
-    assert parse_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
 
 
 @pytest.mark.parametrize(
@@ -85,10 +76,6 @@ def test_vllm_in_several_processes_is_refused(distributed: str, key: str) -> Non
     with pytest.raises(RecipeError, match=f"{key}: .*use http with a vLLM server"):
         load("online.generator.type=vllm", f"distributed={distributed}", text=ONLINE)
     load("online.generator.type=vllm", "distributed.num_processes=1", text=ONLINE)
-
-
-def test_vllm_takes_its_highest_temperature() -> None:
-    load("online.generator.type=vllm", "online.temperature=2", text=ONLINE)
 
 
 def test_a_bound_that_a_server_s_weights_must_exceed_is_refused() -> None:

@@ -119,13 +119,6 @@ def test_a_loss_is_a_known_type_or_module_and_function(name: str) -> None:
     assert load("loss.type=my.losses:mine").loss.terms == (("my.losses:mine", 1.0),)
 
 
-def test_a_system_prompt_is_refused_only_when_no_source_can_be_conversational() -> None:
-    load("data.system_prompt=Be kind.")
-    load("data.system_prompt=Be kind.", "data.train=[{path: a, format: preference}, b]")
-    message = message_of(lambda: load("data.system_prompt=Be kind.", "data.train.0.format=preference"))
-    assert "data.system_prompt:" in message and "has conversations" in message
-
-
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working directory with a model, a tokenizer, data files and things that are none of these."""

@@ -75,17 +75,6 @@ def test_of_a_sequence_that_many_jobs_computed_the_last_part_by_name_counts(
         assert set(cache.lookup(keys, per_token=True)[0]) == {values[max(values)]}
 
 
-def test_each_namespace_has_values_of_its_own(tmp_path: Path) -> None:
-    keys = random_keys(2)
-    ReferenceCache(tmp_path, NAMESPACE).append(sequence_table(keys, np.array([-1.0, -2.0]), np.array([1, 1])))
-    other = ReferenceCache(tmp_path, {**NAMESPACE, "parameters": "bfloat16"})
-    assert np.isnan(other.lookup(keys)[0]).all()
-    assert ReferenceCache(tmp_path, dict(reversed(NAMESPACE.items()))).lookup(keys)[0].tolist() == [
-        -1.0,
-        -2.0,
-    ]
-
-
 def test_no_flipped_byte_in_a_part_changes_what_a_run_gets(tmp_path: Path) -> None:
     keys, values = random_keys(2), np.array([-1.0, -2.0])
     cache = ReferenceCache(tmp_path, NAMESPACE)
@@ -141,35 +130,6 @@ def test_a_part_with_a_log_prob_that_is_not_finite_is_set_aside_and_the_others_s
     assert not part.exists() and part.with_suffix(".damaged").exists()
     cache.append(sequence_table(keys[:1], np.array([-1.0]), ones, token_logps([-1.0])))
     np.testing.assert_array_equal(cache.lookup(keys, per_token=True)[0], [-1.0, np.nan, -3.0])
-
-
-def test_a_damaged_part_that_another_job_sets_aside_first_stops_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = ReferenceCache(tmp_path, NAMESPACE)
-    keys = random_keys(1)
-    [part] = cache.append(sequence_table(keys, np.array([-1.0]), np.array([1])))
-    part.write_bytes(b"damaged")
-    rename = Path.rename
-
-    def rename_twice(path: Path, target: Path) -> Path:
-        rename(path, target)
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", rename_twice)
-    assert np.isnan(cache.lookup(keys)[0]).all()
-    assert not part.exists()
-
-
-def test_a_part_that_vanishes_between_listing_and_reading_is_only_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = ReferenceCache(tmp_path, NAMESPACE)
-    keys = random_keys(1)
-    gone = cache.append(sequence_table(keys, np.array([-1.0]), np.array([1])))[0].with_stem("part-gone")
-    listing = Path.glob
-    monkeypatch.setattr(Path, "glob", lambda path, pattern: [gone, *listing(path, pattern)])
-    assert cache.lookup(keys)[0].tolist() == [-1.0]
 
 
 def test_a_part_that_cannot_be_read_is_a_one_line_error(tmp_path: Path) -> None:
@@ -240,12 +200,6 @@ def test_a_cache_that_cannot_be_written_says_so_before_anything_is_computed(
     monkeypatch.setattr(Path, "write_bytes", refuse)
     message = one_line(cache.check_writable)
     assert os.strerror(code) in message and str(cache.directory) in message
-
-
-def test_a_writable_cache_is_left_as_it_was_by_the_check(tmp_path: Path) -> None:
-    cache = ReferenceCache(tmp_path, NAMESPACE)
-    cache.check_writable()
-    assert [path.name for path in cache.directory.iterdir()] == ["namespace.json"]
 
 
 def test_a_cache_that_may_only_be_read_can_still_be_used(

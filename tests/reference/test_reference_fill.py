@@ -19,7 +19,6 @@ from support.reference_pairs import (
     make_table,
     random_pairs,
 )
-from support.tiny_recipe import load
 
 import dpo_pack.reference.compute as reference_pass
 from dpo_pack.model.scorer import CompletionLogps
@@ -75,12 +74,6 @@ def test_a_damaged_memo_is_forgotten(
     assert fill(tmp_path, load_scorer(model_path), console) == 120
 
 
-def test_a_budget_that_memory_set_no_bound_to_is_not_remembered(
-    model_path: Path, tmp_path: Path, console: Console
-) -> None:
-    assert fill(tmp_path, load_scorer(model_path), console) is None
-
-
 def test_the_search_stays_within_what_the_model_is_exact_for(
     model_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,14 +95,6 @@ def test_memory_that_runs_out_later_is_told_and_remembered(
 def budget(recipe: Recipe, device: torch.device) -> int:
     value: Any = Setup.reference_token_budget
     return int(value.fget(SimpleNamespace(recipe=recipe, device=device)))
-
-
-def test_on_cpu_auto_is_a_constant_and_a_number_is_taken_as_it_is() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert budget(load("packing.token_budget=99999"), cpu) == 4096
-    assert budget(load("packing.token_budget=1000"), cuda) == 4000  # if the model is sharded
-    for device in (cpu, cuda):
-        assert budget(load("reference.token_budget=777"), device) == 777
 
 
 @pytest.mark.gpu

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
 from transformers.utils import logging as transformers_logging
 
@@ -93,11 +92,6 @@ def test_what_changes_log_probs_computes_all_of_them_again(
     assert num_computed(work / "recipe.yaml", *overrides) == NUM_SEQUENCES
 
 
-def test_another_autocast_computes_all_of_them_again(filled: Path, tmp_path: Path) -> None:
-    work = Path(shutil.copytree(filled, tmp_path / "work"))
-    assert num_computed(work / "recipe.yaml", "model.autocast=bfloat16") == NUM_SEQUENCES
-
-
 def test_other_token_ids_are_other_sequences(filled: Path, tmp_path: Path) -> None:
     work = Path(shutil.copytree(filled, tmp_path / "work"))
     text = (work / "pairs.jsonl").read_text() + (work / "heldout.jsonl").read_text()
@@ -141,20 +135,6 @@ def test_pairs_in_another_order_compute_nothing_again(filled: Path, tmp_path: Pa
     lines = (filled / "pairs.jsonl").read_text().splitlines()
     (tmp_path / "reversed.jsonl").write_text("".join(line + "\n" for line in reversed(lines)))
     assert num_computed(filled / "recipe.yaml", f"data.train={tmp_path / 'reversed.jsonl'}") == 0
-
-
-def test_a_renamed_model_directory_computes_nothing_again(filled: Path, tmp_path: Path) -> None:
-    renamed = shutil.copytree(filled / "model", tmp_path / "renamed")
-    assert num_computed(filled / "recipe.yaml", f"model.path={renamed}") == 0
-
-
-def test_resharded_safetensors_compute_nothing_again(filled: Path, tmp_path: Path) -> None:
-    sharded = Path(shutil.copytree(filled / "model", tmp_path / "sharded"))
-    (sharded / "model.safetensors").unlink()
-    config = json.loads((sharded / "config.json").read_text())
-    tiny_model("llama", vocab_size=config["vocab_size"]).save_pretrained(sharded, max_shard_size="20KB")
-    assert len(list(sharded.glob("model-*.safetensors"))) > 1
-    assert num_computed(filled / "recipe.yaml", f"model.path={sharded}") == 0
 
 
 def test_a_loss_that_weighs_single_tokens_computes_sequences_of_which_only_sums_are_there(

@@ -67,14 +67,6 @@ def test_the_pass_computes_what_each_sequence_has_alone(mode: str, model_path: P
     assert len(counts) == 25
 
 
-def test_the_pass_keeps_no_gradients(model_path: Path, tmp_path: Path) -> None:
-    scorer = load_scorer(model_path)
-    recorded: list[bool] = []
-    scorer.register_forward_hook(lambda module, inputs, output: recorded.append(output.sums.requires_grad))
-    run_pass(ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(2))], scorer)
-    assert recorded == [False]
-
-
 def test_a_killed_pass_would_keep_all_rows_written_so_far(model_path: Path, tmp_path: Path) -> None:
     cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(10))]
     done: list[int] = []
@@ -90,27 +82,6 @@ def test_a_killed_pass_would_keep_all_rows_written_so_far(model_path: Path, tmp_
     assert len(done) > 3 and on_disk == [sum(done[:row]) for row in range(len(done))]
     parts = [pq.read_metadata(part).num_rows for part in cache.directory.glob("part-*")]
     assert sorted(parts) == sorted(done) and sum(parts) == 20  # none is written twice
-
-
-def test_parts_are_written_at_intervals_not_for_each_row(model_path: Path, tmp_path: Path) -> None:
-    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(10))]
-    scorer = load_scorer(model_path)
-    done: list[int] = []
-    run_pass(cache, tables, scorer, progress=done.append)
-    assert len(done) > 1 and len(list(cache.directory.glob("part-*"))) == 1
-
-
-def test_a_sequence_longer_than_the_budget_has_a_row_of_its_own(model_path: Path, tmp_path: Path) -> None:
-    done: list[int] = []
-    cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(5))]
-    run_pass(
-        cache,
-        tables,
-        load_scorer(model_path),
-        replace(SETTINGS, token_budget=1),
-        progress=done.append,
-    )
-    assert done == [2] * 5
 
 
 def test_a_model_whose_log_probs_are_not_finite_is_refused_and_nothing_is_cached(

@@ -54,11 +54,6 @@ def test_joined_tables_keep_the_sources_of_their_pairs() -> None:
     ]
 
 
-def test_the_same_tokens_with_another_boundary_are_another_sequence(tmp_path: Path) -> None:
-    table = make_table([((5, 6), (7, 8), (7,)), ((5, 6, 7), (8,), (9,))])
-    assert find_work(ReferenceCache(tmp_path, NAMESPACE), [table]).missing.sum() == 4
-
-
 def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
     cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(TABLE_A)
     cached = np.stack((table.rejected_keys[0], table.chosen_keys[1]))
@@ -157,16 +152,6 @@ def test_the_costliest_row_comes_first_on_every_rank_and_ranks_are_even() -> Non
         assert costs == sorted(costs, reverse=True)
         loads.append(sum(costs))
     assert max(loads) <= 1.02 * float(np.mean(loads))
-
-
-def test_flops_of_a_group_are_those_of_what_is_computed() -> None:
-    table = make_table([((5, 6, 7), (8, 9), (8, 3, 4, 3))] * 2)
-    missing = np.array([[True, True], [False, True]])
-    work = ReferenceWork(table=table, sides=np.ones_like(missing), missing=missing)
-    area = 64 * 2 * 2.0  # per query and key
-    both = 2000.0 * (5 + 7 - 4) + 1000.0 * 6 + area * (15 + 28 - 10)
-    rejected_only = 2000.0 * 7 + 1000.0 * 4 + area * 28
-    assert forward_flops(work).tolist() == [both, rejected_only]
 
 
 @given(seed=st.integers(0, 1000), num_groups=st.integers(1, 40), num_ranks=st.integers(1, 4))

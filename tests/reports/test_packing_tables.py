@@ -15,7 +15,6 @@ from dpo_pack.packing.bin_packing import PADDED, ROW_OVERHEAD_TOKENS
 from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairLengths
 from dpo_pack.packing.report import MAX_BALANCE_STEPS, PackingReport, rank_balance
 from dpo_pack.reports.packing_tables import render_packing, tables
-from dpo_pack.reports.tables import parse_numbers
 
 
 def rendered(report: PackingReport, *, width: int = 80) -> str:
@@ -73,18 +72,6 @@ def test_what_is_saved_and_what_is_computed_add_up_to_padded_training(
         assert (ours.saved_by_sharing_tokens > 0) is share_prompt
 
 
-def test_a_padded_plan_shares_nothing_whatever_the_recipe_says() -> None:
-    report = inspect(algorithm=PADDED, share_prompt=True, token_budget=100)
-    assert not report.share_prompt
-    assert report.statistics.saved_by_sharing_tokens == 0
-    assert report.statistics.computed_tokens >= report.statistics.unshared_tokens
-    assert "prompts not shared" in rendered(report)
-
-
-def test_copies_of_a_pair_count_as_often_as_they_are_trained() -> None:
-    assert inspect(order=ints([0, 0, 2])).statistics.computed_tokens == 16 + 16 + 11
-
-
 def test_flops_of_ours_and_of_padded_training_are_those_counted_by_hand() -> None:
     shape = ModelShape(
         token_weights=10.0,
@@ -97,12 +84,6 @@ def test_flops_of_ours_and_of_padded_training_are_those_counted_by_hand() -> Non
     # Padded: two sequences of 5, each position through the head.
     padded = 3 * 2 * (2 * 10 * 5 + 2 * 4 * 5 + 2 * 2 * 15)
     assert ours.padded[0].times_flops == pytest.approx(padded / ours.flops)
-
-
-def test_a_padded_plan_pays_for_its_padding_in_flops_but_not_in_the_head() -> None:
-    shape = ModelShape(token_weights=10.0, head_weights=4, attention=())
-    ours = inspect(shape=shape, algorithm=PADDED, token_budget=100, pairs_per_step=4).statistics
-    assert ours.flops == 3 * (2 * 10 * ours.computed_tokens + 2 * 4 * int(LENGTHS.completion_tokens().sum()))
 
 
 def test_in_scope_epoch_padded_training_has_the_order_of_the_epoch_not_that_of_the_rows() -> None:
@@ -134,11 +115,6 @@ def test_balance_of_two_ranks_is_that_counted_by_hand() -> None:
     assert balance.slowest_over_mean == pytest.approx((28 + 60) / (27.5 + 30))
     assert balance.worst_full_step_slowest_over_mean == pytest.approx(28 / 27.5)
     assert (balance.steps_with_idle_ranks, balance.rows_per_step) == (1, 1.5)
-
-
-def test_without_a_full_step_the_worst_step_is_any() -> None:
-    (balance,) = inspect(ranks=(4,), pairs_per_step=64).balance
-    assert balance.worst_full_step_slowest_over_mean == balance.slowest_over_mean > 1
 
 
 def test_balance_of_a_long_epoch_is_measured_on_steps_spread_from_first_to_last() -> None:
@@ -204,8 +180,3 @@ def test_the_terminal_shows_every_table_in_80_columns() -> None:
             assert shown in text
         steps = "of 2 rows, 2.0 pairs on average" if scope else "of 3 (the last of 1)"
         assert f"4 pairs in 2 steps {steps}" in text
-
-
-@pytest.mark.parametrize(("text", "numbers"), [("8", (8,)), ("1, 8,64", (1, 8, 64))])
-def test_numbers_of_an_option_are_read_from_a_list(text: str, numbers: tuple[int, ...]) -> None:
-    assert parse_numbers(text, option="--ranks", instance="1,8,64") == numbers

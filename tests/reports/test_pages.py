@@ -11,7 +11,6 @@ from support.browser import run_browser
 from support.inspected_lengths import inspect
 from support.outline import Outline
 
-from dpo_pack.packing.bin_packing import PADDED
 from dpo_pack.packing.lengths import PairLengths
 from dpo_pack.packing.report import PackingReport
 from dpo_pack.reports.packing_tables import headline, rows_sentence, tables
@@ -63,25 +62,6 @@ def test_the_page_loads_nothing_and_runs_nothing() -> None:
 def test_what_comes_from_files_is_escaped() -> None:
     page = packing_page(full_report())
     assert "<b>model</b>" not in page and "&lt;b&gt;model&lt;/b&gt; &amp; co" in page
-
-
-def test_every_colour_is_set_for_light_and_for_dark() -> None:
-    style = packing_page(full_report()).partition("<style>")[2].partition("</style>")[0]
-    light, _, dark = style.partition("@media (prefers-color-scheme: dark)")
-    dark = dark.partition("* {")[0]
-    named = set(re.findall(r"(--[a-z]+):", light))
-    assert named and named == set(re.findall(r"(--[a-z]+):", dark))
-    assert set(re.findall(r"var\((--[a-z]+)\)", packing_page(full_report()))) <= named
-
-
-@pytest.mark.parametrize(
-    "report",
-    [inspect(), inspect(algorithm=PADDED, token_budget=100), inspect(rows_per_step=1, window_pairs=3)],
-    ids=["one budget", "padded", "scope epoch"],
-)
-def test_pages_of_other_plans_are_well_formed_too(report: PackingReport) -> None:
-    text = " ".join(outline(report).text)
-    assert "4 pairs in" in text and "dropped" not in text
 
 
 # ---- In a browser

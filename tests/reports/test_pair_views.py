@@ -200,19 +200,6 @@ def test_pairs_that_are_in_order_get_no_warning(rows: list[Row], shows: Shows) -
     assert "Left out: none of the rows" in screen(shown)
 
 
-def test_a_template_that_renders_no_prompt_without_the_beginning_of_an_answer_is_in_order(
-    shows: Shows,
-) -> None:
-    is_prompt = "messages[-1].role == 'user' and not add_generation_prompt"
-    refuses = "{% if " + is_prompt + " %}{{ raise_exception('no answer') }}{% endif %}"
-    assert shows([CHAT] * 3, template=refuses + CHAT_TEMPLATE).warnings == []
-
-
-def test_a_row_that_stops_a_run_may_be_skipped_unless_most_rows_are_such(shows: Shows) -> None:
-    assert "or set data.on_bad_row: skip" in joined(screen(shows([PAIR, PAIR, EMPTY])))
-    assert "data.on_bad_row" not in joined(screen(shows([PAIR, EMPTY, EMPTY])))
-
-
 # ---- Tokens
 
 
@@ -262,12 +249,6 @@ def test_half_of_a_surrogate_pair_is_shown_in_every_view(shows: Shows, tmp_path:
     for text in (screen(shown), pairs_page(shown), to_json(shown)):
         assert b"ud800" in text.encode()
     assert as_json(shown)["dropped"][0]["content"]["chosen"] == "\ud800"
-
-
-def test_html_in_a_pair_is_text_on_the_page(shows: Shows) -> None:
-    text = "<script>alert(1)</script><b title='x'>"
-    shown = shows([{**PAIR, "chosen": text}, {**EMPTY, "prompt": text}])
-    assert page_text(shown).count(text) == 2
 
 
 def test_what_both_completions_begin_with_is_counted_and_marked(shows: Shows) -> None:
@@ -328,13 +309,6 @@ def test_only_the_first_rows_are_tokenised_and_the_screen_says_so(
     assert "5 of 5 rows tokenised" in joined(screen(shows([PAIR] * 5)))
 
 
-def test_a_row_that_is_asked_for_is_shown_however_many_are_left_out_before_it(shows: Shows) -> None:
-    shown = shows([EMPTY] * 120 + [PAIR], asked=[115, 121])
-    value = as_json(shown)
-    assert [row["row"] for row in value["dropped"]] == [115] and [pair.row for pair in shown.pairs] == [121]
-    assert value["left_out"][0]["count"] == 120
-
-
 def test_rows_that_are_left_out_have_their_reason_file_row_and_text(shows: Shows) -> None:
     rows: list[Row | str] = [
         PAIR,
@@ -366,39 +340,6 @@ COMPARED: Row = {
     "safer_response_id": 1,
     "sha256": "b4e6",
 }
-SAFER = "data.train.0.columns={better: safer_response_id}"
-
-
-def test_every_view_says_which_column_each_field_is_read_from(shows: Shows, tmp_path: Path) -> None:
-    shown = shows([COMPARED] * 2, SAFER, f"data.eval={{path: {tmp_path}/pairs.jsonl, columns: {SAFER[21:]}}}")
-    named = "columns: prompt, first = response_0, second = response_1, better = safer_response_id; "
-    assert joined(screen(shown)).count(f"{named}not read: better_response_id, sha256") == 1  # not twice
-    assert named in page_text(shown)
-    source, _ = as_json(shown)["sources"]
-    assert source["columns"]["better"] == "safer_response_id" and "prompt" in source["columns"]
-    assert source["columns_not_read"] == ["better_response_id", "sha256"]
-
-
-def test_what_is_read_of_a_row_is_shown_once(shows: Shows) -> None:
-    same = {**COMPARED, "response_1": COMPARED["response_0"]}
-    shown = shows([COMPARED, same], SAFER, asked=[1, 2])
-    read = "prompt: Which answer is better? first: The first one. second: The"
-    text = joined(screen(shown))
-    assert f"{read} second one. better: 1" in text and f"{read} first one. better: 1" in text
-    assert "sha256: " not in text and "response_0: " not in text
-    fields = ["prompt", "first", "second", "better"]
-    report = as_json(shown)
-    assert [list(row["content"]) for row in (*report["pairs"], *report["dropped"])] == [fields] * 2
-
-
-def test_the_rows_that_stop_a_run_need_a_remedy_and_others_do_not(shows: Shows) -> None:
-    long = {**PAIR, "chosen": " long" * 3000}
-    text = joined(screen(shows([PAIR] * 3 + [EMPTY, long])))
-    assert "3 kept, 2 left out" in text and "(empty_completion), a run stops there" in text
-    assert "or mend the rows, or set data.on_bad_row: skip" in text
-    skipped = joined(screen(shows([PAIR] * 11 + [long, long], "data.on_bad_row=skip")))
-    assert "(too_long), left out" in skipped and "a run stops" not in skipped
-    assert "Remedy: raise data.max_length" in skipped
 
 
 def test_rows_that_are_left_out_are_listed_without_pairs_and_counted(shows: Shows) -> None:
@@ -486,12 +427,6 @@ def test_no_line_is_wider_than_the_terminal(width: int, colour: bool, shows: Sho
     shown = shows(rows, f"data.max_length={2000 + width}")
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen(shown, width, colour=colour))
     assert max(map(cell_len, text.splitlines())) <= width
-
-
-def test_tokens_have_colours_where_the_terminal_has_them(shows: Shows) -> None:
-    shown = shows([PAIR])
-    assert "Wh|ich| answer" in screen(shown) and "\x1b" not in screen(shown)
-    assert "\x1b[34mWh\x1b[0m" in screen(shown, colour=True)
 
 
 def test_a_note_says_what_is_wrong_with_a_pair(shows: Shows) -> None:

@@ -26,7 +26,7 @@ from dpo_pack.data.store import join_pairs, write_store
 from dpo_pack.packing.lengths import Group
 from dpo_pack.reports.pages import run_page, write_run_page
 from dpo_pack.reports.run_files import lowest_margins, read_runs
-from dpo_pack.reports.run_views import _flat, thinned
+from dpo_pack.reports.run_views import thinned
 from dpo_pack.system.errors import RunError
 
 WARNING = "both rewards are falling. Lower optim.lr"
@@ -172,14 +172,6 @@ def test_nothing_from_a_run_can_end_the_script_or_become_markup(run: Path) -> No
     assert curves(page, "Loss, held out")[1]["label"] == evil and said(page).count(evil) >= 5
 
 
-def test_control_characters_of_completions_are_shown_as_escapes(run: Path) -> None:
-    sample = {"step": 30, "source": "a", "prompt": "p", "completion": "x\x00y\x1b\x7f\tz", "model": "policy"}
-    write_lines(run / "samples.jsonl", [sample])
-    page = run_page([run])
-    assert r"x\x00y\x1b\x7f" in page
-    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", page)
-
-
 def test_samples_stand_side_by_side_and_the_last_of_the_policy_counts(run: Path) -> None:
     steps = (("start", 0, "moo"), ("policy", 15, "maybe"), ("policy", 30, "indeed"))
     write_lines(
@@ -247,13 +239,6 @@ def test_several_runs_lie_over_each_other_with_the_keys_in_which_they_differ(tmp
     assert [curve["label"] for curve in curves(page, "Loss, held out")][2] == "c held<out>"
 
 
-def test_the_page_of_runs_with_different_losses_says_what_can_be_compared(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run", loss="ipo")]
-    text = said(run_page(runs))
-    assert "These runs have different losses" in text
-    assert str(runs[0]) in text  # equal names: the whole paths tell the runs apart
-
-
 def write_online_run(root: Path) -> Path:
     write_run(root)
     online = {"online/win_rate": 0.6, "online/scores": 0.25, "online/score_gain": 0.125}
@@ -284,12 +269,6 @@ def test_the_page_of_an_online_run_has_win_rates_and_scores_and_nothing_empty(tm
     assert curves(page, "Wins against the start, held out")[0]["values"] == [[0.6] * 3] * 3
 
 
-def test_a_list_in_which_only_some_items_are_mappings_is_told_key_by_key() -> None:
-    assert dict(_flat({"judges": ["plain", {"path": "a"}], "betas": [0.9, 0.95]})) == {
-        "judges.0": "plain", "judges.1.path": "a", "betas": [0.9, 0.95],
-    }  # fmt: skip
-
-
 # ---- What is not there
 
 
@@ -297,12 +276,6 @@ def test_a_list_in_which_only_some_items_are_mappings_is_told_key_by_key() -> No
 def test_a_page_without_some_file_is_still_a_page(name: str, run: Path) -> None:
     (run / name).unlink(missing_ok=True)
     assert "Files" in said(run_page([run]))
-
-
-def test_a_line_that_was_cut_off_is_left_out_and_counted(run: Path) -> None:
-    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"split": "train", "st')
-    assert "metrics.jsonl has 1 line(s) that cannot be read" in said(run_page([run]))
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}"])

@@ -20,17 +20,6 @@ def shown(width: int, monkeypatch: pytest.MonkeyPatch, **completions: list[str])
     return stream.getvalue()
 
 
-def test_columns_need_room_for_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = [f"{'red ' * 20}end", "b"], [f"{'sun ' * 20}end", "d"]
-    for width in (80, 48):  # 24 for each
-        wide = shown(width, monkeypatch, before=before, after=after)
-        assert max(map(len, wide.split("topic")[0].splitlines())) <= width
-        assert any("red red" in line and "sun sun" in line for line in wide.splitlines())
-    narrow = shown(47, monkeypatch, before=before, after=after)
-    assert f"  before: {before[0]}\n  after: {after[0]}\n" in narrow
-    assert f"topic: ... {'x' * 300}\n" in narrow
-
-
 def test_lines_of_a_completion_stay_lines_and_control_characters_do_not_act(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -115,16 +115,6 @@ def test_what_accelerate_s_file_asks_for_and_the_recipe_does_not_is_refused(
     assert re.search(message, found), found
 
 
-def test_what_the_recipe_asks_for_too_is_no_contradiction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
-    overrides = ["model.autocast=bfloat16", "model.gradient_checkpointing=true"]
-    prepared = prepare(load_recipe(tiny_run(tmp_path), overrides), Console(quiet=True))
-    assert prepared.accelerator.mixed_precision == "no" and not prepared.accelerator.native_amp
-
-
 @pytest.mark.parametrize(
     ("variables", "name"),
     [

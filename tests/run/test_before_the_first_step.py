@@ -12,8 +12,6 @@ import pytest
 import torch
 from rich.console import Console
 from support.tiny_models import tiny_config
-from support.whole_runs import text
-from transformers import AutoModelForCausalLM
 
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.load import load_recipe
@@ -21,7 +19,7 @@ from dpo_pack.run.checkpoint import run_identity
 from dpo_pack.run.log import describe_run
 from dpo_pack.run.pairs import offline_source, prepare_reference
 from dpo_pack.run.setup import Setup, check_data, load_policy, longest_sequence, prepare
-from dpo_pack.system.console import format_count, keep_log, make_console
+from dpo_pack.system.console import keep_log, make_console
 from dpo_pack.system.errors import CacheError, UnsupportedModelError
 
 
@@ -29,14 +27,6 @@ from dpo_pack.system.errors import CacheError, UnsupportedModelError
 def begun(assets: Path) -> tuple[Setup, LoadedModel]:
     prepared = prepare(load_recipe(assets / "recipe.yaml"), Console(quiet=True))
     return prepared, load_policy(prepared)
-
-
-def test_the_size_of_the_policy_is_told(begun: tuple[Setup, LoadedModel], console: Console) -> None:
-    prepared, policy = begun
-    describe_run(replace(prepared, console=console), policy, None, num_steps=3)
-    model = AutoModelForCausalLM.from_pretrained(prepared.recipe.model.path)
-    size = format_count(sum(parameter.numel() for parameter in model.parameters()))
-    assert f"model, {size} parameters, float32 on cpu; attention: " in text(console)
 
 
 @pytest.mark.parametrize(("device", "is_printed"), [("cpu", False), ("cuda", True)])

@@ -18,18 +18,14 @@ from support.run_files import timeless
 from support.tiny_adapters import refusal
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
-from support.whole_runs import text
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dpo_pack.model.quantize import Quantization, check_quantizable, compute_restored, quantization_settings
 from dpo_pack.model.shape import without_weights
 from dpo_pack.recipe.load import Recipe, check_environment, load_recipe
-from dpo_pack.run.evaluate import evaluate_models
 from dpo_pack.run.export import merge_adapter
-from dpo_pack.run.log import describe_run
 from dpo_pack.run.models import load_and_prove
-from dpo_pack.run.setup import load_policy, prepare
-from dpo_pack.system.console import format_count
+from dpo_pack.run.setup import prepare
 from dpo_pack.system.errors import ModelError, RecipeError, UnsupportedModelError
 from dpo_pack.system.files import read_json
 from dpo_pack.trainer import train
@@ -78,17 +74,6 @@ def test_packed_rows_of_a_quantised_base_are_proved_exact(kind: str, autocast: s
     equivalence = next(proof for proof in outcome.proofs if proof.name == "equivalence")
     name = "max error" if autocast == "none" else "max error, in float32"
     assert equivalence.numbers[name] <= 1e-4
-
-
-def test_the_size_of_a_base_in_4_bits_counts_every_weight_of_it(assets: Path, console: Console) -> None:
-    prepared = prepare(recipe_in(assets, LORA, NF4), console)
-    describe_run(prepared, load_policy(prepared), None, num_steps=1)
-    model = AutoModelForCausalLM.from_pretrained(assets / "model")
-    adapter = load_file(assets / "run" / "model" / "adapter_model.safetensors")
-    trained = sum(tensor.numel() for tensor in adapter.values())
-    size = format_count(sum(parameter.numel() for parameter in model.parameters()) + trained)
-    adapters = f"of which the adapter's {format_count(trained)} are trained"
-    assert f"{size} parameters, {adapters}, float32 with linear layers in nf4" in text(console)
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
@@ -160,23 +145,6 @@ def test_a_stopped_run_on_a_quantised_base_goes_on_bitwise(assets: Path, tmp_pat
         train(recipe, Console(quiet=True), after_step=stop)
     train(recipe, Console(quiet=True))
     assert timeless(tmp_path / "run") == timeless(assets / "run")
-
-
-@pytest.mark.slow
-def test_checkpointed_activations_change_no_step(assets: Path, tmp_path: Path) -> None:
-    run = run_in(assets, tmp_path / "run", LORA, NF4, "model.gradient_checkpointing=true")
-    for ours, theirs in zip(timeless(run), timeless(assets / "run"), strict=True):
-        assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-6)
-
-
-@pytest.mark.slow
-def test_the_adapter_is_evaluated_on_the_quantised_base_it_was_trained_on(assets: Path) -> None:
-    trained = timeless(assets / "run")[-1]
-    adapter = str(assets / "run" / "model")
-    for kind, is_same in ((NF4, True), (INT8, False)):
-        (results,) = evaluate_models(recipe_in(assets, LORA, kind), [adapter], Console(quiet=True))
-        margin = results["heldout"].record["rewards/margins"]
-        assert (margin == pytest.approx(trained["rewards/margins"], abs=1e-6)) is is_same
 
 
 def test_plain_peft_and_merge_take_the_adapter_on_the_base_that_is_not_quantised(

@@ -108,11 +108,6 @@ def test_a_run_starts_with_one_config_one_meta_build_and_one_plan_an_epoch(
     assert max(calls.plans.values()) == 1  # the report's other budgets included
 
 
-def test_a_dry_run_resolves_nothing_twice(recipe_path: Path, calls: Calls) -> None:
-    train(load_recipe(recipe_path), Console(quiet=True), dry_run=True)
-    assert calls.configs == {"model": 1} and calls.builds == {"llama": 1} and calls.of_budget(128) == [1]
-
-
 @pytest.mark.slow
 def test_a_run_that_goes_on_resolves_nothing_twice(
     recipe_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch

@@ -82,17 +82,6 @@ def test_the_best_checkpoints_are_kept_and_the_best_weights_are_left(
     assert f"{losses(run)[ranking[0]]:.4f} |" in (run / "model" / "README.md").read_text()
 
 
-@pytest.mark.slow
-def test_without_load_best_the_last_weights_are_left(
-    overshooting: Path, assets: Path, tmp_path: Path, console: Console
-) -> None:
-    run = tmp_path / "best"
-    train(whole_run(assets, run, *OVERSHOOTS, "checkpoint.keep_best=1"), console)
-    assert_same_run(overshooting, run)
-    plain, best = (read_json(one / "run.json")["best"] for one in (overshooting, run))
-    assert plain["step"] == best["step"] and plain["checkpoint"] is None and best["checkpoint"] is not None
-
-
 def test_a_run_whose_best_evaluation_is_worse_than_its_start_says_so_and_stops_early(
     assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -289,14 +278,6 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_has_no_later_ones(
     earlier = run / "checkpoints" / "step-000002"
     stop_after(3, whole_run(assets, run, *SAVING, f"checkpoint.resume={earlier}"))
     assert checkpoint_steps(run) == [2, 3]
-
-
-def test_without_a_whole_checkpoint_the_run_begins_anew(
-    straight: Path, stopped: Path, assets: Path, tmp_path: Path, console: Console
-) -> None:
-    train(damaged_run(stopped, assets, tmp_path / "run", 2, 4, 5), console)
-    assert "none is older, so the run begins at step 0" in text(console)
-    assert_same_run(straight, tmp_path / "run")
 
 
 def test_a_damaged_checkpoint_that_the_recipe_names_is_refused(

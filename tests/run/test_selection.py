@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from support.tiny_recipe import changed_keys, load, message_of
 
 from dpo_pack.run.state import Selection, Standing, find_selection, judge
 from dpo_pack.system.errors import RecipeError
-from dpo_pack.system.files import parse_json
 
 JUDGES = ("data.eval=held.jsonl", "train.eval_every_steps=5")
 
@@ -66,12 +63,6 @@ def test_the_evaluation_before_the_first_step_must_be_beaten_and_is_no_checkpoin
 def test_what_is_not_finite_or_not_there_is_no_improvement() -> None:
     standing, stops = after([0.5, math.nan, None], patience=2)
     assert stops == [False, False, True] and standing.best == ((10, 0.5),)
-
-
-def test_a_standing_goes_through_a_checkpoint() -> None:
-    standing, _ = after([0.5, 0.3, 0.4], start=0.6)
-    for kept in (standing, Standing()):
-        assert parse_json(json.dumps(asdict(kept)).encode(), Standing) == kept
 
 
 def test_the_recipe_says_what_is_compared() -> None:

@@ -85,19 +85,6 @@ def test_a_signal_raises_at_once_where_nothing_defers_it(number: str, status: in
     assert caught.value.exit_status == status and not caught.value.is_urgent
 
 
-@pytest.mark.parametrize("signum", interrupts.STOP_SIGNALS)
-def test_only_sighup_makes_a_process_look_whether_its_terminal_is_gone(
-    signum: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if signal.getsignal(signum) is signal.SIG_IGN:
-        pytest.skip(f"{signal.Signals(signum).name} is ignored here, as under nohup")
-    looked: list[bool] = []
-    monkeypatch.setattr(interrupts, "_leave_lost_terminal", lambda: looked.append(True))
-    with interrupts.recorded() as received:
-        signal.raise_signal(signum)
-    assert received == [signum] and bool(looked) == (signum == signal.SIGHUP)
-
-
 def test_sighup_that_was_ignored_at_the_start_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
@@ -190,16 +177,6 @@ def test_ranks_begin_no_step_after_one_of_them_got_a_signal(monkeypatch: pytest.
     assert list(batches) == ["the next step's"], "it was taken, though nobody would train on it"
 
 
-def test_one_process_looks_for_a_signal_before_every_pass() -> None:
-    interruption = Interruption(clock=lambda: 0.0)
-    with interruption.deferred():
-        for _ in range(3):
-            interruption.poll(at_once=False)
-        interruption.handle(TERM, None)
-        with pytest.raises(Interrupted):
-            interruption.poll(at_once=False)
-
-
 def test_a_second_signal_is_not_put_off_and_one_that_comes_with_the_first_is_none() -> None:
     now = [100.0]
     interruption = Interruption(clock=lambda: now[0])
@@ -280,18 +257,6 @@ def test_an_evaluation_is_left_after_the_row_and_made_anew(
     assert [record["step"] for record in lines(tmp_path / "run", "train")][-1] == step
     train(recipe, console)
     assert_same_run(with_two_sets, tmp_path / "run")
-
-
-def test_before_the_first_step_there_is_nothing_to_save(
-    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = whole_run(assets, tmp_path / "run")
-    with monkeypatch.context() as patch:
-        signal_at(patch, 1, train_module, "score_pairs")
-        stopped(recipe, console)
-    assert "nothing is trained yet" in text(console) and not (tmp_path / "run" / "checkpoints").exists()
-    train(recipe, console)
-    assert_same_run(straight, tmp_path / "run")
 
 
 @pytest.mark.slow

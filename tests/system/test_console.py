@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +16,13 @@ from support.full_disk import no_file_beyond
 import dpo_pack.system.console as progress_module
 from dpo_pack.system.console import (
     TrainingLines,
-    format_seconds,
     keep_log,
     log_only,
     make_console,
     print_detail,
     progress_bar,
-    shown,
 )
 from dpo_pack.system.errors import CacheError
-
-
-def test_seconds_are_told_in_the_unit_that_fits() -> None:
-    told = {0: "0.0 s", 0.04: "0.0 s", 9.94: "9.9 s", 9.96: "10 s", 99: "99 s"}
-    told |= {100: "2 min", 150: "2 min", 6000: "1.7 h"}
-    assert {seconds: format_seconds(seconds) for seconds in told} == told
-
-
-def test_a_quiet_console_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    make_console(quiet=True).print("nothing")
-    make_console().print("[1, 2] a line that is longer than any terminal is wide " + "." * 300)
-    out = capsys.readouterr().out
-    assert "nothing" not in out and out.count("\n") == 1
 
 
 def test_a_run_keeps_what_was_printed_before_and_after_its_directory_was_there(
@@ -96,13 +80,6 @@ def test_a_log_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     keep_log(console, tmp_path / "console.log")
     with pytest.raises(CacheError, match=r"cannot write .*console\.log: File too large"), no_file_beyond(10):
         console.print("x" * 20)
-
-
-def test_a_quiet_console_keeps_no_log(tmp_path: Path) -> None:
-    console = make_console(quiet=True)
-    keep_log(console, tmp_path / "console.log")
-    console.print("nothing")
-    assert not (tmp_path / "console.log").exists()
 
 
 def test_a_terminal_gets_long_lines_wrapped_at_words_and_paths_whole(
@@ -186,22 +163,6 @@ def test_with_a_terminal_progress_is_a_bar_that_is_gone_at_the_end() -> None:
     assert text.rstrip().endswith(erase_line)
 
 
-def test_work_of_unknown_length_shows_its_seconds_in_a_terminal_only(console: Console) -> None:
-    seen = terminal()
-    for each in (seen, console):
-        with shown(each, "Writing the model"):
-            pass
-    assert "Writing the model" in text_of(seen) and "0:00:00" in text_of(seen)
-    assert text_of(console) == ""
-
-
-def test_progress_on_a_quiet_console_is_silent() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, quiet=True)
-    with progress_bar(console, "Reference pass", 1, "sequences") as advance:
-        advance(1)
-    assert text_of(console) == ""
-
-
 def _record(step: int) -> dict[str, Any]:
     return {
         "step": step,
@@ -250,37 +211,3 @@ def test_lines_of_training_fit_the_terminal_and_lose_what_matters_least(width: i
     assert "120/2000" in moving and "6%" in moving and "47 min left" in moving
     assert ("\u2501" in moving) == (width >= 80)  # the bar
     assert ("1,234.5 pairs/s" in moving) == (width > 120)
-
-
-def test_the_line_of_training_moves_with_steps_and_with_what_they_log() -> None:
-    lines = TrainingLines(terminal(), num_steps=4)
-    with lines.moving():
-        assert "step 0/4" in text_of(lines.console)
-        lines.advance(1, 40.0)
-        lines.show(_record(1))
-        lines.advance(2, 80.0)
-    assert "step 2/4" in text_of(lines.console) and "50%  80 s left  loss 0.5000" in text_of(lines.console)
-
-
-def test_an_evaluation_has_a_line_below_that_of_training_until_it_is_done() -> None:
-    lines = TrainingLines(terminal(), num_steps=4)
-    with lines.moving():
-        with progress_bar(lines.console, "Evaluating", 8, "pairs"):
-            time.sleep(0.8)  # it is drawn twice a second
-        assert "Evaluating" in text_of(lines.console)
-        lines.console.file = io.StringIO()
-        time.sleep(0.8)
-    assert "step 0/4" in text_of(lines.console) and "Evaluating" not in text_of(lines.console)
-
-
-def test_reading_tells_each_source_s_rows_and_rate(console: Console, clock: Clock) -> None:
-    with shown(console, "Reading data", "rows") as progress:
-        for what, done, total in (("Tokenizing a", 500, 4000), ("Tokenizing b", 70, None)):
-            clock.now += 1
-            progress(what, 0, total)
-            clock.now += 10
-            progress(what, done, total)
-    assert text_of(console).splitlines() == [
-        "Tokenizing a: 70 s left, 500 of 4,000 rows, 50/s",
-        "Tokenizing b: 70 rows, 7/s",
-    ]

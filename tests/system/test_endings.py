@@ -65,21 +65,6 @@ def test_an_interruption_is_told_once_at_once_and_by_nobody_in_particular(
     )
 
 
-class GoneStore(HashStore):
-    """Of a rank 0 that served it and is no more."""
-
-    def add(self, key: str, value: int) -> int:
-        raise RuntimeError("Broken pipe")
-
-    def set(self, key: str, value: str) -> None:
-        raise RuntimeError("Broken pipe")
-
-
-def test_without_the_store_each_tells_for_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert settle_all({2: DataError("no such file")}, store=GoneStore()) == {2: 2}
-    assert capsys.readouterr().err == f"rank 2 ({HOST}): error: no such file\n"
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 def test_whatever_file_a_full_or_broken_disk_refuses_is_one_line(number: int) -> None:
     ending = ending_of(OSError(number, os.strerror(number), "/tmp/x"))

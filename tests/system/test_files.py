@@ -20,12 +20,10 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import (
-    add_to_json,
     locked,
     read_json,
     remove_directory,
     write_json_atomically,
-    write_text_atomically,
     written_aside,
 )
 
@@ -99,13 +97,6 @@ def test_what_fails_half_way_leaves_the_earlier_content_alone(is_directory: bool
     assert names(tmp_path) == ["target"]
 
 
-def test_a_folder_that_cannot_be_made_is_a_cache_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CacheError, match="Not a directory.*choose a writable directory"):
-        write_text_atomically(tmp_path / "file" / "below" / "x.txt", "text")
-    assert (tmp_path / "file").read_text() == "in the way"
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/fd")
 def test_content_is_on_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a power cut could leave the name with nothing, or half of it, behind."""
@@ -130,16 +121,6 @@ def test_content_is_on_disk_before_its_name_is(tmp_path: Path, monkeypatch: pyte
     assert events[2:] == ["tmp", "renamed", tmp_path.name]
 
 
-def test_two_writers_of_one_file_do_not_share_a_temporary_path(tmp_path: Path) -> None:
-    target = tmp_path / "file"
-    with written_aside(target) as one, written_aside(target) as other:
-        assert one != other
-        one.write_text("one")
-        other.write_text("other")
-    assert target.read_text() == "one"  # the outer block ends last
-    assert names(tmp_path) == ["file"]
-
-
 def test_json_survives_a_round_trip_and_damage_reads_as_absence(tmp_path: Path) -> None:
     path = tmp_path / "value.json"
     value = {"name": "naïve", "numbers": [1, 0.1, None]}
@@ -153,18 +134,6 @@ def test_json_survives_a_round_trip_and_damage_reads_as_absence(tmp_path: Path) 
     path.write_bytes(content.replace("ï".encode(), b"\xff"))
     assert read_json(path) is None
     assert read_json(tmp_path) is None  # a directory
-
-
-@pytest.mark.parametrize(
-    "content", ["[1]", "3", "null", '{"a": "one"}', '{"a": [1]}', '{"a": ' * 10**5, "[" * 10**5]
-)
-def test_json_of_another_shape_reads_as_absence_and_is_written_again(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "value.json"
-    path.write_text(content)
-    assert read_json(path, dict[str, int]) is None
-    add_to_json(path, dict[str, int], {"b": 2})
-    add_to_json(path, dict[str, int], {"c": 3})
-    assert read_json(path, dict[str, int]) == {"b": 2, "c": 3}
 
 
 def refused_by_tokenizers(path: Path) -> None:
@@ -190,11 +159,6 @@ def test_each_library_s_word_for_a_full_disk_is_understood(library: str, tmp_pat
     reason = "it could not be written in full" if library == "torch" else "File too large"
     assert str(caught.value).startswith(f"cannot write {tmp_path / 'file'}: {reason}; free space")
     assert names(tmp_path) == []
-
-
-def test_an_error_that_is_not_the_disk_s_stays_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="a bug"), written_aside(tmp_path / "file"):
-        raise RuntimeError("a bug")
 
 
 # ------------------------------------------------------------------------------------------------- locks

@@ -66,13 +66,6 @@ def test_data_of_an_unreachable_hub_are_one_line_and_no_client_goes_on_asking(
 
 
 @pytest.mark.usefixtures("unreachable")
-def test_what_is_here_needs_no_hub(tmp_path: Path) -> None:
-    (tmp_path / "models" / "tiny").mkdir(parents=True)
-    hub.check_model("models/tiny", None, "model.path")
-    hub.check_dataset("models/tiny", "data.train.0.path")
-
-
-@pytest.mark.usefixtures("unreachable")
 def test_what_is_cached_needs_no_hub(tmp_path: Path) -> None:
     repository = tmp_path / "hub" / "models--owner--tiny"
     (repository / "snapshots" / "abc").mkdir(parents=True)
@@ -82,13 +75,6 @@ def test_what_is_cached_needs_no_hub(tmp_path: Path) -> None:
     hub.check_model("owner/tiny", None, "model.path")
     one_line(lambda: hub.check_model("owner/tiny", "v2", "model.path"), ModelError)
     (tmp_path / "datasets" / "owner___pears").mkdir(parents=True)
-    hub.check_dataset("owner/pears", "data.train.0.path")
-
-
-@pytest.mark.usefixtures("unreachable")
-def test_who_is_offline_by_choice_is_not_told_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub.check_model("owner/tiny", None, "model.path")
     hub.check_dataset("owner/pears", "data.train.0.path")
 
 

@@ -6,18 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from rich.console import Console
 from support.tiny_run import tiny_run
 
-from dpo_pack.commands.doctor import describe_environment, render_environment
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system.machine import (
     AvailableMemory,
     bfloat16_instructions,
     host_memory,
-    is_intel,
-    package_versions,
 )
 from dpo_pack.trainer import train
 
@@ -37,37 +33,6 @@ def test_the_flags_say_how_bfloat16_is_multiplied(
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\nmodel name\t: Some CPU\n{line}\n")
     assert bfloat16_instructions(cpuinfo) == instructions
-
-
-@pytest.mark.parametrize(("maker", "intel"), [("GenuineIntel", True), ("AuthenticAMD", False)])
-def test_the_maker_is_known(maker: str, intel: bool, tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {maker}\nmodel name\t: GenuineIntel or so\n")
-    assert is_intel(cpuinfo) == intel
-
-
-def test_versions_are_read_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = package_versions()
-    assert versions["torch"] == torch.__version__
-    monkeypatch.setattr("importlib.metadata.version", lambda package: pytest.fail("read again"))
-    assert package_versions() == versions
-
-
-def test_of_a_system_without_such_a_file_nothing_is_known(tmp_path: Path) -> None:
-    assert not is_intel(tmp_path / "cpuinfo")
-    assert bfloat16_instructions(tmp_path / "cpuinfo") is None
-
-
-@pytest.mark.parametrize(
-    ("instructions", "told"), [((), "no bf16 instructions"), (("AMX",), "bf16 by AMX"), (None, "thread")]
-)
-def test_doctor_tells_of_it(
-    instructions: tuple[str, ...] | None, told: str, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("dpo_pack.commands.doctor.bfloat16_instructions", lambda: instructions)
-    render_environment(describe_environment(), console)
-    assert told in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("autocast", "instructions", "warns"), [
@@ -109,13 +74,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_a_limit_it_is_the_machine_s(root: Path) -> None:
-    free = AvailableMemory(free=60 * GIB, total=64 * GIB)
-    assert host_memory(root) == free
-    write(root, {"proc/self/cgroup": "0::/user.slice", "sys/fs/cgroup/user.slice/memory.max": "max"})
-    assert host_memory(root) == free
-
-
 def test_a_container_s_limit_counts_and_its_file_cache_does_not(root: Path) -> None:
     files = {
         "proc/self/cgroup": "0::/",
@@ -155,7 +113,3 @@ def test_a_container_that_is_told_the_host_s_path_has_the_limit_at_the_mount_poi
         "sys/fs/cgroup/memory/memory.usage_in_bytes": 9 * GIB,
     }
     assert host_memory(write(root, files)) == AvailableMemory(free=0, total=8 * GIB)
-
-
-def test_free_memory_is_a_part_of_all_memory() -> None:
-    assert 0 < host_memory().free <= host_memory().total

@@ -23,7 +23,6 @@ from dpo_pack.system.console import make_console, progress_bar
 from dpo_pack.system.endings import ending_of
 from dpo_pack.system.errors import DataError, RecipeError
 from dpo_pack.system.process import (
-    ALONE,
     complain,
     first_host,
     guard_output,
@@ -47,21 +46,11 @@ SRUN = {
 }  # fmt: skip
 
 
-def test_a_process_that_nobody_launched_has_no_place() -> None:
-    assert placement({"PATH": "/bin", "OMP_NUM_THREADS": "4"}) is None
-    assert placement({**BATCH_SCRIPT}) is None, "the batch script itself is no task of a step"
-    assert placement({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) is None
-
-
 def test_what_torchrun_says_is_taken_and_given_on_unchanged() -> None:
     place = placement(TORCHRUN)
     assert place is not None
     assert place.environment() == TORCHRUN
     assert placement({**SRUN, **TORCHRUN}) == place, "torchrun inside a step of SLURM"
-
-
-def test_a_launcher_that_starts_one_process_needs_to_say_no_more() -> None:
-    assert placement({"WORLD_SIZE": "1"}) == ALONE
 
 
 def test_a_task_of_slurm_s_step_gets_what_torchrun_would_have_said() -> None:
@@ -86,12 +75,6 @@ def test_other_jobs_and_steps_meet_at_another_port(change: dict[str, str]) -> No
     place, other = placement(SRUN), placement({**SRUN, **change})
     assert place is not None and other is not None
     assert place.port != other.port
-
-
-def test_an_address_and_a_port_of_the_user_s_stay() -> None:
-    place = placement({**SRUN, "MASTER_ADDR": "ib0", "MASTER_PORT": "1234"})
-    assert place is not None
-    assert (place.address, place.port) == ("ib0", 1234)
 
 
 @pytest.mark.parametrize(
@@ -229,20 +212,6 @@ def test_nothing_is_collected_during_the_first_imports(monkeypatch: pytest.Monke
     with many_imports():
         assert not gc.isenabled()
     assert gc.isenabled() and gc.get_freeze_count() > before
-
-
-def test_collections_go_on_after_an_import_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "transformers")
-    with pytest.raises(ImportError), many_imports():
-        raise ImportError("no such module")
-    assert gc.isenabled()
-
-
-def test_later_imports_change_nothing() -> None:
-    before = gc.get_freeze_count()
-    with many_imports():
-        assert gc.isenabled()
-    assert gc.get_freeze_count() <= before  # frozen objects may go, and none may come
 
 
 def dry_run(recipe: Path) -> set[str]:

@@ -21,7 +21,7 @@ from support.forked_ranks import fork_ranks
 from support.marks import slow
 
 from dpo_pack.system import process_starter
-from dpo_pack.system.interrupts import STOP_SIGNALS, Interrupted
+from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.process_starter import end_with_parent, start_ranks
 
 # A rank that says that it is ready, and does what it is told when a stop signal comes.
@@ -95,15 +95,6 @@ def test_cores_are_shared_out_unless_the_user_has_said_how(
     assert (tmp_path / "1").read_text() == "7\n"
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
-def test_of_several_failures_the_first_counts(first: int, second: int, tmp_path: Path) -> None:
-    """The second rank to fail waits until the end of the first has been seen: then its pid is nobody's."""
-    pid = tmp_path / "pid"
-    waits = f"until [ -s {pid} ] && ! kill -0 $(cat {pid}) 2> {tmp_path}/gone; do sleep 0.02; done"
-    script = f"[ $RANK = 1 ] && echo $$ > {pid} && exit {first}; {waits}; exit {second}"
-    assert start_ranks(shell(script), 2) == first
-
-
 @pytest.mark.parametrize(("status", "seconds"), [(1, 5), (2, 5), (130, 600), (143, 600)])
 def test_after_a_failure_the_others_get_five_seconds_and_after_an_interruption_ten_minutes(
     status: int, seconds: float, monkeypatch: pytest.MonkeyPatch
@@ -172,13 +163,6 @@ def test_ranks_that_a_signal_ends_before_they_can_tell_are_told_of(tmp_path: Pat
     with pytest.raises(Interrupted, match="stopped by SIGTERM"):
         start_ranks(rank_that(dies, tmp_path), 2)
     thread.join()
-
-
-def test_signals_are_the_caller_s_again_afterwards() -> None:
-    before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    start_ranks(shell("exit 0"), 2)
-    assert before == [signal.getsignal(number) for number in STOP_SIGNALS]
-    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def _rank_with_a_process_of_its_own(directory: Path) -> None:

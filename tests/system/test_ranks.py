@@ -10,12 +10,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from support.two_ranks import run_on_ranks
 
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import DataError, RunError
-from dpo_pack.system.ranks import gather_and_place, gather_over_ranks, sum_over_ranks
 
 
 def test_one_process_says_nothing_and_agrees_with_itself(tmp_path: Path) -> None:
@@ -114,30 +112,3 @@ def test_over_two_processes_both_end_with_the_same(tmp_path: Path) -> None:
         f"{tmp_path / 'shared'}; use a directory on a file system that all nodes share",
     }
     assert [path.name for path in tmp_path.glob("done-by-*")] == ["done-by-0"]
-
-
-# ----------------------------------------------------------------------------------------------- tensors
-
-
-def test_on_one_process_each_is_the_identity() -> None:
-    values = torch.tensor([[1.0, 2.0]])
-    for function in (gather_over_ranks, sum_over_ranks):
-        assert torch.equal(function(values), values)
-    assert gather_and_place(values) == (values, slice(0, 1))
-
-
-def _gather() -> None:
-    rank = ranks.rank()
-    own = torch.full((rank, 2), float(rank), dtype=torch.float64)  # 0, 1 and 2 rows
-    assert gather_over_ranks(own).tolist() == [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
-    assert gather_over_ranks(torch.tensor([rank])).tolist() == [0, 1, 2]
-    everything, place = gather_and_place(own)
-    assert torch.equal(everything[place], own)
-    one = torch.tensor(float(rank))
-    assert float(sum_over_ranks(one)) == 3.0
-    assert one == rank  # what was given is left alone
-
-
-@pytest.mark.multiprocess
-def test_over_ranks_with_different_numbers_of_rows_all_get_all() -> None:
-    run_on_ranks(_gather, num_ranks=3)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,14 +21,13 @@ from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.model.shape import RouterBalance, router_balance, router_sentence
+from dpo_pack.model.shape import router_balance, router_sentence
 from dpo_pack.packing.lengths import Group
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.setup import check_recipe
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError
 from dpo_pack.trainer import Trainer, train
-from dpo_pack.training.balancing import StepBalance
 from dpo_pack.training.batches import token_copies
 
 COEFFICIENT = 0.05
@@ -163,18 +160,6 @@ def test_a_loss_that_couples_pairs_takes_the_load_balancing_loss_too_in_the_pass
     assert_same_steps(*runs)
 
 
-def test_no_row_takes_its_part_from_the_counts_of_some_rows_only() -> None:
-    balance = StepBalance(settings=RouterBalance(coefficient=1.0, num_experts=4, top_k=2))
-    row: Any = SimpleNamespace(
-        expert_counts=torch.ones(2, 4, dtype=torch.float64), expert_probs=torch.ones(4, dtype=torch.float64)
-    )
-    balance.add(row.expert_counts)  # of another row
-    with pytest.raises(AssertionError):
-        balance.row_loss(row)
-    balance.complete(row)
-    assert balance.row_loss(row).isfinite()
-
-
 # A step of one pair leaves a rank without rows.
 ONE_PAIR: dict[str, Any] = {"packing": {"pairs_per_step": 1}, "train": {"max_steps": NUM_STEPS}}
 
@@ -281,10 +266,3 @@ def test_the_start_says_which_load_balancing_loss_a_mixture_has(family: str) -> 
     assert all((sentence is None) == (family == "llama") for sentence in told)
     if family == "mixtral":
         assert "0.5 (" in (router_sentence(model, 0.5, router_balance(model, 0.5)) or "")
-
-
-def test_the_load_of_experts_is_relative_to_an_equal_share(assets: Path, one_row: list[Any]) -> None:
-    for line in one_row:
-        assert 0 <= line["experts/min_load"] <= 1 <= line["experts/max_load"] <= 4
-        assert line["experts/unused"] in {0, *(k / 8 for k in range(9))}
-    assert json.loads((assets / "model" / "config.json").read_text())["num_hidden_layers"] == 2

@@ -54,10 +54,6 @@ def curve(change: Callable[[int], dict[str, float]]) -> list[dict[str, Any]]:
     return [line(step, **change(step)) for step in range(1, 101)]
 
 
-def test_a_run_that_goes_well_is_left_alone() -> None:
-    assert warnings_of(curve(lambda step: {})) == []
-
-
 def falling(step: int) -> dict[str, float]:
     return {"kl/chosen": -0.3 * step, "kl/rejected": -0.6 * step}
 

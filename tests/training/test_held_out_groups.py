@@ -67,10 +67,6 @@ def test_length_preference_of_a_policy_that_only_learned_length() -> None:
     assert length_preference(always_chosen, some)["length/prefers_longer"] == (1 + 1 + 0 + 0.5) / 4
 
 
-def test_equal_lengths_show_no_length_preference() -> None:
-    assert length_preference(np.array([1.0]), traits([7], [7])) == {}
-
-
 def test_intervals_hold_the_true_mean_about_95_times_in_100() -> None:
     random = np.random.default_rng(2)
     held = 0
@@ -80,31 +76,10 @@ def test_intervals_hold_the_true_mean_about_95_times_in_100() -> None:
     assert 0.89 <= held / 200 <= 0.99
 
 
-def test_columns_are_resampled_together() -> None:
-    values = np.random.default_rng(5).normal(size=(50, 1))
-    bounds = mean_intervals(np.hstack([values, values + 1.0, -values]), seed=0)
-    assert bounds[1] == pytest.approx(bounds[0] + 1.0)
-    assert bounds[2] == pytest.approx(-bounds[0][::-1])
-
-
-def test_copies_of_each_prompts_pair_do_not_narrow_the_interval() -> None:
-    values = np.random.default_rng(8).normal(size=(50, 2))
-    alone = mean_intervals(values, seed=0)
-    assert np.array_equal(mean_intervals(values, seed=0, prompts=np.arange(50)), alone)
-    copies, prompts = np.repeat(values, 4, axis=0), np.repeat(np.arange(50), 4)
-    assert mean_intervals(copies, seed=0, prompts=prompts) == pytest.approx(alone)
-    assert (np.ptp(mean_intervals(copies, seed=0), axis=1) < 0.7 * np.ptp(alone, axis=1)).all()
-
-
 def test_a_prompt_with_more_pairs_weighs_more() -> None:
     values, prompts = np.array([[0.0]] + [[1.0]] * 9), np.array([0] + [4] * 9)
     resampled_means = {0.0, 0.9, 1.0}  # of the two prompts: the first twice, both, the second twice
     assert set(mean_intervals(values, seed=0, prompts=prompts)[0].tolist()) <= resampled_means
-
-
-def test_one_pair_and_equal_pairs_have_an_interval_of_no_width() -> None:
-    assert mean_intervals(np.array([[3.0]]), seed=0).tolist() == [[3.0, 3.0]]
-    assert mean_intervals(np.full((9, 1), 0.25), seed=0).tolist() == [[0.25, 0.25]]
 
 
 def test_how_much_is_drawn_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

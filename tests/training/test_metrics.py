@@ -12,7 +12,7 @@ from support.device_reads import no_reads
 from torch import Tensor
 
 from dpo_pack.losses import PairLogps, ScoredPairs
-from dpo_pack.training.metrics import SATURATED_MARGIN, averages, join_values, pair_values
+from dpo_pack.training.metrics import averages, join_values, pair_values
 
 BETA, CPU = 0.5, torch.device("cpu")
 
@@ -120,12 +120,6 @@ def test_a_margin_within_its_rounding_is_a_tie_and_any_larger_one_is_none(
         assert averages(values, beta=BETA, dtype=dtype)["rewards/accuracies"] == expected
 
 
-def test_a_pair_is_saturated_when_the_sigmoid_loss_has_a_hundredth_of_slope_left() -> None:
-    assert 1 / (1 + math.exp(SATURATED_MARGIN)) == pytest.approx(0.01)
-    values = margins_only([SATURATED_MARGIN + 1e-9, SATURATED_MARGIN - 1e-9, -20.0, 0.0])
-    assert averages(values, beta=BETA, dtype=torch.float32)["rewards/saturated"] == 0.25
-
-
 def test_rows_of_unequal_size_make_the_mean_over_all_pairs_and_tokens() -> None:
     random = np.random.default_rng(0)
     names = ("policy", "reference", "entropy", "top1", "mean_logit")
@@ -151,14 +145,6 @@ def test_rows_of_unequal_size_make_the_mean_over_all_pairs_and_tokens() -> None:
         **{f"rewards/margins_p{p}": np.percentile(chosen - rejected, p) for p in (10, 50, 90)},
     }
     assert {name: got[name] for name in expected} == pytest.approx(expected, abs=1e-14)
-
-
-def test_values_keep_no_graph() -> None:
-    chosen = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    one = torch.ones(1, dtype=torch.int64)
-    logps = PairLogps(chosen=chosen, rejected=chosen * 2, chosen_tokens=one, rejected_tokens=one)
-    pairs = scored(logps, logps, torch.ones((1, 2, 3), dtype=torch.float64))
-    assert not pair_values(pairs, chosen * 3).requires_grad
 
 
 def test_keeping_values_reads_nothing_from_the_device() -> None:

@@ -85,15 +85,6 @@ def test_a_skipped_step_leaves_parameters_moments_and_counts_as_if_it_had_never_
     assert reported(guard, tmp_path) == []
 
 
-@pytest.mark.parametrize("bad", ["gradient", "loss"])
-def test_a_first_step_that_is_not_finite_starts_no_moments(bad: str) -> None:
-    network, optimizer, guard = new_guard(stops=False)
-    before = [parameter.detach().clone() for parameter in network.parameters()]
-    take_step(network, optimizer, guard, 1, bad=bad)
-    assert_equal(before, [parameter.detach() for parameter in network.parameters()])
-    assert all((moment == 0).all() for moment in state(network, optimizer)[len(before) :])
-
-
 def test_when_it_stops_later_steps_change_nothing_until_the_host_knows(tmp_path: Path) -> None:
     network, optimizer, guard = new_guard(stops=True)
     take_step(network, optimizer, guard, 1)

@@ -34,13 +34,6 @@ def tiny_network() -> nn.Sequential:
     return network
 
 
-def test_a_network_without_vectors_has_one_group() -> None:
-    optimizer = build_optimizer(
-        "adamw", nn.Linear(2, 2, bias=False), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
-    )
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1]
-
-
 def test_the_first_step_moves_each_weight_by_the_learning_rate() -> None:
     """AdamW's first step is lr * g / (|g| + eps), whatever the size of the gradient (and the betas)."""
     layer = nn.Linear(2, 1, bias=False)

@@ -16,7 +16,6 @@ from support.marks import slow
 from support.oracle import completion_logps_one_by_one
 from support.run_files import losses, records
 from support.tiny_models import tiny_model
-from support.tiny_recipe import load, message_of
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -211,18 +210,6 @@ def test_a_run_with_a_moving_reference_resumes_bitwise(
     for ours, theirs in zip(*files, strict=True):
         expected = load_file(theirs)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(ours).items())
-
-
-@pytest.mark.parametrize("sync", ["{every_steps: 0}", "{mixup: 0}", "{mixup: 1.5}", "{every: 3}", "512"])
-def test_a_sync_of_the_reference_out_of_range_is_refused(sync: str) -> None:
-    assert "reference.sync" in message_of(lambda: load(f"reference.sync={sync}"))
-
-
-def test_losses_without_a_reference_have_none_to_move() -> None:
-    message = message_of(lambda: load("loss.type=orpo", "reference.sync={}"))
-    assert "reference.sync: loss.type orpo uses no reference" in message
-    sync = load("reference.sync={}").reference.sync
-    assert sync is not None and (sync.every_steps, sync.mixup) == (512, 0.6)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from support.full_disk import no_file_beyond
 
-from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.run import setup
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
@@ -194,12 +193,6 @@ def test_trackers_get_breakdowns_of_an_evaluation_only_on_request(breakdowns: bo
         numbers |= {"eval/by_length/chosen_longer/pairs": 2, "eval/by_length/chosen_longer/loss": 0.4}
     assert tracked(record, breakdowns=breakdowns) == (numbers, 3)
     assert "eval/hh_loss" in tracked(record, ["hh", "code"])[0]
-
-
-def test_one_tracker_needs_no_list(tmp_path: Path) -> None:
-    keys = {"output_dir": str(tmp_path), "model": {"path": "org/m"}, "data": {"train": "org/d"}}
-    for written in ("wandb", "[wandb]"):
-        assert parse_recipe(keys, [f"logging.trackers={written}"]).logging.trackers == ("wandb",)
 
 
 def test_a_device_that_is_neither_cuda_nor_the_cpu_is_not_taken(

@@ -60,11 +60,9 @@ def recurrence_sizes(module: nn.Module) -> tuple[float, float]:
     """Returns (products, fp32 numbers kept for the backward pass) of a module's recurrence for one token.
 
     Products of linear layers do not count. Each number of the state is multiplied once when the state is
-    written and once when it is read; the delta rule reads the state twice. For the numbers that are kept we
-    counted the tensors that autograd saves for a row in which pads and the ends of chunks are a quarter of
-    all places: for each channel of a convolution, for its activation function, for each element of keys and
-    values, and for each chunk of tokens its scores and states. Those of Kimi are the ones that the code of
-    flash-linear-attention 0.6 saves.
+    written and once when it is read; the delta rule reads the state twice. The kept numbers are those of the
+    tensors that autograd saves for a row in which pads and the ends of chunks are a quarter of all places;
+    Kimi's are those that flash-linear-attention 0.6 saves.
     """
     names, sizes = _row_functions(module), vars(module)
     if not names:
@@ -85,12 +83,10 @@ def recurrence_sizes(module: nn.Module) -> tuple[float, float]:
 
 
 def _row_functions(module: nn.Module) -> set[str]:
-    """Returns the names of `KERNELS` that a module's own forward calls."""
     return KERNELS.keys() & set(_own_forward(module).__code__.co_names)
 
 
 def _own_forward(module: nn.Module) -> types.FunctionType:
-    """Returns the forward that the family's code defines, without decorators."""
     forward: Any = inspect.unwrap(type(module).forward)
     variables = inspect.getclosurevars(forward).nonlocals if forward.__closure__ else {}
     # The decorator `force_accelerate_hooks` of transformers 5.15 sets no `__wrapped__`.
@@ -140,8 +136,6 @@ def _with_row_functions(forward: types.FunctionType) -> RowFunction:
 
 
 def _seam(name: str, stock: RowFunction) -> RowFunction:
-    """Returns the function that a layer calls in place of transformers' function `name`."""
-
     def seam(
         *arguments: Any,
         seam_calls: SeamCalls | None = None,
