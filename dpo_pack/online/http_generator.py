@@ -101,7 +101,7 @@ class HttpGenerator:
             ).encode()  # raises ValueError for half of a surrogate pair: no tokenizer takes it
             ids, stopped_by = choice.get("token_ids"), _stopped_by(choice)
             named = [stopped_by] if type(stopped_by) is int else []  # True is no token
-            for token in named + (ids if isinstance(ids, list) else [ids] if ids else []):
+            for token in named + (ids if isinstance(ids, list) else [str(ids)] if ids else []):
                 if type(token) is not int or not 0 <= token < len(self.tokenizer):
                     raise ValueError(f"it has token {token}, which the tokenizer does not have")
         return list(choices)

@@ -258,7 +258,7 @@ class LlmJudge:
         verdict = read_verdict(text, self.verdict)
         if verdict is None:
             raise ValueError(
-                f"the answer is neither A, B nor T: {_SHORT.repr(text or content)} (finish_reason: {reason}); "
+                f"the answer is neither A, B nor T: {_SHORT.repr(text or content)}; finish_reason {reason}; "
                 f"{self.recipe_key}.verdict can read other forms"
             )
         return verdict

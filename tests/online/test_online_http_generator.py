@@ -139,6 +139,7 @@ def test_a_choice_without_text_or_with_a_token_that_does_not_exist_is_not_traine
         ({"token_ids": None, "finish_reason": "length"}, tiny_tokenizer()("yes")["input_ids"]),
         ({"token_ids": [5, 10**6], "finish_reason": "length"}, None),
         ({"token_ids": ["5"], "finish_reason": "length"}, None),
+        ({"token_ids": 5, "finish_reason": "length"}, None),
     ],
 )
 def test_training_takes_the_tokens_that_the_server_s_model_wrote(

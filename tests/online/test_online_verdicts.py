@@ -129,7 +129,7 @@ THINKING = "<think>\nBoth are polite. Winner: A\n</think>\n\n"
         ({"content": "", "reasoning": "A is"}, "its reasoning but no answer"),
         ({"content": "<think>\nBoth are polite.\n\nA"}, "its reasoning but no answer"),
         ({"content": None}, "neither A, B nor T: None"),
-        ({"content": "B is worse than A"}, r"'B is worse than A' .*online\.judges\.0\.verdict"),
+        ({"content": "B is worse than A"}, r"'B is worse than A'; .*online\.judges\.0\.verdict"),
         ({}, "neither"),
     ],
 )
