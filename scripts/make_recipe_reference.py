@@ -200,7 +200,8 @@ differs. A key changes training when exact arithmetic would take other steps; wh
 bits of a result does not count, so that a run can go on with less memory, another attention backend or
 other hardware.
 
-Free to change: {neutral}, where and how a judge's `endpoint` is asked (all but its `model`) and `retries`,
+Free to change: {neutral}, where and how a judge's `endpoint` is asked (all but its `model`),
+its `max_new_tokens` and `retries`,
 the `name` of a source, and `data.eval` unless it is a fraction of the training pairs.
 With `packing.scope: step` also {layout}. With `train.early_stopping`, {stopping}
 and `data.eval` are not free: they say when the run ends.

@@ -7,19 +7,24 @@ not wait for the threads of a ThreadPool, so a run that a signal interrupts does
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import TimeoutError as LateError
 from multiprocessing.pool import ThreadPool
+from types import MappingProxyType
 from typing import Any, TypeVar
+
+from rich.console import Console
 
 from dpo_pack.online.interface import Failure
 from dpo_pack.system.errors import RunError
 
 Answer = TypeVar("Answer")
+Renamed = Mapping[str, str | None]  # field of a request -> its other name; None: the field is left out
 
 _MOST_BYTES = 1 << 25  # of an answer; even 64 completions of 32,768 tokens are smaller
-_MOST_SHOWN = 200  # characters of a server's text that an error message quotes
+_MOST_SHOWN = 300  # characters of a server's text that an error message quotes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +38,9 @@ class Endpoint:
     retries: int
     concurrency: int
     recipe_key: str  # error messages name this key of the recipe
-    refused: set[str] = field(default_factory=set)  # refused fields, which are no longer sent
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # more fields of requests; they replace ours
+    console: Console = field(default_factory=partial(Console, quiet=True), repr=False)
+    refused: dict[str, str | None] = field(default_factory=dict)  # by the server; see `Renamed`
 
     def ask_all(
         self,
@@ -41,24 +48,32 @@ class Endpoint:
         bodies: Sequence[Mapping[str, Any]],
         read: Callable[[Any], Answer],
         *,
-        optional: Collection[str] = (),
+        optional: Renamed = MappingProxyType({}),
     ) -> list[Answer | Failure]:
         """Sends a request for each of `bodies`; returns what `read` makes of the answers, in order.
 
         `read` raises ValueError if the client must ask again. If a server's refusal names `optional` fields,
-        the request is repeated without these fields; if that succeeds, they are never sent again. Raises
-        RunError if no request can succeed.
+        the request is repeated without these fields, or with their other names; if that succeeds, they are
+        never sent again, and a warning says so. Raises RunError if no request can succeed.
         """
+        before = set(self.refused)
         with self._client(read) as client, ThreadPool(min(self.concurrency, len(bodies)) or 1) as pool:
-            return list(pool.imap(lambda body: self._ask(client, path, body, optional), bodies))
+            answers = list(pool.imap(lambda body: self._ask(client, path, body, optional), bodies))
+        if left_out := sorted(name for name in self.refused.keys() - before if not self.refused[name]):
+            self.console.print(
+                f"  Warning: {self.recipe_key}: the server refuses the fields {', '.join(left_out)}; it gets "
+                "them no longer, so its own settings decide, and it may not sample as the recipe says"
+            )
+        return answers
 
-    def _ask(self, client: Any, path: str, body: Mapping[str, Any], optional: Collection[str]) -> Any:
+    def _ask(self, client: Any, path: str, body: Mapping[str, Any], optional: Renamed) -> Any:
         import httpx2
         from openai import APIConnectionError, APIStatusError
 
-        body = {name: value for name, value in body.items() if name not in self.refused}
+        body = _without(body, self.refused)
+        sent = {"model": self.model, **body, **self.extra_body}
         try:
-            response = client.post(path, cast_to=httpx2.Response, body={"model": self.model, **body})
+            response = client.post(path, cast_to=httpx2.Response, body=sent)
             return response.extensions["answer"]
         except APIConnectionError as error:
             return Failure(reason=f"{self.url}: {self._quoted(str(error.__cause__))}")
@@ -68,10 +83,11 @@ class Endpoint:
         reason = f"{self.url}: HTTP {status}: {self._quoted(text)}"
         if status < 400 or status in (401, 403, 404):  # below 400: a redirect, which is not followed
             raise RunError(f"{self.recipe_key}: {reason}; correct url, model or api_key_env")
-        unknown = body.keys() & set(optional) & set(re.findall(r"\w+", text))
+        named = set(re.findall(r"\w+", text)) - self.extra_body.keys()
+        unknown = {name: other for name, other in optional.items() if name in body.keys() & named}
         if status not in (400, 422) or not unknown:
             return Failure(reason=reason)
-        answer = self._ask(client, path, {name: body[name] for name in body if name not in unknown}, optional)
+        answer = self._ask(client, path, _without(body, unknown), optional)
         if not isinstance(answer, Failure):
             self.refused.update(unknown)
         return answer
@@ -127,7 +143,13 @@ class Endpoint:
         """Returns the beginning of a server's text. The API key is replaced, also with backslashes in it."""
         if self.api_key is not None:
             text = re.sub("".join(rf"\\*{re.escape(c)}" for c in self.api_key), "[API key]", text)
-        return " ".join(text.split())[:_MOST_SHOWN]
+        text = " ".join(text.split())
+        return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN].rsplit(' ', 1)[0]} ..."
+
+
+def _without(body: Mapping[str, Any], refused: Renamed) -> dict[str, Any]:
+    names = {name: refused.get(name, name) for name in body}
+    return {other: body[name] for name, other in names.items() if other is not None}
 
 
 def api_key(variable: str | None, recipe_key: str) -> str | None:

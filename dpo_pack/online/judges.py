@@ -2,6 +2,7 @@
 
 import math
 import re
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -99,8 +100,78 @@ _QUESTION = """\
 {second}
 
 Which answer is better: A, B, or T for a tie?"""
-_VERDICT = re.compile(r"\W*(A|B|T|tie)\b", re.IGNORECASE)
-_WINS = {"a": 1.0, "b": 0.0, "t": 0.5, "tie": 0.5}  # score of the answer that is shown first
+_SHORT = reprlib.Repr()  # of a judge's words, in messages
+_SHORT.maxstring = _SHORT.maxother = 120
+# Score of the answer that is shown first, by the letter or the group of a statement.
+_WINS = {"a": 1.0, "first": 1.0, "b": 0.0, "second": 0.0, "t": 0.5, "tie": 0.5}
+
+# What models write before their verdict, and the forms of verdicts. A word that is not listed, as "worse" or
+# "not", makes a statement unreadable, so no verdict is ever read the wrong way round.
+_NAME = "(?:answer|response|assistant|model|output|option|completion|candidate)"
+_LABEL = (
+    r"(?:(?:my|the|an?|final|overall|better|best|preferred|winning)\s+)*"
+    rf"(?:{_NAME}|verdict|winner|choice|decision|judge?ment|preference|result|conclusion|better|best|preferred)"
+)
+_BETTER = (
+    r"\s+(?:wins|is\s+(?:(?:clearly|slightly|significantly|much|overall|the)\s+)*"
+    rf"(?:better|best|stronger|superior|preferred|preferable|winner)(?:\s+(?:{_NAME}|one|choice))?"
+    rf"(?:\s+(?:than|to)\s+(?:{_NAME}\s+)?[AB])?)"
+)
+_LETTER = r"(?-i:[AB]\b|(?<=\()[ab](?=\)))"  # lower case may be an article
+_TIE = (
+    r"(?:(?:it|this)(?:['\u2019]s|\s+is)\s+)?(?:an?\s+)?(?:(?-i:T)|tied?|draw|equal|both)\b"
+    rf"|(?:both\s+|they\s+|the\s+(?:two\s+)?)?(?:{_NAME}s?\s+)?(?:A\s+and\s+B\s+)?are\s+(?:about\s+|roughly\s+)?"
+    rf"(?:equal(?:ly\s+\w+)?|tied|the\s+same)|neither(?:\s+(?:{_NAME}\s+)?is\s+better)?|no\s+(?:clear\s+)?winner"
+)
+_STATEMENT = re.compile(
+    r"[^\w?]*(?:(?:so|thus|hence|therefore|overall|finally|in\s+conclusion)\W+)?"
+    rf"(?:{_LABEL}(?:\s+(?:is|goes\s+to))?(?:\s+that)?[^\w?]*|I\s+(?:prefer|choose|pick)\s+)?(?:the\s+)?"
+    r"(?:(?P<first>A\s*>+\s*B|B\s*<+\s*A)|(?P<second>B\s*>+\s*A|A\s*<+\s*B)"
+    rf"|(?P<tie>A\s*=+\s*B|B\s*=+\s*A|{_TIE})"
+    rf"|(?:{_NAME}[^\w?]*)?(?P<letter>{_LETTER})\+*(?:[)\]\"']*{_BETTER})?)[^\w:?]*",
+    re.IGNORECASE,
+)
+_ALONE = re.compile(r"[^\w:?]*(?P<letter>[abt])[^\w:?]*", re.IGNORECASE)
+_MARKED = re.compile(
+    r"\[\[(.+?)\]\]|\\boxed\{(?:\\\w+\{)?([^{}]+)|\[result\](.+)"
+    rf"|[\"']{_LABEL}[\"']\s*:\s*[\"'](.*?)[\"']|<{_LABEL}>(.*?)</{_LABEL}>",
+    re.IGNORECASE,
+)
+_HEADING = re.compile(rf"\s*#|\W*{_NAME}\W+\w\W*$", re.IGNORECASE)  # or an item of a list
+_REASONING = re.compile(
+    r"^.*(?:</(?:\w+:)?th(?:ink|inking|ought)>|\[/THINK\]|<\|channel\|>final<\|message\|>)", re.DOTALL
+)
+_UNFINISHED = re.compile(r"\s*(?:<(?:\w+:)?th(?:ink|inking|ought)>|\[THINK\]|<\|channel\|>analysis)")
+
+
+def read_verdict(text: str, pattern: re.Pattern[str] | None = None) -> float | None:
+    """Returns the score of the answer that is shown first: 1, 0, or 0.5 for a tie; None: no clear verdict.
+
+    text: a model's words after its reasoning. pattern: has one group; that of its last match is the verdict,
+    with 1 and 2 for A and B.
+    """
+    if pattern is not None:
+        verdict = (pattern.findall(text) or [""])[-1].strip()
+        return _read_statement({"1": "A", "2": "B"}.get(verdict, verdict))
+    text = re.sub(r"[*_`]", " ", text)  # Markdown and fences of code
+    marked = [  # [[C]] is a tie in MT-Bench
+        _read_statement("tie" if match.group(1) == "C" else next(filter(None, match.groups()), ""))
+        for match in _MARKED.finditer(text)
+    ]
+    if verdicts := {verdict for verdict in marked if verdict is not None}:
+        return verdicts.pop() if len(verdicts) == 1 else None
+    statements = [part for part in re.split(r"\n+|(?<=[.!])\s+", text.strip()) if part.strip()]
+    read = [_read_statement(part) for part in statements]
+    if not (found := set(read) - {None}):
+        return None
+    if len(found) > 1:  # headings and lists name both answers, so only a sentence decides
+        return None if _HEADING.match(statements[-1]) or len(statements[-1].split()) < 2 else read[-1]
+    return read[-1] if read[-1] is not None or _HEADING.match(statements[0]) else read[0]
+
+
+def _read_statement(text: str) -> float | None:
+    found = _ALONE.fullmatch(text) or _STATEMENT.fullmatch(text)
+    return None if found is None else _WINS[(found["letter"] or str(found.lastgroup)).lower()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +183,11 @@ class LlmJudge:
     """
 
     endpoint: Endpoint
+    recipe_key: str  # error messages name this key of the recipe
     instructions: str = INSTRUCTIONS
+    verdict: re.Pattern[str] | None = None  # a regular expression, see `read_verdict`
+    max_new_tokens: int | None = None  # None: the request has no limit
+    temperature: float | None = 0.0  # None: the server's
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
         comparisons = [
@@ -124,7 +199,16 @@ class LlmJudge:
             for first, second in ((one, other), (other, one))
         ]
         bodies = [self._body(rollouts[place], first, second) for place, first, second in comparisons]
-        verdicts = self.endpoint.ask_all("/chat/completions", bodies, _read_verdict)
+        optional = {"max_tokens": "max_completion_tokens"} | (
+            {} if self.temperature else {"temperature": None}
+        )
+        verdicts = self.endpoint.ask_all("/chat/completions", bodies, self._read, optional=optional)
+        if unusable := [verdict for verdict in verdicts if isinstance(verdict, Failure)]:
+            self.endpoint.console.print(
+                f"  Warning: {self.recipe_key}: {len(unusable):,} of {len(verdicts):,} comparisons gave no "
+                f"verdict; the first: {unusable[0].reason}",
+                markup=False,
+            )
         wins = [np.full((len(r.completions), len(r.completions)), 0.5) for r in rollouts]  # of i against j
         failures: dict[int, Failure] = {}
         for (place, first, second), verdict in zip(comparisons, verdicts, strict=True):
@@ -146,23 +230,35 @@ class LlmJudge:
         question = _QUESTION.format(
             prompt=text, first=rollout.completions[first].text, second=rollout.completions[second].text
         )
+        limits = {"temperature": self.temperature, "max_tokens": self.max_new_tokens}
         return {
             "messages": [
                 {"role": "system", "content": _SYSTEM.format(instructions=self.instructions)},
                 {"role": "user", "content": question},
             ],
-            "temperature": 0.0,
-            "max_tokens": 16,
+            **{name: value for name, value in limits.items() if value is not None},
         }
 
-
-def _read_verdict(answer: Any) -> float:
-    """Returns the score of the answer that is shown first: 1, 0, or 0.5 for a tie."""
-    try:
-        text = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        raise ValueError("the answer has no message") from None
-    verdict = _VERDICT.match(text) if isinstance(text, str) else None
-    if verdict is None:
-        raise ValueError(f"the answer is neither A, B nor T: {text!r}")
-    return _WINS[verdict.group(1).lower()]
+    def _read(self, answer: Any) -> float:
+        """Returns the verdict. Raises ValueError, which quotes an answer that has none."""
+        try:
+            choice = answer["choices"][0]
+            content, reason = choice["message"].get("content"), choice.get("finish_reason")
+            reasoning = choice["message"].get("reasoning_content") or choice["message"].get("reasoning")
+            if isinstance(content, list):  # of parts; those with reasoning have another type
+                content = "".join(str(part.get("text")) for part in content if part.get("type") == "text")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise ValueError("the answer has no message") from None
+        text = _REASONING.sub("", content) if isinstance(content, str) else ""
+        if (reasoning and not text.strip()) or _UNFINISHED.match(text):
+            raise ValueError(
+                f"the model gave its reasoning but no answer (finish_reason: {reason}); raise or "
+                f"leave out {self.recipe_key}.max_new_tokens, or use endpoint.extra_body to think less"
+            )
+        verdict = read_verdict(text, self.verdict)
+        if verdict is None:
+            raise ValueError(
+                f"the answer is neither A, B nor T: {_SHORT.repr(text or content)}; finish_reason {reason}; "
+                f"{self.recipe_key}.verdict can read other forms"
+            )
+        return verdict

@@ -147,8 +147,7 @@ def load_reward_model(
     Raises ModelError when it cannot be loaded, gives no single score at the last token, or cannot be packed.
     """
     config = load_config(path, revision=None, trust_remote_code=trust_remote_code, recipe_key=recipe_key)
-    if config.num_labels != 1:
-        raise ModelError(f"{recipe_key}: {path} has {config.num_labels} outputs; choose a model with one")
+    config.num_labels = 1  # many published configs lack it: score.weight decides
     pooling = config.get_text_config().to_dict().get("pooling")
     if pooling not in (None, "eos"):
         raise ModelError(
@@ -169,10 +168,17 @@ def load_reward_model(
             dtype=precision.parameters,
             attn_implementation=ATTENTION_NAME if packed else own_attention(config),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below
         )
     model, loading = loaded
     assert isinstance(model, PreTrainedModel)
     heads = [module for name, module in model.named_children() if name == "score"]
+    for name, stored, expected in sorted(loading["mismatched_keys"]):
+        outputs = f" has {stored[0]} outputs, and a reward model one" if name.startswith("score.") else ""
+        raise ModelError(
+            f"{recipe_key}: {path}{outputs}: {name} is {list(stored)}, not {list(expected)}; choose a model "
+            "with one output (num_labels: 1) and weights that fit its config.json"
+        )
     if loading["missing_keys"] or not heads:
         missing = sorted(loading["missing_keys"])[:1] or ["score"]
         raise ModelError(

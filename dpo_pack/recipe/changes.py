@@ -54,7 +54,7 @@ def _what_trains(recipe: Recipe, *, stops_early: bool) -> Tree:
     for source in tree["data"]["train"]:
         del source["name"]
     for judge in (tree["online"] or {"judges": ()})["judges"]:
-        del judge["retries"]
+        del judge["retries"], judge["max_new_tokens"]
         if judge["endpoint"] is not None:  # training depends on the model, not on its server
             judge["endpoint"] = {"model": judge["endpoint"]["model"]}
     if not isinstance(recipe.data.eval, EvalFraction) and not stops_early:

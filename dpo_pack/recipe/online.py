@@ -1,7 +1,8 @@
 """The `online` section of a recipe: who answers prompts, who scores the answers, which answers pair up."""
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import Field, Strict
@@ -31,6 +32,8 @@ class EndpointRecipe(types.Section):
     """How often a failed request is sent again, each time after a longer pause."""
     concurrency: types.Count = 16
     """How many requests each process sends at the same time."""
+    extra_body: Annotated[dict[str, Any], types.Allowed("a mapping of fields to their values")] = {}
+    """More fields of each request, as in {chat_template_kwargs: {enable_thinking: false}}."""
 
 
 class GeneratorRecipe(types.Section):
@@ -73,16 +76,27 @@ class JudgeRecipe(types.Section):
     """llm: the server."""
     instructions: types.Name | None = None
     """llm: what makes an answer better; null: helpful, honest and to the point."""
+    max_new_tokens: types.TokenCount | None = None
+    """llm: most tokens of a verdict, with the model's reasoning; null: the server's own limit."""
+    temperature: types.NonNegativeNumber | None = 0.0
+    """llm: temperature of a verdict; null: the server's own."""
+    verdict: Annotated[re.Pattern[str] | None, types.Allowed("a regular expression or null")] = None
+    """llm: a regular expression with one group, which finds A, B (or 1, 2) or tie in the model's words; null:
+    the forms of docs/online.md are read."""
     retries: types.CountOrZero = 2
     """function: how often a call that raises is repeated; a prompt for which it still raises is left out."""
 
     def broken_rules(self) -> Iterator[types.Problem]:
-        keys = {"function": "function", "path": "reward_model", "endpoint": "llm", "instructions": "llm"}
+        keys = {"function": "function", "path": "reward_model"}
+        keys |= dict.fromkeys(("endpoint", "instructions", "max_new_tokens", "temperature", "verdict"), "llm")
         for key, judge_type in keys.items():
-            if self.type == judge_type and not self.is_changed(key) and key != "instructions":
-                yield key, f"type {judge_type} needs it"
+            if self.type == judge_type and not self.is_changed(key):
+                if key in ("function", "path", "endpoint"):
+                    yield key, f"type {judge_type} needs it"
             elif self.type != judge_type and self.is_changed(key):
                 yield key, f"not used by type {self.type}, only by {judge_type}"
+        if self.verdict is not None and self.verdict.groups != 1:
+            yield "verdict", f"must have one group, not {self.verdict.groups}, as in 'Winner: (A|B|tie)'"
 
 
 class PairingRecipe(types.Section):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dpo_pack.model.loading import load_tokenizer
 from dpo_pack.model.scorer import LoadedModel
@@ -21,7 +20,7 @@ from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.online.vllm_generator import KEY, VllmGenerator, check_installed, prove_agreement, start_engine
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.online.win_rate import WinRate
-from dpo_pack.recipe.online import OnlineRecipe
+from dpo_pack.recipe.online import EndpointRecipe, OnlineRecipe
 from dpo_pack.run.pairs import plan_settings, row_builder
 from dpo_pack.run.setup import Setup, load_moving_reference, load_second_model
 from dpo_pack.system import ranks
@@ -92,11 +91,10 @@ def _generator(setup: Setup, policy: LoadedModel) -> Generator:
         return _vllm_generator(setup, policy)
     if online.generator.endpoint is not None:
         return HttpGenerator(
-            endpoint=_endpoint(online.generator.endpoint.model_dump(), "online.generator.endpoint"),
+            endpoint=_endpoint(setup, online.generator.endpoint, "online.generator.endpoint"),
             tokenizer=setup.tokenizer,
             sampling=_sampling(setup),
             seed=setup.recipe.seed,
-            console=setup.console,
         )
     return _policy_generator(setup, policy, online.completions_per_prompt)
 
@@ -169,8 +167,14 @@ def build_judge(setup: Setup) -> Judge:
                 judge = _reward_model(setup, settings.path, f"{key}.path")
             else:
                 assert settings.endpoint is not None
-                endpoint = _endpoint(settings.endpoint.model_dump(), f"{key}.endpoint")
-                judge = LlmJudge(endpoint=endpoint, instructions=settings.instructions or INSTRUCTIONS)
+                judge = LlmJudge(
+                    endpoint=_endpoint(setup, settings.endpoint, f"{key}.endpoint"),
+                    recipe_key=key,
+                    instructions=settings.instructions or INSTRUCTIONS,
+                    verdict=settings.verdict,
+                    max_new_tokens=settings.max_new_tokens,
+                    temperature=settings.temperature,
+                )
             judges.append((judge, settings.weight))
     return WeightedJudges(judges=tuple(judges))
 
@@ -196,9 +200,10 @@ def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
     return judge
 
 
-def _endpoint(settings: dict[str, Any], key: str) -> Endpoint:
-    key_of_api = api_key(settings.pop("api_key_env"), f"{key}.api_key_env")
-    return Endpoint(**settings, api_key=key_of_api, recipe_key=key)
+def _endpoint(setup: Setup, endpoint: EndpointRecipe, key: str) -> Endpoint:
+    settings = endpoint.model_dump(exclude={"api_key_env"})
+    key_of_api = api_key(endpoint.api_key_env, f"{key}.api_key_env")
+    return Endpoint(**settings, api_key=key_of_api, recipe_key=key, console=setup.console)
 
 
 def live_reference(setup: Setup, policy: LoadedModel) -> LiveReference:

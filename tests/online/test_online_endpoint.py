@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 from support.marks import slow
 from support.run_files import records
-from support.stub_server import Stub, completions, hanging, serving, verdicts
+from support.stub_server import Refusal, Stub, completions, hanging, serving, verdicts
 from support.tiny_online import online_recipe
 from support.tiny_tokenizer import tiny_tokenizer
 from test_online_judges import ROLLOUTS, rollout
@@ -46,7 +46,9 @@ def words(seed: int, number: int) -> str:
     return f" {WORDS[seed % 5]} {WORDS[(seed // 5 + number) % 6]}".rstrip()
 
 
-def endpoint(stub: Stub, *, timeout_seconds: float = 5.0, retries: int = 3, concurrency: int = 4) -> Endpoint:
+def endpoint(
+    stub: Stub, *, timeout_seconds: float = 5.0, retries: int = 3, concurrency: int = 4, **settings: Any
+) -> Endpoint:
     return Endpoint(
         url=stub.url,
         model="served",
@@ -55,6 +57,7 @@ def endpoint(stub: Stub, *, timeout_seconds: float = 5.0, retries: int = 3, conc
         retries=retries,
         concurrency=concurrency,
         recipe_key="online.generator.endpoint",
+        **settings,
     )
 
 
@@ -62,11 +65,10 @@ def generator(
     stub: Stub, sampling: SamplingSettings = SAMPLING, console: Console | None = None, **settings: Any
 ) -> HttpGenerator:
     return HttpGenerator(
-        endpoint=endpoint(stub, **settings),
+        endpoint=endpoint(stub, console=console or Console(quiet=True), **settings),
         tokenizer=tiny_tokenizer(),
         sampling=sampling,
         seed=0,
-        console=console or Console(quiet=True),
     )
 
 
@@ -304,7 +306,9 @@ def longer(first: str, second: str) -> str:
 
 def judged(says: Callable[[str, str], str]) -> tuple[list[Any], Stub]:
     with serving(Stub(verdicts(says))) as stub:
-        return LlmJudge(endpoint=endpoint(stub), instructions="Be kind.").score(ROLLOUTS), stub
+        return LlmJudge(endpoint=endpoint(stub), recipe_key="online.judges.0", instructions="Be kind.").score(
+            ROLLOUTS
+        ), stub
 
 
 def test_a_completion_scores_the_part_of_its_comparisons_it_wins_in_both_orders() -> None:
@@ -323,7 +327,9 @@ def test_a_judge_that_looks_at_the_order_only_prefers_nothing(habit: str) -> Non
 
 def test_equal_answers_are_a_tie_without_asking() -> None:
     with serving(Stub(verdicts(longer))) as stub:
-        (scores,) = LlmJudge(endpoint=endpoint(stub)).score([rollout("x", "aa", "aa", "b")])
+        (scores,) = LlmJudge(endpoint=endpoint(stub), recipe_key="online.judges.0").score(
+            [rollout("x", "aa", "aa", "b")]
+        )
     assert not isinstance(scores, Failure) and scores.tolist() == [0.75, 0.75, 0.0]
     assert len(stub.requests) == 4
 
@@ -334,8 +340,38 @@ def test_a_verdict_that_is_none_is_asked_again_then_sets_its_prompt_aside() -> N
 
     scores, stub = judged(dodges)
     assert isinstance(scores[1], Failure) and "neither A, B nor T" in scores[1].reason
+    assert "I would rather not say" in scores[1].reason
     assert not isinstance(scores[0], Failure) and not isinstance(scores[2], Failure)
     assert len(stub.requests) == 6 + 2 * 4 + 2
+
+
+def test_a_judge_sends_what_the_recipe_says_and_leaves_out_what_the_server_refuses(console: Console) -> None:
+    def reasoning(path: str, body: dict[str, Any]) -> Any:
+        if "max_tokens" in body:
+            return Refusal(400, "'max_tokens' is not supported with this model.")
+        if body.get("temperature", 1) != 1:
+            return Refusal(400, "'temperature' does not support 0.0 with this model.")
+        return verdicts(longer)(path, body)
+
+    with serving(Stub(reasoning)) as stub:
+        asking = endpoint(stub, console=console, extra_body={"reasoning_effort": "low"})
+        judge = LlmJudge(endpoint=asking, recipe_key="online.judges.0", max_new_tokens=500)
+        assert not any(isinstance(scores, Failure) for scores in judge.score(ROLLOUTS))
+        num_requests, last = len(stub.requests), stub.requests[-1]
+        judge.score(ROLLOUTS)
+        assert len(stub.requests) == num_requests + 10 and num_requests > 10
+        said = str(console.file.getvalue())  # type: ignore[attr-defined]
+        assert said.count("the server refuses the fields temperature; ") == 1
+        assert last["max_completion_tokens"] == 500 and last["reasoning_effort"] == "low"
+        assert not {"max_tokens", "temperature"} & last.keys()
+        unlike = replace(
+            judge, temperature=0.5, endpoint=endpoint(stub)
+        )  # not given up: the recipe asks for it
+        (failed,) = unlike.score(ROLLOUTS[:1])
+    assert isinstance(failed, Failure) and "'temperature' does not support" in failed.reason
+    with serving(Stub(verdicts(longer))) as stub:
+        LlmJudge(endpoint=endpoint(stub), recipe_key="j", temperature=None).score(ROLLOUTS[:1])
+    assert not {"max_tokens", "temperature"} & stub.requests[0].keys()
 
 
 # ---------------------------------------------------------------------------------------------- a run

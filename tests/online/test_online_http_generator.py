@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from rich.console import Console
 from support.stub_server import Refusal, Reply, Stub, completions, serving
 from support.tiny_tokenizer import tiny_tokenizer
 from test_online_endpoint import DRAWS, SAMPLING, generator, texts, words
+from tokenizers import Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from dpo_pack.online.interface import Failure, SamplingSettings
 
@@ -121,3 +124,65 @@ def test_a_choice_without_text_or_with_a_token_that_does_not_exist_is_not_traine
     with serving(Stub(lambda path, body: {"choices": [choice] * 3})) as stub:
         (result,) = generator(stub, retries=1).generate(DRAWS[:1])
     assert isinstance(result, Failure) and len(stub.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "ids"),
+    [
+        ({"token_ids": [5, 6, 2], "finish_reason": "stop"}, [5, 6, 2]),
+        ({"token_ids": [5, 6], "finish_reason": "stop"}, [5, 6, 2]),  # a server that leaves its EOS out
+        ({"token_ids": [5, 6, 7], "finish_reason": "stop", "stop_reason": 7}, [5, 6, 7]),
+        ({"token_ids": [5, 6], "finish_reason": "stop", "stop_reason": 7}, [5, 6, 7]),
+        ({"token_ids": [5, 6], "finish_reason": "stop", "stop_reason": "END"}, [5, 6]),
+        ({"token_ids": [5, 6], "finish_reason": "length"}, [5, 6]),
+        ({"token_ids": [2], "finish_reason": "stop", "text": ""}, [2]),
+        ({"token_ids": None, "finish_reason": "length"}, tiny_tokenizer()("yes")["input_ids"]),
+        ({"token_ids": [5, 10**6], "finish_reason": "length"}, None),
+        ({"token_ids": ["5"], "finish_reason": "length"}, None),
+        ({"token_ids": 5, "finish_reason": "length"}, None),
+    ],
+)
+def test_training_takes_the_tokens_that_the_server_s_model_wrote(
+    choice: dict[str, Any], ids: list[int] | None
+) -> None:
+    with serving(Stub(lambda path, body: {"choices": [{"text": "yes", **choice}] * 3})) as stub:
+        (result,) = generator(stub, retries=0).generate(DRAWS[:1])
+    assert stub.requests[0]["return_token_ids"] is True
+    assert ids is None if isinstance(result, Failure) else [c.ids.tolist() for c in result] == [ids] * 3
+
+
+def test_text_is_tokenised_behind_its_prompt_and_a_difference_at_the_border_is_said(console: Console) -> None:
+    """By a tokenizer that begins each text with a space, as SentencePiece does, and has a token of two."""
+    vocabulary = {token: i for i, token in enumerate(["<unk>", "</s>", "_", "__", "a", "b", "\n"])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("_", "_")], unk_token="<unk>"))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="</s>")
+    reply = {"choices": [{"text": text, "finish_reason": "length"} for text in ("b", " b", "a")]}
+    with serving(Stub(lambda path, body: reply)) as stub:
+        made = replace(generator(stub, PLAIN, console), tokenizer=tokenizer)
+        assert made._tokenised("a", "b") == [5] and made._tokenised("a", " b") == [2, 5]
+        assert not made.counts["differing"]
+        draws = [replace(DRAWS[0], prompt=replace(DRAWS[0].prompt, text="a "))]
+        (result,) = made.generate(draws)
+    assert not isinstance(result, Failure)
+    assert [c.ids.tolist() for c in result] == [[5], [2, 5], [4]]  # together, one token of both spaces
+    said = "1 of 5 completions so far have other tokens alone than behind their prompts"
+    assert made.counts == {"all": 5, "differing": 1} and said in " ".join(printed(console).split())
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_server_that_does_not_know_n_is_asked_n_times(refuses: bool, console: Console) -> None:
+    def reply(path: str, body: dict[str, Any]) -> Any:
+        if refuses and "n" in body:
+            return Refusal(400, "unknown field: n")
+        return completions(words)(path, {**body, "n": 1})
+
+    with serving(Stub(reply)) as stub:
+        made = generator(stub, PLAIN, console)
+        (result,) = made.generate(DRAWS[:1])
+        assert not isinstance(result, Failure) and len(result) == 3
+        num_first = len(stub.requests)
+        (again,) = made.generate(DRAWS[:1])
+    assert texts([again]) == texts([result]) and len(stub.requests) == num_first + 3
+    assert len({asked["seed"] for asked in stub.requests}) == 3
+    assert printed(console).count("Warning") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -368,9 +369,23 @@ def test_a_gather_that_is_wrong_shows_in_scores(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_classifier_of_several_classes_and_a_language_model_are_no_reward_models(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"online\.judges\.0\.path: .* has 2 outputs"):
+    with pytest.raises(ModelError, match=r"online\.judges\.0\.path: .* has 2 outputs.*num_labels: 1"):
         reward_model(save_reward_model(tmp_path / "two", "llama", num_labels=2))
     path = save_reward_model(tmp_path / "one", "llama")
     tiny_model("llama", vocab_size=len(tiny_tokenizer()), num_labels=1).save_pretrained(path)
     with pytest.raises(ModelError, match=r"lacks score\.weight"):
         reward_model(path)
+
+
+def test_the_weights_say_how_many_outputs_a_reward_model_has(tmp_path: Path) -> None:
+    """Published configs lack num_labels, or have the labels of another task."""
+    expected = reward_model(save_reward_model(tmp_path, "llama")).score(ROLLOUTS)
+    file = tmp_path / "config.json"
+    config = {k: v for k, v in json.loads(file.read_text()).items() if k not in ("id2label", "label2id")}
+    for labels in ({}, {"num_labels": 3}, {"id2label": {"0": "bad", "1": "good"}}):
+        file.write_text(json.dumps({**config, **labels}))
+        scores = reward_model(tmp_path).score(ROLLOUTS)
+        assert [list(s) for s in scores] == [list(s) for s in expected]  # type: ignore[call-overload]
+    file.write_text(json.dumps({**config, "intermediate_size": 7}))
+    with pytest.raises(ModelError, match=r"online\.judges\.0\.path: .* is \[.*\], not \["):
+        reward_model(tmp_path)

@@ -37,6 +37,10 @@ SERVER = "{url: 'http://localhost:8000/v1', model: m}"
         ("online.judges.0.function=score", "online.judges.0.function"),
         ("online.judges.0.path=org/rm", "online.judges.0.path"),
         ("online.judges.0.instructions=Be nice.", "online.judges.0.instructions"),
+        ("online.judges.0.max_new_tokens=9", "online.judges.0.max_new_tokens"),
+        ("online.judges.0.temperature=0.5", "online.judges.0.temperature"),
+        (f"online.judges=[{{type: llm, verdict: 'A|B', endpoint: {SERVER}}}]", "online.judges.0.verdict"),
+        (f"online.judges=[{{type: llm, verdict: '(A', endpoint: {SERVER}}}]", "online.judges.0.verdict"),
         ("online.judges.0.kind=llm", "online.judges.0.kind"),
         ("online.generator.type=http", "online.generator.endpoint"),
         (f"online.generator.endpoint={SERVER}", "online.generator.endpoint"),
@@ -102,10 +106,18 @@ def test_a_run_goes_on_with_another_server_and_batch_but_not_with_another_judge(
         load(f"online.judges=[{{type: llm, endpoint: {server}}}]", text=ONLINE)
         for server in (
             "{url: 'http://one:1/v1', model: m}",
-            "{url: 'http://two:2/v1', model: m, api_key_env: K, retries: 9, timeout_seconds: 9}",
+            "{url: 'http://two:2/v1', model: m, api_key_env: K, retries: 9, extra_body: {effort: low}}",
         )
     )
     assert changed_keys(judged, elsewhere) == []
+    server = "endpoint: {url: 'http://one:1/v1', model: m}"
+    longer, hotter, other_form = (
+        load(f"online.judges=[{{type: llm, {server}, {key}}}]", text=ONLINE)
+        for key in ("max_new_tokens: 9", "temperature: null", "verdict: 'Winner: (.)'")
+    )
+    assert changed_keys(judged, longer) == []
+    assert changed_keys(judged, hotter) == ["online.judges.0.temperature"]
+    assert changed_keys(judged, other_form) == ["online.judges.0.verdict"]
     another = load(
         "online.judges=[{type: llm, endpoint: {url: 'http://one:1/v1', model: other}}]", text=ONLINE
     )
