@@ -7,21 +7,20 @@ marks in place of the texts: a text whose mark is missing is not written.
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 
-from dpo_pack.data.chat import rendering
 from dpo_pack.data.formats import BadRow, Message, Pair
-from dpo_pack.data.tokenizer import Tokenizer
+from dpo_pack.data.tokenizer import Tokenizer, rendering
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _THINKING = re.compile(r"(</?think(?:ing)?>|\[/?THINK\])")  # templates cut a content at these marks
 _SHAPES = 4096  # are remembered
 _UNRENDERED = 1000  # problems of a row that the template refuses
+_QUICK = 32  # characters
 _MARK = "qz{}zq"
 _TOOL_MARKS = ("qznamezq", "qztextzq", "qzparameterzq")
 _MARKED_TOOL = {
@@ -146,24 +145,27 @@ def suited(pair: Pair, tokenizer: Tokenizer) -> Suited:
     return Suited(pair, names, _known_sides(tokenizer, pair))
 
 
-def check_written(row: Suited, texts: Sequence[str], tokenizer: Tokenizer) -> Counter[str]:
+def check_written(row: Suited, texts: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
     """Raises BadRow if the rendered `texts` lack a text of a message.
 
     `texts` are those of the prompt and, of a pair, of prompt + chosen and prompt + rejected. Returns counts:
-    the row's `characters`; those of reasoning in earlier turns that the template leaves out, as many do by
-    design (`characters_of_earlier_reasoning`); and whether it leaves out tools (`tools_not_written`).
+    the row's `characters` (a prompt's once for each side); a 1 for each of the CHANGES made;
+    `characters_of_earlier_reasoning` that the template leaves out, as many do by design; and
+    `tools_not_written`.
     """
     pair, characters, left_out = row.pair, 0, 0
     prompt: Any = pair.prompt
     parts: Any = (pair.chosen, pair.rejected) if pair.chosen else ([],)
-    contents = [_contents(part) for part in parts]
-    of_prompt = _contents(prompt)
+    contents = [texts_of(part) for part in parts]
+    of_prompt = texts_of(prompt)
     for side, known, of_part, rendered in zip(
         _sides(pair), row.known, contents, texts[1:] or texts, strict=True
     ):
         suspects, at = set(known.lost), 0
         for number, text in enumerate((*of_prompt, *of_part)):
-            found = rendered.find(text, at)
+            found = rendered.find(text[:_QUICK], at)  # much faster than to look for the whole text
+            if found >= 0 and not rendered.startswith(text, found):
+                found = rendered.find(text, at)
             if found < 0:
                 suspects.add(number)
             else:
@@ -171,14 +173,15 @@ def check_written(row: Suited, texts: Sequence[str], tokenizer: Tokenizer) -> Co
             characters += len(text)
         if suspects or not any(of_part):
             left_out += _left_out(pair, side, sorted(suspects), known, rendered, tokenizer)
-    return Counter(
-        characters=characters,
-        characters_of_earlier_reasoning=left_out,
-        tools_not_written=any(known.misses_tools for known in row.known),
-    )
+    counts = {"characters": characters, **dict.fromkeys(row.changes, 1)}
+    if left_out:
+        counts["characters_of_earlier_reasoning"] = left_out
+    if any(known.misses_tools for known in row.known):
+        counts["tools_not_written"] = 1
+    return counts
 
 
-def _contents(messages: Sequence[Message]) -> list[str]:
+def texts_of(messages: Sequence[Message]) -> list[str]:
     """Returns the texts of messages without white space at their ends."""
     found: list[str] = []
     for message in messages:
@@ -277,10 +280,11 @@ def _known_sides(tokenizer: Tokenizer, pair: Pair) -> tuple[Known, ...]:
     if pair.template_options:
         has_tools = "tools" in pair.template_options
         options = json.dumps({k: v for k, v in pair.template_options.items() if k != "tools"}, default=str)
-    return tuple(
-        known_shape(tokenizer, Shape((*beginning, *map(_shape_of, part)), len(prompt), options, has_tools))
-        for part in parts
-    )
+    sides = [[*beginning, *map(_shape_of, part)] for part in parts]
+    known = known_shape(tokenizer, Shape(tuple(sides[0]), len(prompt), options, has_tools))
+    if len(sides) == 1 or sides[0] == sides[1]:
+        return (known,) * len(sides)
+    return known, known_shape(tokenizer, Shape(tuple(sides[1]), len(prompt), options, has_tools))
 
 
 def _shape_of(message: Message) -> str | tuple[str, bool]:

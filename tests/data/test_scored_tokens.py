@@ -127,7 +127,7 @@ MARKS = CHAT_TEMPLATE.replace(
 )
 REWRITES = CHAT_TEMPLATE.replace(
     "(message.content or '')",
-    "(message.content if loop.last or message.role != 'assistant' else 'no more')",
+    "(message.content if loop.last or message.role != 'assistant' else '~' + message.content)",
 )
 CALL = [
     {"role": "assistant", "content": "call"},
@@ -215,7 +215,7 @@ def test_answers_of_one_message_are_rendered_and_stored_as_if_all_turns_were_sco
         load(tmp_path, path, tokenizer=chat_tokenizer(MARKS), scored_turns=turns)
         for turns in ("assistant", "all")
     ]
-    assert len(calls) == 6 and splits[0].fingerprint == splits[1].fingerprint
+    assert len(calls) == 6 + 2 and splits[0].fingerprint == splits[1].fingerprint
     assert not list((tmp_path / "cache").rglob("weights.bin"))
     assert (
         splits[0].train.group(0).completions[0].tolist() == splits[1].train.group(0).completions[0].tolist()

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.formats import FORMATS, BadRow
-from dpo_pack.data.tokenization import LengthLimits, TokenizationSettings, render
+from dpo_pack.data.tokenizer import apply_chat_template
 from dpo_pack.data.written import check_written, suited
-from tests.support.tiny_tokenizer import tiny_tokenizer
 
 _TURN = "{% for m in messages %}{{ '<s>' + m.role + '\n' }}BODY{{ '</s>\n' }}{% endfor %}"
 _OPEN = "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
@@ -81,11 +81,6 @@ SHAPES: dict[str, Any] = {
     ),
     "no words": lambda: ([_user(_text())], _says("", feeling="good")),
 }
-_SETTINGS = TokenizationSettings(
-    format="conversational",
-    system_prompt=None,
-    limits=LengthLimits(max_length=9999, max_prompt_length=None, truncation="drop"),
-)
 
 
 def _trl_templates() -> list[Path]:
@@ -105,7 +100,7 @@ def _judge(template: str, shape: str) -> tuple[str, set[str]]:
     )
     row, verdict = suited(pair, tokenizer), "kept"
     try:
-        texts = render(row.pair, _SETTINGS, tokenizer)
+        texts = apply_chat_template(row.pair, (row.pair.chosen, row.pair.rejected), tokenizer)
     except BadRow as bad:
         return bad.reason, set()
     try:
