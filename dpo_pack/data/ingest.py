@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from dpo_pack.data.formats import FORMATS, BadRow, Pair, are_labels, possible_formats, texts_of_columns
@@ -53,6 +54,7 @@ class Ingestion:
     source: SourceRecipe
     data: DataRecipe
     tokenizer: Tokenizer
+    template: Path | None = None  # the file of the chat template; None: the tokenizer's own
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     max_rows: int | None = None  # None: all rows are read
     format: str = ""
@@ -301,7 +303,22 @@ class Ingestion:
             return None
         if bad.reason == "nothing_scored" and self.format == "tokenized":
             return None
+        template = (
+            "name a template that does in tokenizer.chat_template (now it is "
+            f"{self.template or f'that of {self.tokenizer.name_or_path}'})"
+        )
+        is_of_template = bad.detail.startswith("the chat template")
         return {
+            "role_not_written": f"map the role to one that the template writes, or {template}",
+            "text_not_written": "put all text into the message's content, as text or as parts, whichever the "
+            f"template writes, or {template}",
+            "reasoning_not_written": f"leave the reasoning out, set chat_template_kwargs if the template has "
+            f"an option that keeps it, or {template}",
+            "call_not_written": f"write the call as text into content, or {template}",
+            "empty_completion": f"give it content that the template writes, or {template}"
+            if is_of_template
+            else None,
+            "template_error": f"if the rows are right, {template.replace('does', 'can render them')}",
             "missing_column": f"name the column in {self.located.key}.columns",
             "no_common_prompt": f"name the column of the prompt in {self.located.key}.columns",
             "answered_prompt": f"name another column in {self.located.key}.columns, or set its format",

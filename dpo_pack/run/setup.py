@@ -122,6 +122,7 @@ def prepare_data(
     begun = time.monotonic()
     cache_dir = recipe.reference.cache_dir or default_cache_directory()
     settings: dict[str, Any] = {"seed": recipe.seed, "cache_dir": cache_dir}
+    settings["template"] = recipe.tokenizer.chat_template
     if recipe.online is not None:
         most = recipe.online.max_new_tokens
         data = load_data(recipe.data, tokenizer=tokenizer, max_new_tokens=most, **settings)
@@ -391,7 +392,8 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         tokenizer = prepare_tokenizer(recipe)
         found.append(f"tokenizer: {len(tokenizer):,} tokens")
         cache_dir = recipe.reference.cache_dir or default_cache_directory()
-        load = partial(load_source, data=recipe.data, tokenizer_key="", cache_dir=cache_dir)
+        settings: dict[str, Any] = {"data": recipe.data, "template": recipe.tokenizer.chat_template}
+        load = partial(load_source, tokenizer_key="", cache_dir=cache_dir, **settings)
         for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
             for number, source in enumerate(sources):
                 with step():

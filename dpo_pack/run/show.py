@@ -59,7 +59,13 @@ def show_recipe(
             label = labels[number] if labels.count(labels[number]) == 1 else name
             located = locate_source(source, f"data.{part}.{number}", None)
             view, pairs = _view_source(
-                Ingestion(located=located, source=source, data=data, tokenizer=tokenizer),
+                Ingestion(
+                    located=located,
+                    source=source,
+                    data=data,
+                    tokenizer=tokenizer,
+                    template=recipe.tokenizer.chat_template,
+                ),
                 name,
                 label if part == "train" else f"{label} (held out)",
                 console,
