@@ -8,6 +8,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from dpo_pack.data.faults import Origin, count_faults
 from dpo_pack.data.formats import FORMATS, BadRow, Pair, are_labels, possible_formats, texts_of_columns
 from dpo_pack.data.readers import TAKEN_ONCE, NumberedRow, OpenRows, missing_column
 from dpo_pack.data.store import TokenStore
@@ -66,6 +67,7 @@ class Ingestion:
     num_rows: int = 0
     num_kept: int = 0
     counts: Counter[str] = field(default_factory=Counter)
+    faults: dict[str, dict[str, int]] = field(default_factory=dict)  # by name: `pairs`, `first_row`
     dropped_counts: Counter[str] = field(default_factory=Counter)
     dropped_rows: dict[str, list[int]] = field(default_factory=dict)
     first_dropped: dict[str, DroppedRow] = field(default_factory=dict)  # the first row of each reason
@@ -105,9 +107,12 @@ class Ingestion:
         wanted = 0 if self.max_rows is not None or self.data.num_workers == "auto" else self.data.num_workers
         taken, max_pairs = islice(rows, self.max_rows), self.source.max_pairs
         batches = tokenize_rows(taken, settings, self.tokenizer, num_workers=wanted, max_pairs=max_pairs)
+        origin = Origin.of(self.located.key, settings, self.tokenizer, describes=False)
         with closing(batches):
             for batch in batches:
                 self.count(batch)
+                for name, count, first_row in count_faults(batch.kept, origin):
+                    self.faults.setdefault(name, {"pairs": 0, "first_row": first_row})["pairs"] += count
                 if self.num_kept == 0 and self.num_rows >= _DETECTION_ROWS:
                     self._check_rows("the first ")  # the rest of a large file would take long
                 if progress is not None:
@@ -138,7 +143,9 @@ class Ingestion:
             reason: {"rows": count, f"{self.row_word}_numbers": self.dropped_rows[reason]}
             for reason, count in sorted(self.dropped_counts.items())
         }
-        read = set(self._columns.values())
+        read, characters = set(self._columns.values()), self.counts["characters"]
+        missing = self.counts["characters_of_earlier_reasoning"] + self.counts["characters_cut"]
+        in_tokens = {"characters_in_tokens": max(0.0, 1 - missing / characters)} if characters else {}
         return {
             "format": self.format,
             "rows_read": self.num_rows,
@@ -146,6 +153,8 @@ class Ingestion:
             "dropped": dropped,
             "columns_not_read": [column for column in self.columns if column not in read],
             **self.counts,
+            **in_tokens,
+            "faults": self.faults,
         }
 
     def _known_format(self, rows: Iterator[NumberedRow]) -> tuple[str, Iterator[NumberedRow]]:

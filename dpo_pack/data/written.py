@@ -17,7 +17,7 @@ from dpo_pack.data.formats import BadRow, Message, Pair
 from dpo_pack.data.tokenizer import Tokenizer, rendering
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_THINKING = re.compile(r"(</?think(?:ing)?>|\[/?THINK\])")  # templates cut a content at these marks
+THINKING = re.compile(r"(</?think(?:ing)?>|\[/?THINK\])")  # templates cut a content at these marks
 _SHAPES = 4096  # are remembered
 _UNRENDERED = 1000  # problems of a row that the template refuses
 _QUICK = 32  # characters
@@ -301,7 +301,7 @@ def _sides(pair: Pair) -> tuple[str, ...]:
 
 def _messages(pair: Pair, side: str) -> list[Message]:
     parts: Any = {"prompt": [], "chosen": pair.chosen, "rejected": pair.rejected}
-    return [*pair.prompt, *parts[side]]  # type: ignore[misc]
+    return [*pair.prompt, *parts[side]]
 
 
 def _is_plain(message: Message) -> bool:
@@ -314,9 +314,14 @@ def _texts(messages: Sequence[Message]) -> Iterator[Text]:
         if _is_plain(message):
             yield Text(number, "content", message["content"])
             continue
-        found: list[Text] = []
-        _mapped(message, lambda field, text: found.append(Text(number, field, text)) or text)  # noqa: B023
-        yield from found
+        found: list[tuple[str, str]] = []
+
+        def note(field: str, text: str, found: list[tuple[str, str]] = found) -> str:
+            found.append((field, text))
+            return text
+
+        _mapped(message, note)
+        yield from (Text(number, field, text) for field, text in found)
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
@@ -382,7 +387,7 @@ def _mapped(message: Message, change: Callable[[str, str], str]) -> Message:
 
 def _mapped_content(content: Any, change: Callable[[str, str], str]) -> Any:
     if isinstance(content, str):
-        parts = _THINKING.split(content)
+        parts = THINKING.split(content)
         for at in range(0, len(parts), 2):
             is_thought = at + 1 < len(parts) and "/" in parts[at + 1]
             parts[at] = change("reasoning" if is_thought else "content", parts[at])

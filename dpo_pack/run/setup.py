@@ -21,6 +21,7 @@ from accelerate.utils import patch_environment
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from dpo_pack.data.faults import source_notes
 from dpo_pack.data.ingest import columns_sentence
 from dpo_pack.data.sources import HELD_OUT, Data, LoadedSource, load_data, load_source
 from dpo_pack.data.store import PairTable
@@ -162,6 +163,8 @@ def _print_notes(data: Data, console: Console, scored_turns: str) -> None:
                 else "messages that the assistant did not write are scored too (data.scored_turns: all)"
             )
             console.print(f"  {source['name']}: in {others:,} of {source['pairs_kept']:,} pairs {scored}")
+        for note in source_notes(source):
+            console.print(f"  {source['name']}: {note}")
 
 
 def _source_reports(data: Data) -> list[dict[str, Any]]:
@@ -430,6 +433,7 @@ def _check_source(
         f"{label}, format {counts['format']}, the first {counts['rows_read']:,} rows have "
         f"{counts[f'{kept}_kept']:,} {kept}{f', left out: {dropped}' if dropped else ''}"
     )
+    found.extend(f"  {note}" for note in source_notes(counts))
     columns = f"  {columns_sentence(loaded.columns_read, counts['columns_not_read'])}"
     found.extend([] if columns in found else [columns])
     if policy is not None:

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from dpo_pack.data.faults import Origin
+from dpo_pack.data.faults import FEW, Origin
 from dpo_pack.data.formats import FORMATS, BadRow
 from dpo_pack.data.ingest import Ingestion
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.sources import locate_source
 from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
-from dpo_pack.data.tokenization import EndTokens, TokenizedPair, tokenize_rows
+from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows
 from dpo_pack.data.view import Fault, LeftOutRow, PackedRow, ShownRecipe, SourceView, find_faults, shown_pair
 from dpo_pack.model.config import known_positions
 from dpo_pack.packing.bin_packing import PADDED
@@ -31,7 +31,6 @@ from dpo_pack.system.errors import DataError, ModelError, RecipeError
 from dpo_pack.system.process import printable
 
 FIRST_ROWS = 200  # of each source that are read, besides the rows that the user asks for
-_FEW = 0.1  # of a source's rows: if fewer are left out for a reason, that may be right
 # Groups of pairs are packed by tokens alone: costs decide nothing on one rank.
 _TOKENS_ONLY = ModelShape(token_weights=1.0, head_weights=0, attention=())
 
@@ -140,10 +139,9 @@ def _view_source(
         is_at_end = next(rows, None) is None and (reads_all or ingestion.num_rows <= FIRST_ROWS)
     if ingestion.num_rows == 0:
         raise DataError(f"{ingestion.located.label} has no rows; correct or remove {key}")
-    ends = EndTokens.of(tokenizer, settings.format)
-    origin = Origin(key=key, settings=settings, tokenizer=tokenizer, ends=ends, num_positions=num_positions)
+    origin = Origin.of(key, settings, tokenizer, num_positions=num_positions)
     left_out = [_reason(reason, ingestion) for reason in ingestion.first_dropped]
-    many = [reason for reason in left_out if reason.count >= _FEW * reason.of]
+    many = [reason for reason in left_out if reason.count >= FEW * reason.of]
     faults = sorted([*find_faults(pairs, origin), *many], key=lambda fault: -fault.count)
     first = [pair.row_number for pair in pairs[: 2 if key.startswith("data.train.") else 1]]
     wanted = asked_rows or {*first, *(fault.rows[0] for fault in faults)}
