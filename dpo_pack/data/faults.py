@@ -1,6 +1,5 @@
 """Common faults of preference data and chat templates: RULES, at the end, each look at one tokenised pair."""
 
-import os.path
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,26 +29,31 @@ class Origin:
     settings: TokenizationSettings
     tokenizer: Tokenizer
     ends: EndTokens
+    bos: int | None  # ids: the properties of a tokenizer are slow
+    eos: int | None
     begins_with_bos: bool  # plain texts do, because the tokenizer adds it
     controls: re.Pattern[str] | None  # finds special tokens in a text; None: text never becomes such tokens
+    controls_begin: frozenset[str]  # with these characters
     num_positions: int | None = None  # that the model computes exactly; None: not known
     describes: bool = True  # False: findings are counted only, so no text is decoded
     opens_turn: dict[str, bool] = field(default_factory=dict)  # `template_opens_turn`, by role of the end
 
     @staticmethod
     def of(key: str, settings: TokenizationSettings, tokenizer: Tokenizer, **more: Any) -> "Origin":
-        special = [str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        controls = [re.escape(token) for token in special if token.strip() and not THINKING.fullmatch(token)]
-        first = tokenizer(["a"], verbose=False)["input_ids"][0][:1]
+        tokens = tokenizer.added_tokens_decoder.values() if not tokenizer.split_special_tokens else ()
+        special = [str(token.content) for token in tokens if token.special]
+        controls = [token for token in special if token.strip() and not THINKING.fullmatch(token)]
+        bos, first = tokenizer.bos_token_id, tokenizer(["a"], verbose=False)["input_ids"][0][:1]
         return Origin(
             key=key,
             settings=settings,
             tokenizer=tokenizer,
             ends=EndTokens.of(tokenizer, settings.format),
-            begins_with_bos=first == [tokenizer.bos_token_id],
-            controls=re.compile("|".join(controls))
-            if controls and not tokenizer.split_special_tokens
-            else None,
+            bos=bos,
+            eos=tokenizer.eos_token_id,
+            begins_with_bos=first == [bos],
+            controls=re.compile("|".join(map(re.escape, controls))) if controls else None,
+            controls_begin=frozenset(token[0] for token in controls),
             **more,
         )
 
@@ -143,10 +147,11 @@ def source_notes(summary: Mapping[str, Any]) -> Iterator[str]:
     kept = summary.get("pairs_kept", summary.get("prompts_kept", 0))
     what = "pairs" if "pairs_kept" in summary else "prompts"
     share = summary.get("characters_in_tokens")
-    if share is not None and share < 1:
+    if share is not None:
         counts = {"of earlier reasoning": "characters_of_earlier_reasoning", "cut off": "characters_cut"}
         missing = ", ".join(f"{summary[key]:,} {name}" for name, key in counts.items() if summary.get(key))
-        yield f"{int(share * 10_000) / 100:g} % of all characters are in the tokens; not: {missing}"
+        missing = missing and f"; not: {missing}"
+        yield f"{int(share * 10_000) / 100:g} % of all characters are in the tokens{missing}"
     for name, sentence in _CHANGES.items():
         if summary.get(name):
             yield f"in {summary[name]:,} of {kept:,} {what} {sentence}"
@@ -165,7 +170,8 @@ def _repeated_prompt(pair: TokenizedPair, origin: Origin) -> Finding | None:
     if origin.is_chat and last.get("role") != "user":
         return None  # an answer may well quote a tool's result
     prompt, format = text_of(pair, "prompt").strip(), FORMATS[origin.settings.format]
-    repeating = [side for side in SIDES if prompt in text_of(pair, side)]
+    begin = prompt[:_QUOTED_CHARACTERS]  # is found faster
+    repeating = [s for s in SIDES if begin in (text := text_of(pair, s)) and prompt in text]
     if not repeating or len(prompt) < _LEAST_PROMPT_CHARACTERS:
         return None
     columns, answers = f"{origin.key}.columns", " and ".join(format.completion_columns)
@@ -183,8 +189,9 @@ def _scored_header(pair: TokenizedPair, origin: Origin) -> Finding | None:
     if not origin.is_chat or not answer:
         return None
     before, whole = pair.row.texts[:2]
-    header, found, _ = whole[len(os.path.commonprefix([before, whole])) :].partition(answer)
-    if not found or not header.strip():
+    at = whole.find(answer, len(before))
+    header = whole[len(before) : at]
+    if at < 0 or not header.strip() or not whole.startswith(before):
         return None
     written = pair.row.written
     role = str(written.prompt[-1]["role"])  # type: ignore[index]
@@ -201,7 +208,7 @@ def _scored_header(pair: TokenizedPair, origin: Origin) -> Finding | None:
 
 def _moved_boundary(pair: TokenizedPair, origin: Origin) -> Finding | None:
     added = pair.alone[len(pair.whole.context) :].tolist()
-    if not added or added == [origin.tokenizer.eos_token_id]:  # some tokenizers add EOS to every text
+    if not added or added == [origin.eos]:  # some tokenizers add EOS to every text
         return None
     end = quoted(origin.text(pair.alone, len(pair.whole.context)))
     if not origin.is_chat:
@@ -233,18 +240,18 @@ def _no_end(pair: TokenizedPair, origin: Origin) -> Finding | None:
 
 
 def _bos_twice(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    bos, begin = origin.tokenizer.bos_token_id, pair.whole.context[:_EDGE_TOKENS].tolist()
-    if bos is None or begin[0] != bos or begin.count(bos) < 2:
+    begin = pair.whole.context[:_EDGE_TOKENS]
+    if origin.bos is None or begin[0] != origin.bos or begin.tolist().count(origin.bos) < 2:
         return None
     token = quoted(origin.text(pair.whole.context[:1]))
     remedy = f"remove {token} from the beginning of the rows: this tokenizer adds it to every text"
     if not (origin.begins_with_bos and FORMATS[origin.settings.format].content == "text"):
         remedy = f"write {token} once, either in the rows or in the chat template (tokenizer.chat_template)"
-    return f"BOS is there twice: {quoted(origin.text(pair.whole.context[:_EDGE_TOKENS]))}", remedy
+    return f"BOS is there twice: {quoted(origin.text(begin))}", remedy
 
 
 def _bos_missing(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    if not origin.begins_with_bos or pair.whole.context[0] == origin.tokenizer.bos_token_id:
+    if not origin.begins_with_bos or pair.whole.context[0] == origin.bos:
         return None
     begin = f"BOS is missing: the prompt begins with {quoted(origin.text(pair.whole.context[:_EDGE_TOKENS]))}"
     remedy = "write its id at the beginning of prompt_ids"
@@ -254,14 +261,14 @@ def _bos_missing(pair: TokenizedPair, origin: Origin) -> Finding | None:
 
 
 def _odd_eos(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    eos = origin.tokenizer.eos_token_id
-    if eos is None or (origin.is_chat and has_other_turns(pair.pair)):  # each turn ends with EOS
+    if origin.eos is None or (origin.is_chat and has_other_turns(pair.pair)):  # each turn ends with EOS
         return None
     weights = pair.whole.weights or (None, None)
     for side, ids, of_side in zip(SIDES, pair.whole.completions, weights, strict=True):
-        at = np.flatnonzero(ids == eos)
-        if len(at) < 2 and (len(at) == 0 or at[0] >= len(ids) - _EDGE_TOKENS):
+        is_eos = ids == origin.eos
+        if np.count_nonzero(is_eos) == np.count_nonzero(is_eos[-_EDGE_TOKENS:]) < 2:
             continue
+        at = np.flatnonzero(is_eos)
         # After the EOS of an earlier turn come tokens that are not scored.
         at = at[:-1] if at[-1] >= len(ids) - _EDGE_TOKENS else at
         at = at if of_side is None else at[of_side[at + 1] > 0]
@@ -280,7 +287,8 @@ def _control_tokens(pair: TokenizedPair, origin: Origin) -> Finding | None:
     messages: Any = (pair.pair.prompt, pair.pair.chosen, pair.pair.rejected)
     for part, of_part in zip(("prompt", *SIDES), messages, strict=True):
         for text in texts_of(of_part):
-            if found := origin.controls.search(text):
+            may_be = any(character in text for character in origin.controls_begin)
+            if may_be and (found := origin.controls.search(text)):
                 return (
                     f"a text of {part} has the special token {quoted(found[0])}",
                     "remove it from the texts: the chat template writes the special tokens",

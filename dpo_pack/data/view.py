@@ -82,6 +82,7 @@ class SourceView:
     format: str
     columns: Mapping[str, str]  # our names -> the source's, of the columns that the format reads
     columns_not_read: Sequence[str]
+    notes: Sequence[str]  # what was changed for the chat template, and how much arrives
     rows_read: int  # and tokenised
     rows: int | None  # None: not known before the source's end, and the end was not reached
     pairs_kept: int

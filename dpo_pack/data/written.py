@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import count
+from itertools import combinations, count
 from typing import Any, NamedTuple
 
 from dpo_pack.data.formats import BadRow, Message, Pair
@@ -248,12 +248,16 @@ def known_shape(tokenizer: Tokenizer, shape: Shape) -> Known:
     marked = _marked(messages)
     changes: tuple[str, ...] = ()
     problems, rendered = _problems(marked, required, options, tokenizer)
-    for name, change in CHANGES.items():
-        changed = [change(message) for message in marked]
-        if problems and changed != marked:
+    for names in (*combinations(CHANGES, 1), *combinations(CHANGES, 2)):
+        if problems < (_UNRENDERED if len(names) == 2 else 1):  # two at once where none alone is rendered
+            break
+        changed = marked
+        for name in names:
+            changed = [CHANGES[name](message) for message in changed]
+        if changed != marked:
             fewer, other = _problems(changed, required, options, tokenizer)
             if fewer < problems:
-                problems, rendered, marked, changes = fewer, other, changed, (*changes, name)
+                problems, rendered, marked, changes = fewer, other, changed, (*changes, *names)
     if problems >= _UNRENDERED:  # each row says why
         return Known(frozenset(), False, changes)
     lost = frozenset(int(mark[2:-2]) for mark in required if mark not in rendered)

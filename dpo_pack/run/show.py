@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from dpo_pack.data.faults import FEW, Origin
+from dpo_pack.data.faults import FEW, Origin, source_notes
 from dpo_pack.data.formats import FORMATS, BadRow
 from dpo_pack.data.ingest import Ingestion
 from dpo_pack.data.merging import prompt_merging
@@ -91,6 +91,7 @@ def show_recipe(
             f'{len(tokenizer):,} tokens, EOS "{tokenizer.eos_token}"; {template}',
             f"data.max_length: {data.max_length:,} tokens of prompt and one completion; data.truncation: "
             f"{data.truncation}; positions that the model computes exactly: {positions}",
+            *(f"{view.label}: {note}" for view in views for note in view.notes),
         ),
         sources=views,
         asked=bool(asked_rows),
@@ -146,13 +147,15 @@ def _view_source(
     first = [pair.row_number for pair in pairs[: 2 if key.startswith("data.train.") else 1]]
     wanted = asked_rows or {*first, *(fault.rows[0] for fault in faults)}
     shown = [pair for pair in pairs if pair.row_number in wanted]
+    summary = ingestion.summary()
     view = SourceView(
         name=name,
         label=label,
         row_word=ingestion.row_word,
         format=ingestion.format,
         columns=ingestion.columns_read,
-        columns_not_read=ingestion.summary()["columns_not_read"],
+        columns_not_read=summary["columns_not_read"],
+        notes=list(source_notes(summary)),
         rows_read=ingestion.num_rows,
         rows=ingestion.num_rows if is_at_end else ingestion.rows_in_all,
         pairs_kept=ingestion.num_kept,
