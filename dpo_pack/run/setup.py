@@ -395,8 +395,13 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         tokenizer = prepare_tokenizer(recipe)
         found.append(f"tokenizer: {len(tokenizer):,} tokens")
         cache_dir = recipe.reference.cache_dir or default_cache_directory()
-        settings: dict[str, Any] = {"data": recipe.data, "template": recipe.tokenizer.chat_template}
-        load = partial(load_source, tokenizer_key="", cache_dir=cache_dir, **settings)
+        load = partial(
+            load_source,
+            data=recipe.data,
+            tokenizer_key="",
+            cache_dir=cache_dir,
+            template=recipe.tokenizer.chat_template,
+        )
         for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
             for number, source in enumerate(sources):
                 with step():
