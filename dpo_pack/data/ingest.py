@@ -5,8 +5,10 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
+from dpo_pack.data.faults import Origin, count_faults
 from dpo_pack.data.formats import FORMATS, BadRow, Pair, are_labels, possible_formats, texts_of_columns
 from dpo_pack.data.readers import TAKEN_ONCE, NumberedRow, OpenRows, missing_column
 from dpo_pack.data.store import TokenStore
@@ -53,6 +55,7 @@ class Ingestion:
     source: SourceRecipe
     data: DataRecipe
     tokenizer: Tokenizer
+    template: Path | None = None  # the file of the chat template; None: the tokenizer's own
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     max_rows: int | None = None  # None: all rows are read
     format: str = ""
@@ -64,6 +67,7 @@ class Ingestion:
     num_rows: int = 0
     num_kept: int = 0
     counts: Counter[str] = field(default_factory=Counter)
+    faults: dict[str, dict[str, int]] = field(default_factory=dict)  # by name: `pairs`, `first_row`
     dropped_counts: Counter[str] = field(default_factory=Counter)
     dropped_rows: dict[str, list[int]] = field(default_factory=dict)
     first_dropped: dict[str, DroppedRow] = field(default_factory=dict)  # the first row of each reason
@@ -103,9 +107,12 @@ class Ingestion:
         wanted = 0 if self.max_rows is not None or self.data.num_workers == "auto" else self.data.num_workers
         taken, max_pairs = islice(rows, self.max_rows), self.source.max_pairs
         batches = tokenize_rows(taken, settings, self.tokenizer, num_workers=wanted, max_pairs=max_pairs)
+        origin = Origin.of(self.located.key, settings, self.tokenizer, describes=False)
         with closing(batches):
             for batch in batches:
                 self.count(batch)
+                for name, count, first_row in count_faults(batch.kept, origin):
+                    self.faults.setdefault(name, {"pairs": 0, "first_row": first_row})["pairs"] += count
                 if self.num_kept == 0 and self.num_rows >= _DETECTION_ROWS:
                     self._check_rows("the first ")  # the rest of a large file would take long
                 if progress is not None:
@@ -136,7 +143,9 @@ class Ingestion:
             reason: {"rows": count, f"{self.row_word}_numbers": self.dropped_rows[reason]}
             for reason, count in sorted(self.dropped_counts.items())
         }
-        read = set(self._columns.values())
+        read, characters = set(self._columns.values()), self.counts["characters"]
+        missing = self.counts["characters_of_earlier_reasoning"] + self.counts["characters_cut"]
+        in_tokens = {"characters_in_tokens": max(0.0, 1 - missing / characters)} if characters else {}
         return {
             "format": self.format,
             "rows_read": self.num_rows,
@@ -144,6 +153,8 @@ class Ingestion:
             "dropped": dropped,
             "columns_not_read": [column for column in self.columns if column not in read],
             **self.counts,
+            **in_tokens,
+            "faults": self.faults,
         }
 
     def _known_format(self, rows: Iterator[NumberedRow]) -> tuple[str, Iterator[NumberedRow]]:
@@ -301,7 +312,22 @@ class Ingestion:
             return None
         if bad.reason == "nothing_scored" and self.format == "tokenized":
             return None
+        template = (
+            "name a template that does in tokenizer.chat_template (now it is "
+            f"{self.template or f'that of {self.tokenizer.name_or_path}'})"
+        )
+        is_of_template = bad.detail.startswith("the chat template")
         return {
+            "role_not_written": f"map the role to one that the template writes, or {template}",
+            "text_not_written": "put all text into the message's content, as text or as parts, whichever the "
+            f"template writes, or {template}",
+            "reasoning_not_written": f"leave the reasoning out, set chat_template_kwargs if the template has "
+            f"an option that keeps it, or {template}",
+            "call_not_written": f"write the call as text into content, or {template}",
+            "empty_completion": f"give it content that the template writes, or {template}"
+            if is_of_template
+            else None,
+            "template_error": f"if the rows are right, {template.replace('does', 'can render them')}",
             "missing_column": f"name the column in {self.located.key}.columns",
             "no_common_prompt": f"name the column of the prompt in {self.located.key}.columns",
             "answered_prompt": f"name another column in {self.located.key}.columns, or set its format",

@@ -92,6 +92,7 @@ def load_data(
     tokenizer: Tokenizer,
     seed: int,
     cache_dir: Path,
+    template: Path | None = None,
     progress: Progress | None = None,
     max_new_tokens: int | None = None,
 ) -> Data:
@@ -107,6 +108,7 @@ def load_data(
         tokenizer=tokenizer,
         tokenizer_key=tokenizer_fingerprint(tokenizer),
         cache_dir=cache_dir,
+        template=template,
         progress=progress,
         max_new_tokens=max_new_tokens,
     )
@@ -280,6 +282,7 @@ def load_source(
     tokenizer: Tokenizer,
     tokenizer_key: str,
     cache_dir: Path,
+    template: Path | None = None,
     progress: Progress | None = None,
     max_new_tokens: int | None = None,
     max_rows: int | None = None,
@@ -296,6 +299,7 @@ def load_source(
         source=source,
         data=data,
         tokenizer=tokenizer,
+        template=template,
         completion_tokens=max_new_tokens,
         max_rows=max_rows,
     )

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -39,11 +40,12 @@ from dpo_pack.data.store import (
     join_pairs,
 )
 from dpo_pack.data.tokenizer import Tokenizer, apply_chat_template, assistant_weights, has_other_turns
+from dpo_pack.data.written import check_written, suited
 from dpo_pack.packing.lengths import AnyIntArray, Group, common_prefix_length
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
-TOKENIZATION_VERSION = 3
+TOKENIZATION_VERSION = 4
 
 # The tokenizer gets about so many characters in one call. Its encodings take some hundred bytes a token.
 _ENCODE_CHARS = 1 << 21
@@ -96,15 +98,32 @@ class Prompt:
     row_number: int  # in its source, from 1
 
 
+class ReadRow(NamedTuple):
+    """A row as text."""
+
+    number: int
+    pair: Pair  # as the row has it, with the recipe's system prompt
+    written: Pair  # in the form that the chat template writes
+    texts: tuple[str, ...]  # prompt; of a pair also prompt + chosen, prompt + rejected; none for token ids
+    counts: Mapping[str, int]  # of `check_written`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenizedPair:
     """A pair before and after it became tokens."""
 
-    row_number: int
-    pair: Pair
+    row: ReadRow
     alone: TokenIds  # the prompt, tokenised without a completion
     whole: Group  # before truncation
     fitted: Group  # the tokens that the model gets
+
+    @property
+    def row_number(self) -> int:
+        return self.row.number
+
+    @property
+    def pair(self) -> Pair:
+        return self.row.pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,54 +193,55 @@ def tokenize_batch(
     """Returns the token ids of the rows that give a pair or a prompt, and the reasons of all other rows."""
     content, is_pairs = FORMATS[settings.format].content, settings.completion_tokens is None
     is_dialogue = content == "messages" and is_pairs
-    parsed: list[tuple[int, Pair, tuple[str, ...]]] = []
+    parsed: list[ReadRow] = []
     turns: dict[int, list[TokenWeights | None]] = {}  # weights by row number, of rows with several turns
     dropped: list[DroppedRow] = []
-    for number, row in rows:
+    for number, values in rows:
         try:
-            pair, texts = read_row(row, settings, tokenizer)
-            if is_dialogue and settings.scored_turns == "assistant" and has_other_turns(pair):
-                turns[number] = assistant_weights(pair, texts[1:], tokenizer)
-            parsed.append((number, pair, texts))
+            row = read_row(number, values, settings, tokenizer)
+            if is_dialogue and settings.scored_turns == "assistant" and has_other_turns(row.pair):
+                turns[number] = assistant_weights(row.written, row.texts[1:], tokenizer)
+            parsed.append(row)
         except BadRow as bad:
             dropped.append((number, bad.with_traceback(None)))
     ids = _given_ids(parsed, settings) if content == "token_ids" else _encode(parsed, settings, tokenizer)
     ends, counts = EndTokens.of(tokenizer, settings.format), Counter[str]()
-    kept: list[tuple[int, Pair, Group]] = []
+    kept: list[tuple[ReadRow, Group]] = []
     prompts: list[Prompt] = []
     tokenized: list[TokenizedPair] = []
-    for (number, pair, texts), *sequences in zip(parsed, *[ids] * (3 if is_pairs else 1), strict=True):
+    for row, *sequences in zip(parsed, *[ids] * (3 if is_pairs else 1), strict=True):
+        pair = row.pair
         try:
             if is_pairs:
                 whole = split_at_boundary(*sequences)
-                if number in turns or (pair.chosen_weights, pair.rejected_weights) != (None, None):
-                    whole = _with_weights(whole, pair, turns.get(number))
+                if row.number in turns or (pair.chosen_weights, pair.rejected_weights) != (None, None):
+                    whole = _with_weights(whole, pair, turns.get(row.number))
                 fitted = truncate(whole, settings.limits, tokenizer.bos_token_id)
                 _count(counts, len(sequences[0]), whole, fitted, ends)
-                tokenized.append(
-                    TokenizedPair(
-                        row_number=number, pair=pair, alone=sequences[0], whole=whole, fitted=fitted
-                    )
-                )
+                if row.texts and fitted is not whole:
+                    counts["characters_cut"] += _characters_cut(whole, fitted, tokenizer)
+                tokenized.append(TokenizedPair(row=row, alone=sequences[0], whole=whole, fitted=fitted))
             else:
-                prompt, is_truncated = _fit_prompt(number, pair, texts, sequences[0], settings, tokenizer)
+                prompt, is_truncated = _fit_prompt(row, sequences[0], settings, tokenizer)
                 prompts.append(prompt)
                 fitted = Group(context=prompt.ids, completions=(NO_TOKENS, NO_TOKENS))
                 counts["prompts_truncated"] += is_truncated
         except BadRow as bad:
-            dropped.append((number, bad.with_traceback(None)))
+            dropped.append((row.number, bad.with_traceback(None)))
         else:
-            kept.append((number, pair, fitted))
+            kept.append((row, fitted))
+            for name, count in row.counts.items():
+                counts[name] += count
             counts["prompts_inferred"] += pair.has_inferred_prompt
             if is_dialogue and has_other_turns(pair):
                 counts["pairs_with_other_turns"] += 1
     return TokenizedBatch(
         num_rows=len(rows),
         pairs=join_pairs(
-            [fitted for _, _, fitted in kept],
-            [pair.weight for _, pair, _ in kept],
-            [number for number, _, _ in kept],
-            [_whole_prompt_key(pair) for _, pair, _ in kept],
+            [fitted for _, fitted in kept],
+            [row.pair.weight for row, _ in kept],
+            [row.number for row, _ in kept],
+            [_whole_prompt_key(row.pair) for row, _ in kept],
         ),
         prompts=tuple(prompts),
         dropped=tuple(sorted(dropped, key=lambda row: row[0])),
@@ -231,30 +251,29 @@ def tokenize_batch(
 
 
 def read_row(
-    row: Mapping[str, Any] | BadRow, settings: TokenizationSettings, tokenizer: Tokenizer
-) -> tuple[Pair, tuple[str, ...]]:
-    """Returns the pair of a row, or its prompt alone if rows are prompts, and its texts. Raises BadRow.
-
-    The texts are the prompt and, for a pair, prompt + chosen and prompt + rejected; none for token ids.
-    """
+    number: int, row: Mapping[str, Any] | BadRow, settings: TokenizationSettings, tokenizer: Tokenizer
+) -> ReadRow:
+    """Returns the pair of a row, or its prompt alone if rows are prompts, and its texts. Raises BadRow."""
     if isinstance(row, BadRow):
         raise row
     format, is_pair = FORMATS[settings.format], settings.completion_tokens is None
     pair = (format.pair if is_pair else format.prompt)(row, **settings.format_options)
     if format.content == "token_ids":
         _check_vocabulary(pair, len(tokenizer))
-        return pair, ()
-    completions = (pair.chosen, pair.rejected) if is_pair else ()
-    texts: tuple[str, ...]
+        return ReadRow(number, pair, pair, (), {})
     if isinstance(pair.prompt, str):
-        eos = tokenizer.eos_token or ""
-        ended = (str(completion).removesuffix(eos) + eos for completion in completions)
-        texts = (pair.prompt, *(pair.prompt + completion for completion in ended))
+        completions = (str(pair.chosen), str(pair.rejected)) if is_pair else ()
+        texts = (pair.prompt, *(pair.prompt + _with_one_eos(text, tokenizer) for text in completions))
+        read = ReadRow(number, pair, pair, texts, {"characters": sum(map(len, texts[1:] or texts))})
     else:
         if settings.system_prompt is not None:
             pair = replace(pair, prompt=with_system_message(pair.prompt, settings.system_prompt))
-        texts = apply_chat_template(pair, completions, tokenizer)
-    for text in texts:
+        fit = suited(pair, tokenizer)
+        written = fit.pair
+        sides = (written.chosen, written.rejected) if is_pair else ()
+        texts = apply_chat_template(written, sides, tokenizer)
+        read = ReadRow(number, pair, written, texts, check_written(fit, texts, tokenizer))
+    for text in read.texts:
         if len(text) > _MAX_TEXT_CHARS:
             limit = f"more than {_MAX_TEXT_CHARS:,}"
             raise BadRow("text_too_long", f"prompt and completion have {len(text):,} characters, {limit}")
@@ -263,7 +282,24 @@ def read_row(
         except UnicodeEncodeError as error:
             lone = f"\\u{ord(text[error.start]):04x}"
             raise BadRow("invalid_unicode", f"a text has half of a surrogate pair ({lone})") from None
-    return pair, texts
+    return read
+
+
+def _with_one_eos(completion: str, tokenizer: Tokenizer) -> str:
+    """Returns the text with EOS at its end, also if its end was `...<|im_end|>\\n` already."""
+    eos = tokenizer.eos_token
+    if not eos:
+        return completion
+    if eos in completion:
+        completion = re.sub(rf"({re.escape(eos)}\s*)+\Z", "", completion)
+    return completion + eos
+
+
+def _characters_cut(whole: Group, fitted: Group, tokenizer: Tokenizer) -> int:
+    """Returns how many characters of the prompt, once for each side, and of the completions were cut off."""
+    cut = [whole.context[: len(whole.context) - len(fitted.context)]] * 2
+    cut += [before[len(after) :] for before, after in zip(whole.completions, fitted.completions, strict=True)]
+    return sum(len(str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))) for ids in cut if len(ids))
 
 
 def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
@@ -292,11 +328,11 @@ def _whole_prompt_key(pair: Pair) -> bytes:
 
 
 def _encode(
-    parsed: Sequence[tuple[int, Pair, tuple[str, ...]]], settings: TokenizationSettings, tokenizer: Tokenizer
+    parsed: Sequence[ReadRow], settings: TokenizationSettings, tokenizer: Tokenizer
 ) -> Iterator[TokenIds]:
     # The tokenizer gets many texts in a call, so that its threads have work.
-    texts = [text for _, _, of_row in parsed for text in of_row]
-    start = 0
+    texts = [text for row in parsed for text in row.texts]
+    is_text, start = FORMATS[settings.format].content == "text", 0
     while start < len(texts):
         end, num_chars = start, 0
         while end < len(texts) and num_chars < _ENCODE_CHARS:
@@ -304,20 +340,20 @@ def _encode(
             end += 1
         encoding = tokenizer(
             texts[start:end],
-            add_special_tokens=FORMATS[settings.format].content == "text",  # templates write special tokens
+            add_special_tokens=is_text,  # templates write special tokens
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,  # no warnings about lengths: truncate() checks the lengths
         )
-        yield from (np.array(ids, dtype=np.int32) for ids in encoding["input_ids"])
+        for ids in encoding["input_ids"]:
+            has_second_eos = is_text and ids[-2:] == [tokenizer.eos_token_id] * 2  # the tokenizer's own
+            yield np.array(ids[:-1] if has_second_eos else ids, dtype=np.int32)
         start = end
 
 
-def _given_ids(
-    parsed: Sequence[tuple[int, Pair, tuple[str, ...]]], settings: TokenizationSettings
-) -> Iterator[TokenIds]:
+def _given_ids(parsed: Sequence[ReadRow], settings: TokenizationSettings) -> Iterator[TokenIds]:
     """Yields the same sequences as `_encode`, for rows that are token ids already."""
-    for _, pair, _ in parsed:
+    for _, pair, *_ in parsed:
         prompt = np.array(pair.prompt, dtype=np.int32)
         yield prompt
         if settings.completion_tokens is None:
@@ -410,17 +446,12 @@ def _with_shorter_completions(pair: Group, length: int) -> Group:
 
 
 def _fit_prompt(
-    number: int,
-    pair: Pair,
-    texts: Sequence[str],
-    ids: TokenIds,
-    settings: TokenizationSettings,
-    tokenizer: Tokenizer,
+    row: ReadRow, ids: TokenIds, settings: TokenizationSettings, tokenizer: Tokenizer
 ) -> tuple[Prompt, bool]:
     """Returns the prompt, cut if a completion needs the room, and True if it was cut. Raises BadRow."""
-    text = texts[0] if texts else str(tokenizer.decode(ids.tolist()))
+    text = row.texts[0] if row.texts else str(tokenizer.decode(ids.tolist()))
     # Some tokenizers add EOS to every text. A prompt must not end with it, because the policy continues it.
-    has_own_end = not texts or text.endswith(tokenizer.eos_token or "\0")
+    has_own_end = not row.texts or text.endswith(tokenizer.eos_token or "\0")
     if len(ids) and ids[-1] == tokenizer.eos_token_id and not has_own_end:
         ids = ids[:-1]
     if not text or len(ids) == 0:
@@ -429,8 +460,9 @@ def _fit_prompt(
     whole = Group(context=ids, completions=(room, room))
     fitted = truncate(whole, settings.limits, tokenizer.bos_token_id).context.astype(np.int32, copy=False)
     is_conversation = FORMATS[settings.format].content == "messages"
-    messages: Any = tuple(pair.prompt) if is_conversation else None
-    return Prompt(ids=fitted, text=text, messages=messages, row_number=number), len(fitted) < len(ids)
+    messages: Any = tuple(row.pair.prompt) if is_conversation else None
+    prompt = Prompt(ids=fitted, text=text, messages=messages, row_number=row.number)
+    return prompt, len(fitted) < len(ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dpo_pack.data.faults import RULES, SIDES, Origin, find_in, longest_length, quoted, sequence, text_of
-from dpo_pack.data.formats import FORMATS, are_labels
+from dpo_pack.data.faults import (
+    RULES,
+    SIDES,
+    Origin,
+    find_in,
+    is_label,
+    longest_length,
+    quoted,
+    sequence,
+    text_of,
+)
+from dpo_pack.data.formats import FORMATS
 from dpo_pack.data.tokenization import TokenizedPair
 from dpo_pack.packing.lengths import AnyIntArray, common_prefix_length
 
@@ -72,6 +82,7 @@ class SourceView:
     format: str
     columns: Mapping[str, str]  # our names -> the source's, of the columns that the format reads
     columns_not_read: Sequence[str]
+    notes: Sequence[str]  # what was changed for the chat template, and how much arrives
     rows_read: int  # and tokenised
     rows: int | None  # None: not known before the source's end, and the end was not reached
     pairs_kept: int
@@ -121,14 +132,13 @@ def find_faults(pairs: Sequence[TokenizedPair], origin: Origin) -> Iterator[Faul
             _, (_, remedy) = max(found, key=lambda one: longest_length(one[0].whole))
             yield _fault(name, rule.sentence, remedy, [pair for pair, _ in found], of=len(pairs))
     for part in ("prompt", *SIDES):
-        texts = [text_of(pair, part).strip() for pair in pairs]
-        if all(texts) and are_labels(texts):
+        if is_label(pairs, part):
             format = FORMATS[origin.settings.format]
             columns = format.completion_columns  # a row's preference may decide which of them is chosen
             if part in ("prompt", *columns):
                 columns = ((format.prompt_column or part) if part == "prompt" else part,)
             keys = " or ".join(f"{origin.key}.columns.{column}" for column in columns)
-            examples = ", ".join(map(quoted, texts[:3]))
+            examples = ", ".join(quoted(text_of(pair, part).strip()) for pair in pairs[:3])
             sentence = f"{part} is an id or a category, no text: {examples}, and others"
             remedy = f"wrong column? Name the column of the texts in {keys}"
             yield _fault(f"{part}_is_a_label", sentence, remedy, pairs, of=len(pairs))

@@ -21,6 +21,7 @@ from accelerate.utils import patch_environment
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from dpo_pack.data.faults import source_notes
 from dpo_pack.data.ingest import columns_sentence
 from dpo_pack.data.sources import HELD_OUT, Data, LoadedSource, load_data, load_source
 from dpo_pack.data.store import PairTable
@@ -122,6 +123,7 @@ def prepare_data(
     begun = time.monotonic()
     cache_dir = recipe.reference.cache_dir or default_cache_directory()
     settings: dict[str, Any] = {"seed": recipe.seed, "cache_dir": cache_dir}
+    settings["template"] = recipe.tokenizer.chat_template
     if recipe.online is not None:
         most = recipe.online.max_new_tokens
         data = load_data(recipe.data, tokenizer=tokenizer, max_new_tokens=most, **settings)
@@ -161,6 +163,8 @@ def _print_notes(data: Data, console: Console, scored_turns: str) -> None:
                 else "messages that the assistant did not write are scored too (data.scored_turns: all)"
             )
             console.print(f"  {source['name']}: in {others:,} of {source['pairs_kept']:,} pairs {scored}")
+        for note in source_notes(source):
+            console.print(f"  {source['name']}: {note}")
 
 
 def _source_reports(data: Data) -> list[dict[str, Any]]:
@@ -391,7 +395,13 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         tokenizer = prepare_tokenizer(recipe)
         found.append(f"tokenizer: {len(tokenizer):,} tokens")
         cache_dir = recipe.reference.cache_dir or default_cache_directory()
-        load = partial(load_source, data=recipe.data, tokenizer_key="", cache_dir=cache_dir)
+        load = partial(
+            load_source,
+            data=recipe.data,
+            tokenizer_key="",
+            cache_dir=cache_dir,
+            template=recipe.tokenizer.chat_template,
+        )
         for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
             for number, source in enumerate(sources):
                 with step():
@@ -428,6 +438,7 @@ def _check_source(
         f"{label}, format {counts['format']}, the first {counts['rows_read']:,} rows have "
         f"{counts[f'{kept}_kept']:,} {kept}{f', left out: {dropped}' if dropped else ''}"
     )
+    found.extend(f"  {note}" for note in source_notes(counts))
     columns = f"  {columns_sentence(loaded.columns_read, counts['columns_not_read'])}"
     found.extend([] if columns in found else [columns])
     if policy is not None:

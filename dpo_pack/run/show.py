@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from dpo_pack.data.faults import Origin
+from dpo_pack.data.faults import FEW, Origin, source_notes
 from dpo_pack.data.formats import FORMATS, BadRow
 from dpo_pack.data.ingest import Ingestion
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.sources import locate_source
 from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
-from dpo_pack.data.tokenization import EndTokens, TokenizedPair, tokenize_rows
+from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows
 from dpo_pack.data.view import Fault, LeftOutRow, PackedRow, ShownRecipe, SourceView, find_faults, shown_pair
 from dpo_pack.model.config import known_positions
 from dpo_pack.packing.bin_packing import PADDED
@@ -31,7 +31,6 @@ from dpo_pack.system.errors import DataError, ModelError, RecipeError
 from dpo_pack.system.process import printable
 
 FIRST_ROWS = 200  # of each source that are read, besides the rows that the user asks for
-_FEW = 0.1  # of a source's rows: if fewer are left out for a reason, that may be right
 # Groups of pairs are packed by tokens alone: costs decide nothing on one rank.
 _TOKENS_ONLY = ModelShape(token_weights=1.0, head_weights=0, attention=())
 
@@ -58,7 +57,13 @@ def show_recipe(
             label = labels[number] if labels.count(labels[number]) == 1 else name
             located = locate_source(source, f"data.{part}.{number}", None)
             view, pairs = _view_source(
-                Ingestion(located=located, source=source, data=data, tokenizer=tokenizer),
+                Ingestion(
+                    located=located,
+                    source=source,
+                    data=data,
+                    tokenizer=tokenizer,
+                    template=recipe.tokenizer.chat_template,
+                ),
                 name,
                 label if part == "train" else f"{label} (held out)",
                 console,
@@ -85,6 +90,7 @@ def show_recipe(
             f'{len(tokenizer):,} tokens, EOS "{tokenizer.eos_token}"; {template}',
             f"data.max_length: {data.max_length:,} tokens of prompt and one completion; data.truncation: "
             f"{data.truncation}; positions that the model computes exactly: {positions}",
+            *(f"{view.label}: {note}" for view in views for note in view.notes),
         ),
         sources=views,
         asked=bool(asked_rows),
@@ -133,21 +139,22 @@ def _view_source(
         is_at_end = next(rows, None) is None and (reads_all or ingestion.num_rows <= FIRST_ROWS)
     if ingestion.num_rows == 0:
         raise DataError(f"{ingestion.located.label} has no rows; correct or remove {key}")
-    ends = EndTokens.of(tokenizer, settings.format)
-    origin = Origin(key=key, settings=settings, tokenizer=tokenizer, ends=ends, num_positions=num_positions)
+    origin = Origin.of(key, settings, tokenizer, num_positions=num_positions)
     left_out = [_reason(reason, ingestion) for reason in ingestion.first_dropped]
-    many = [reason for reason in left_out if reason.count >= _FEW * reason.of]
+    many = [reason for reason in left_out if reason.count >= FEW * reason.of]
     faults = sorted([*find_faults(pairs, origin), *many], key=lambda fault: -fault.count)
     first = [pair.row_number for pair in pairs[: 2 if key.startswith("data.train.") else 1]]
     wanted = asked_rows or {*first, *(fault.rows[0] for fault in faults)}
     shown = [pair for pair in pairs if pair.row_number in wanted]
+    summary = ingestion.summary()
     view = SourceView(
         name=name,
         label=label,
         row_word=ingestion.row_word,
         format=ingestion.format,
         columns=ingestion.columns_read,
-        columns_not_read=ingestion.summary()["columns_not_read"],
+        columns_not_read=summary["columns_not_read"],
+        notes=list(source_notes(summary)),
         rows_read=ingestion.num_rows,
         rows=ingestion.num_rows if is_at_end else ingestion.rows_in_all,
         pairs_kept=ingestion.num_kept,

@@ -127,7 +127,7 @@ MARKS = CHAT_TEMPLATE.replace(
 )
 REWRITES = CHAT_TEMPLATE.replace(
     "(message.content or '')",
-    "(message.content if loop.last or message.role != 'assistant' else 'no more')",
+    "(message.content if loop.last or message.role != 'assistant' else '~' + message.content)",
 )
 CALL = [
     {"role": "assistant", "content": "call"},
@@ -215,7 +215,7 @@ def test_answers_of_one_message_are_rendered_and_stored_as_if_all_turns_were_sco
         load(tmp_path, path, tokenizer=chat_tokenizer(MARKS), scored_turns=turns)
         for turns in ("assistant", "all")
     ]
-    assert len(calls) == 6 and splits[0].fingerprint == splits[1].fingerprint
+    assert len(calls) == 6 + 2 and splits[0].fingerprint == splits[1].fingerprint
     assert not list((tmp_path / "cache").rglob("weights.bin"))
     assert (
         splits[0].train.group(0).completions[0].tolist() == splits[1].train.group(0).completions[0].tolist()
@@ -241,3 +241,32 @@ def test_a_line_says_on_how_many_pairs_the_scored_turns_matter(tmp_path: Path) -
 
 def test_other_scored_turns_are_a_change_that_changes_training() -> None:
     assert changed_keys(load_recipe(), load_recipe("data.scored_turns=all")) == ["data.scored_turns"]
+
+
+def test_a_start_says_what_show_knows_also_from_the_cache(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": part} for part in ("the sky", "of today?")]
+    row = {
+        **SIMPLE,
+        "prompt": [{"role": "developer", "content": parts}],
+        "tools": [{"function": {"name": "f"}}],
+    }
+    recipe = parse_recipe(
+        {
+            "output_dir": str(tmp_path / "run"),
+            "model": {"path": "unused"},
+            "data": {"train": write(tmp_path / "chat.jsonl", [row] * 3)},
+            "reference": {"cache_dir": str(tmp_path / "cache")},
+        }
+    )
+    roles = CHAT_TEMPLATE.replace("if tools", "if false")
+    for _ in range(2):
+        told = StringIO()
+        data = prepare_data(recipe, chat_tokenizer(roles), Console(file=told, width=300))
+        assert "Warning: tools_not_written in 3 of 3 pairs" in told.getvalue()
+        assert "dpopack show RECIPE --pair 1 shows one" in told.getvalue()
+        assert "in 3 of 3 pairs the role developer is written as system" in told.getvalue()
+        assert "100 % of all characters are in the tokens" in told.getvalue()
+        report = data.report["train"]["sources"][0]
+        assert report["faults"] == {"tools_not_written": {"pairs": 3, "first_row": 1}}
+        assert report["parts_joined"] == 3 and report["characters_in_tokens"] == 1
+    assert data.report["rows_tokenized"] == 0

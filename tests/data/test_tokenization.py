@@ -132,6 +132,19 @@ def test_text_ids_are_those_of_prompt_and_completion_tokenised_together() -> Non
     assert all(completion.count(EOS) == 1 for _, *both in ids_of(batch.pairs) for completion in both)
 
 
+@pytest.mark.parametrize("end", ["", "</s>", "</s>\n", "</s></s>", "</s> \n</s>\n"])
+@pytest.mark.parametrize("adds_eos", [False, True])
+def test_one_eos_ends_an_answer_of_text(end: str, adds_eos: bool) -> None:
+    tokenizer = tiny_tokenizer()
+    if adds_eos:
+        added = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])
+        tokenizer.backend_tokenizer.post_processor = added
+    row = {"prompt": "Which one?", "chosen": f" The first. {end}", "rejected": f" None {end}"}
+    ((_, *both),) = ids_of(tokenize([row], "preference", tokenizer).pairs)
+    assert [ids.count(EOS) for ids in both] == [1, 1] and all(ids[-1] == EOS for ids in both)
+    assert TOKENIZER.decode(both[0]) == " The first. </s>"
+
+
 def test_special_tokens_that_the_tokenizer_adds_stay_in_text_and_are_left_out_of_templates() -> None:
     tokenizer = tiny_tokenizer(chat_template=True)
     add_bos = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])

@@ -123,6 +123,10 @@ CUT_LEFT = ["data.truncation=prompt_left", "data.max_length=64"]
 CUT_RIGHT = ["data.truncation=completion_right", "data.max_length=32"]
 MOVED = {"prompt": "The answer is ", "chosen": "better", "rejected": "helpful"}
 IDS = {"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [9, 2]}
+SPECIAL = {**CHAT, "prompt": [{"role": "user", "content": "What is </s> for?"}]}
+TOOLS = {**CHAT, "tools": [{"type": "function", "function": {"name": "weather"}}]}
+INSIDE = {**IDS, "chosen_ids": [7, 2, 7, 8, 7, 8, 2], "rejected_ids": [9, 2]}
+TWO_BOS = "<s><s>" + CHAT_TEMPLATE
 LATE = CHAT_TEMPLATE.replace("and thinking", "")
 # A fault: rows, recipe keys, template, the warning's name, of how many it is said, and the remedy's key.
 FAULTS: list[tuple[list[Row], list[str], str, str, str, str]] = [
@@ -142,6 +146,11 @@ FAULTS: list[tuple[list[Row], list[str], str, str, str, str]] = [
      r"data\.train\.0\.columns"),
     ([PAIR, EMPTY], [], CHAT_TEMPLATE, "empty_completion", r"1 of 2 rows \(line 2\)",
      r"data\.train\.0\.columns"),
+    ([SPECIAL], [], CHAT_TEMPLATE, "control_tokens_in_text", "1 of 1 pair", "remove it from the texts"),
+    ([TOOLS], [], CHAT_TEMPLATE.replace("if tools", "if false"), "tools_not_written", "1 of 1 pair",
+     r"tokenizer\.chat_template"),
+    ([INSIDE], [], CHAT_TEMPLATE, "eos_inside", "1 of 1 pair", "leave EOS out"),
+    ([CHAT], [], TWO_BOS, "bos_twice", "1 of 1 pair", r"tokenizer\.chat_template"),
     (LABELS, [], CHAT_TEMPLATE, "prompt_is_a_label", "30 of 30 pairs", r"data\.train\.0\.columns\.prompt"),
     ([{"question": "x", "answer": "y"}] * 3, [], CHAT_TEMPLATE, "missing_column", "3 of 3 rows",
      r"data\.train\.0\.columns"),

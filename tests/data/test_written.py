@@ -1,0 +1,158 @@
+"""Every text of a row is in its rendering, or the row is a bad row: chat templates beside shapes of rows.
+
+A text of a row here has a word that occurs nowhere else, so whether a template wrote it is plain to see.
+"""
+
+import importlib.util
+import json
+import re
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_tokenizer import tiny_tokenizer
+
+from dpo_pack.data.formats import FORMATS, BadRow
+from dpo_pack.data.tokenizer import apply_chat_template
+from dpo_pack.data.written import check_written, suited
+
+_TURN = "{% for m in messages %}{{ '<s>' + m.role + '\n' }}BODY{{ '</s>\n' }}{% endfor %}"
+_OPEN = "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+_CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ c.function.name ~ (c.function.arguments | tojson) }}{% endfor %}"
+)
+_PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+BODIES = {
+    "content alone": "{{ m.content or '' }}",
+    "three roles": "{% if m.role in ['system', 'user', 'assistant'] %}{{ m.content or '' }}{% endif %}",
+    "parts": _PARTS,
+    "calls": "{{ m.content or '' }}" + _CALLS,
+    "calls as text": "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name + "
+    "c.function.arguments }}{% endfor %}",
+    "strips thinking": "{{ (m.content or '').split('</think>')[-1] }}",
+    "reasoning": "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content or '' }}",
+    "upper case": "{{ (m.content or '') | upper }}",
+    "call or content": "{% if m.tool_calls %}" + _CALLS + "{% else %}{{ m.content }}{% endif %}",
+    "reads the text": "{% if '7' not in (m.content or '') %}{{ m.content or '' }}{% endif %}",
+}
+_numbers = count()
+
+
+def _text() -> str:
+    return f"Text w{next(_numbers):06d} here."
+
+
+def _user(content: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _says(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def _call(arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "id": "abcdefghi", "function": {"name": "weather", "arguments": arguments}}
+
+
+def _parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+SHAPES: dict[str, Any] = {
+    "plain": lambda: ([_user(_text())], _says(_text())),
+    "system": lambda: ([_user(_text(), "system"), _user(_text())], _says(_text())),
+    "developer": lambda: ([_user(_text(), "developer"), _user(_text())], _says(_text())),
+    "other role": lambda: ([_user(_text(), "human")], _says(_text())),
+    "turns": lambda: ([_user(_text()), _says(_text()), _user(_text())], _says(_text())),
+    "parts": lambda: ([_user(_parts(_text(), _text()))], _says(_parts(_text()))),
+    "reasoning": lambda: ([_user(_text())], _says(_text(), reasoning_content=_text())),
+    "thinking": lambda: ([_user(_text())], _says(f"<think>\n{_text()}\n</think>\n\n{_text()}")),
+    "call": lambda: ([_user(_text())], _says(None, tool_calls=[_call({"city": _text()})])),
+    "call and text": lambda: ([_user(_text())], _says(_text(), tool_calls=[_call({"city": _text()})])),
+    "call as JSON": lambda: (
+        [_user(_text())],
+        _says("", tool_calls=[_call(json.dumps({"city": f'"{_text()}"\n'}))]),
+    ),
+    "result": lambda: (
+        [_user(_text()), _says("", tool_calls=[_call({"city": _text()})]), _user(_text(), "tool")],
+        _says(_text()),
+    ),
+    "no words": lambda: ([_user(_text())], _says("", feeling="good")),
+}
+
+
+def _trl_templates() -> list[Path]:
+    trl = importlib.util.find_spec("trl")
+    return (
+        [] if trl is None or trl.origin is None else sorted(Path(trl.origin).parent.glob("chat_templates/*"))
+    )
+
+
+def _judge(template: str, shape: str) -> tuple[str, set[str]]:
+    """Returns what becomes of a row ("kept", or a reason), and its words that are not in the rendering."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    prompt, chosen = SHAPES[shape]()
+    pair = FORMATS["conversational"].pair(
+        {"prompt": prompt, "chosen": [chosen], "rejected": [_says(_text())]}
+    )
+    row, verdict = suited(pair, tokenizer), "kept"
+    try:
+        texts = apply_chat_template(row.pair, (row.pair.chosen, row.pair.rejected), tokenizer)
+    except BadRow as bad:
+        return bad.reason, set()
+    try:
+        check_written(row, texts, tokenizer)
+    except BadRow as bad:
+        verdict = bad.reason
+    missing = set(re.findall(r"w\d{6}", json.dumps([prompt, chosen]))) - set(
+        re.findall(r"w\d{6}", texts[1].lower())
+    )
+    return verdict, missing
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("body", BODIES)
+def test_a_row_is_kept_if_and_only_if_all_of_it_is_written(body: str, shape: str) -> None:
+    verdict, missing = _judge(_TURN.replace("BODY", BODIES[body]) + _OPEN, shape)
+    if verdict in ("kept", "empty_completion"):
+        assert not missing or verdict == "empty_completion"
+    elif verdict != "template_error":
+        assert missing, "a row is refused although all of it is written"
+
+
+@pytest.mark.parametrize(
+    ("body", "shape", "verdict"),
+    [
+        ("content alone", "developer", "kept"),
+        ("three roles", "developer", "kept"),  # as system
+        ("three roles", "other role", "role_not_written"),
+        ("parts", "plain", "kept"),  # texts become parts
+        ("content alone", "parts", "kept"),  # joined
+        ("content alone", "call", "empty_completion"),
+        ("content alone", "call and text", "call_not_written"),
+        ("calls", "call as JSON", "kept"),  # as objects
+        ("calls as text", "call", "kept"),  # as JSON text
+        ("call or content", "call and text", "text_not_written"),
+        ("strips thinking", "thinking", "reasoning_not_written"),
+        ("content alone", "reasoning", "reasoning_not_written"),
+        ("upper case", "plain", "kept"),
+        ("content alone", "no words", "empty_completion"),
+    ],
+)
+def test_what_is_missing_is_named(body: str, shape: str, verdict: str) -> None:
+    assert _judge(_TURN.replace("BODY", BODIES[body]) + _OPEN, shape)[0] == verdict
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _trl_templates(), reason="TRL is not installed")
+def test_templates_of_published_models() -> None:
+    for path in _trl_templates():
+        for shape in SHAPES if path.suffix == ".jinja" else ():
+            verdict, missing = _judge(path.read_text(), shape)
+            if verdict == "kept":
+                assert not missing, (path.name, shape)
+            elif verdict not in ("template_error", "empty_completion"):
+                assert missing, (path.name, shape, verdict)
