@@ -233,6 +233,7 @@ def merge(
     base: replaces the base that the adapter names. dtype: float32, bfloat16, float16, or auto, as the base.
     """
     with many_imports():
+        from dpo_pack.model.lora import unknown_settings
         from dpo_pack.run.export import merge_adapter
         from dpo_pack.system.console import make_console
 
@@ -241,6 +242,8 @@ def merge(
         adapter = merge_adapter(
             Path(source), Path(out), base=base, dtype=dtype, trust_remote_code=trust_remote_code
         )
+    for warning in unknown_settings(adapter.directory):
+        console.print(warning)
     console.print(f"Merged {adapter.directory} into {adapter.base}: {out}")
     return Path(out)
 

@@ -69,7 +69,7 @@ from dpo_pack.run.pairs import (
     trained_pair_sizes,
 )
 from dpo_pack.run.rollouts import build_online, check_generator, live_reference
-from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint, find_run, only_run, push
+from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint, find_run, only_run, push, way_on
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import (
     Setup,
@@ -95,6 +95,7 @@ from dpo_pack.training.optim import (
     clip_gradients,
     learning_rate_schedule,
     num_warmup_steps,
+    schedule_warnings,
 )
 from dpo_pack.training.records import PairLog, start_trackers
 from dpo_pack.training.references import CachedReference, Reference, check_followable, check_start
@@ -135,6 +136,7 @@ def train(
         run = ranks.first_does(lambda: find_run(recipe, overwrite=overwrite))
         if run.is_finished:
             console.print(f"This run is finished and {run.model} holds its model; nothing to do")
+            console.print(f"  {way_on(recipe)}")
             if not dry_run and not run.page.exists():  # the process was killed before it wrote the page
                 run.remove_leftovers()
                 write_page(run, console)
@@ -299,6 +301,10 @@ class Trainer:
             warmup_steps=warmup_steps,
             min_lr_ratio=settings.min_lr_ratio,
         )
+        for warning in schedule_warnings(
+            optimizer, lr=settings.lr, num_steps=num_steps, warmup_steps=warmup_steps
+        ):
+            self.console.print(warning)
         return TrainState(
             scorer=scorer,
             optimizer=optimizer,

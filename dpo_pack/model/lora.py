@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import os
 import pickle
+import re
+import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import read_json
 from dpo_pack.system.hub import is_adapter
-from dpo_pack.system.machine import install_command
+from dpo_pack.system.machine import install_command, package_versions
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModelForCausalLM
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 # Families in which peft refuses adapters of the projection behind the recurrence (`out_proj`), because
 # kernels of mamba-ssm read its weight directly.
 _MAMBA_FAMILIES = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+_MOST_SHOWN = 350  # characters of an error of peft, which may list all modules of a model
+_UNSET: tuple[Any, ...] = (None, False, "", [], {})  # values of a setting that change nothing
 _NAME = "default"  # peft's default; peft saves an adapter of another name in a subfolder
 
 
@@ -74,7 +80,10 @@ class Adapter:
     base: str
     is_new: bool  # not loaded from files; then the policy starts equal to the base
     dropouts: tuple[nn.Dropout, ...]
-    left_out: tuple[str, ...]  # names of linear layers that all-linear leaves out, because peft refuses them
+    notes: tuple[str, ...]  # for the user: what gets no adapter, and what is odd in a saved one
+    # Whole tensors of a saved adapter's file that differ from the base's, by their names in the file: the
+    # model has them, and every later adapter must.
+    whole: Mapping[str, Tensor]
 
     @contextlib.contextmanager
     def as_reference(self) -> Iterator[None]:
@@ -96,8 +105,11 @@ class Adapter:
     def head_weights(self, head: Any) -> tuple[Tensor, Tensor | None]:
         """Returns weight [V, D] and bias [V] of the head with its adapter, differentiable in the adapter."""
         from peft.tuners.lora import Linear as LoraLinear
-        from peft.utils import ModulesToSaveWrapper
+        from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
+        if isinstance(head, TrainableTokensWrapper):  # without bias, see `_check_embeddings`
+            tokens: Any = head.token_adapter
+            return tokens.get_merged_weights([] if tokens.disable_adapters else [_NAME]), None
         if isinstance(head, ModulesToSaveWrapper):
             head = head.original_module if head.disable_adapters else head.modules_to_save[_NAME]
         if not isinstance(head, LoraLinear):
@@ -112,6 +124,9 @@ class Adapter:
         named = None if state is None else {f"base_model.model.{name}": t for name, t in state.items()}
         # By default peft asks the hub whether the vocabulary has grown. Training never changes it.
         self.peft_model.save_pretrained(str(directory), save_embedding_layers=False, state_dict=named)
+        if self.whole:
+            file = directory / "adapter_model.safetensors"
+            save_file({**load_file(file), **self.whole}, file, metadata={"format": "pt"})
 
     def merge(self) -> PreTrainedModel:
         """Adds the adapter to the base's weights and returns the base. Raises ModelError if this fails."""
@@ -147,6 +162,24 @@ def read_adapter(directory: Path, key: str) -> SavedAdapter:
     return SavedAdapter(directory=directory, base=base, base_revision=config.revision, rank=config.r)
 
 
+def unknown_settings(directory: Path) -> Iterator[str]:
+    """Yields a line about the settings of a saved adapter that peft does not know, and so ignores."""
+    from peft import LoraConfig
+
+    known = inspect.signature(LoraConfig).parameters
+    given: dict[str, Any] = read_json(directory / "adapter_config.json") or {}
+    unknown = [
+        f"{name} ({value})" for name, value in given.items() if name not in known and value not in _UNSET
+    ]
+    if unknown:
+        yield (
+            f"Warning: peft {package_versions().get('peft')} does not know and ignores settings of "
+            f"{directory / 'adapter_config.json'}: {', '.join(unknown)}; so the model may compute something "
+            "else than the one that was trained; install the peft that wrote it "
+            f"({given.get('peft_version', 'a newer one')})"
+        )
+
+
 def plain_name(name: str) -> str | None:
     """Returns a tensor's name in the model without adapter; None for LoRA's and for replaced tensors."""
     parts = name.split(".")
@@ -178,16 +211,31 @@ def attach_adapter(
     local = os.path.abspath(base) if os.path.isdir(base) else base
     with _one_line(f"{key}: the adapter does not fit {base}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # our own checks follow
+        whole: dict[str, Tensor] = {}
         if isinstance(adapter, LoraSettings):
-            peft_model = _attach_new(model, adapter)
+            peft_model, notes = _attach_new(model, adapter)
         else:
-            peft_model = _attach_saved(model, adapter, reads_weights=reads_weights)
+            peft_model, whole = _attach_saved(model, adapter, reads_weights=reads_weights)
+            notes = [*unknown_settings(adapter)]
+            if whole:
+                names = ", ".join(name.removeprefix("base_model.model.") for name in whole)
+                notes.append(
+                    f"Note: {adapter} also holds {names}, which differ from the base's; they are used, not "
+                    "trained, and written into the trained adapter"
+                )
+        from peft.tuners.lora import LoraLayer
+
+        layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        for layer in layers:
+            layer_of: Any = layer.get_base_layer()
+            if isinstance(layer_of, nn.Linear) and not _is_plain(layer_of):
+                raise ValueError(
+                    f"a {type(layer_of).__name__} is no plain linear layer, so it cannot have an adapter; "
+                    "leave it out of target_modules"
+                )
     config: Any = peft_model.peft_config[_NAME]
     config.base_model_name_or_path, config.revision = local, revision
     _check_embeddings(model, key, is_new=is_new)
-    from peft.tuners.lora import LoraLayer
-
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     dropouts = [part for layer in layers for part in layer.lora_dropout.values()]
     return Adapter(
         peft_model=peft_model,
@@ -195,84 +243,187 @@ def attach_adapter(
         is_new=is_new,
         # A saved adapter trains without dropout.
         dropouts=tuple(part for part in dropouts if is_new and isinstance(part, nn.Dropout)),
-        left_out=tuple(config.exclude_modules or ()) if is_new else (),
+        notes=tuple(notes),
+        whole=whole,
     )
 
 
-def _attach_new(model: PreTrainedModel, settings: LoraSettings) -> PeftModelForCausalLM:
+def _attach_new(model: PreTrainedModel, settings: LoraSettings) -> tuple[PeftModelForCausalLM, list[str]]:
+    """Returns also lines about what gets no adapter."""
     from peft import LoraConfig, PeftModelForCausalLM
 
-    targets = settings.target_modules
-    is_refused = model.config.model_type in _MAMBA_FAMILIES and isinstance(targets, str)
+    targets, towers, notes = settings.target_modules, _towers(model), list[str]()
+    excluded = {tower: "outside of the language model" for tower in towers}
+    if isinstance(targets, str):
+        excluded |= _no_plain_layers(model)
+        what = "all-linear leaves out"
+    else:
+        inside = [name for name, _ in model.named_modules() if not _is_in(towers, name)]
+        for target in targets:  # peft only checks that one name matches
+            if not any(f".{name}".endswith(f".{target}") for name in inside):
+                whole = "language model" if towers else "model"
+                raise ValueError(f"the {whole} has no linear module named {target}; correct target_modules")
+        what = "target_modules leave out"
+    if excluded:
+        ends = {name.rpartition(".")[2]: why for name, why in excluded.items()}
+        notes.append(f"  {what} {', '.join(f'{end} ({why})' for end, why in ends.items())}")
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor; peft's annotation is too narrow
         lora_dropout=settings.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=["out_proj"] if is_refused else None,
+        exclude_modules="|".join(rf"{re.escape(name)}(\..*)?" for name in excluded) or None,
         task_type="CAUSAL_LM",
     )
     # peft draws A on the CPU, so that the seed alone decides the adapter, not the device.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        peft_model = PeftModelForCausalLM(model, config, adapter_name=_NAME)
-    names: list[str] = vars(peft_model.base_model)["targeted_module_names"]
-    for target in () if isinstance(targets, str) else targets:  # peft only checks that one name matches
-        if not any(f".{name}".endswith(f".{target}") for name in names):
-            raise ValueError(f"the model has no linear module named {target}; correct target_modules")
-    return peft_model
+        return PeftModelForCausalLM(model, config, adapter_name=_NAME), notes
 
 
-def _attach_saved(model: PreTrainedModel, directory: Path, *, reads_weights: bool) -> PeftModelForCausalLM:
-    from peft import PeftConfig, PeftModelForCausalLM
+def _towers(model: PreTrainedModel) -> list[str]:
+    """Returns the names of the outermost modules that are no part of the language model, so that text never
+    reaches them."""
+    if model.config.get_text_config() is model.config:
+        return []
+    parts: Any = (model.get_decoder(), model.get_output_embeddings())
+    own = [name for name, module in model.named_modules() if any(module is part for part in parts)]
+    if "" in own:
+        return []
+    outside = [
+        name
+        for name, _ in model.named_modules()
+        if not _is_in(own, name) and not any(_is_in([name], inner) for inner in ("", *own))
+    ]
+    return [name for name in outside if not _is_in(outside, name.rpartition(".")[0])]
+
+
+def _is_in(modules: Sequence[str], name: str) -> bool:
+    return f"{name}.".startswith(tuple(f"{module}." for module in modules))
+
+
+def _no_plain_layers(model: PreTrainedModel) -> dict[str, str]:
+    """Returns the names of linear layers that cannot have an adapter, with the reasons."""
+    is_mamba = model.config.model_type in _MAMBA_FAMILIES
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not _is_plain(module):
+            found[name] = f"{type(module).__name__} is no plain linear layer"
+        elif is_mamba and name.endswith(".out_proj"):
+            found[name] = "peft refuses it here"
+    return found
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether the layer returns a product and nothing else. Some routers, which choose experts, do not."""
+    if type(layer) is nn.Linear or type(layer).__module__.startswith("bitsandbytes."):
+        return True
+    try:
+        with torch.no_grad():
+            product: Any = layer(layer.weight.new_zeros(1, layer.in_features))
+    except Exception:  # of code that we do not know
+        return False
+    return isinstance(product, Tensor) and product.shape == (1, layer.out_features)
+
+
+def _attach_saved(
+    model: PreTrainedModel, directory: Path, *, reads_weights: bool
+) -> tuple[PeftModelForCausalLM, dict[str, Tensor]]:
+    """Returns also the whole tensors of the adapter's file that differ from the base's."""
+    from peft import PeftConfig, PeftModelForCausalLM, get_peft_model_state_dict
+    from peft.utils import load_peft_weights
 
     config: LoraConfig = PeftConfig.from_pretrained(str(directory))
     config.inference_mode = False
+    embeddings: Any = model.get_input_embeddings()
+    num_tokens = int(embeddings.weight.shape[0])
     peft_model = PeftModelForCausalLM(model, config, adapter_name=_NAME)
     if not reads_weights:
-        return peft_model
+        return peft_model, {}
+    state: dict[str, Tensor] = peft_model.state_dict()
+    # The adapter's own tensors by their names in files; there the base's tensors have the names of `state`.
+    own: dict[str, Tensor] = get_peft_model_state_dict(peft_model, state, save_embedding_layers=False)
+    whole = {}
+    for name, tensor in load_peft_weights(str(directory), device="cpu").items():
+        ours = own.get(name, state.get(name))
+        if ours is None:
+            continue
+        if tensor.shape != ours.shape:
+            raise ValueError(_other_shape(name, list(tensor.shape), list(ours.shape), num_tokens))
+        if name not in own and not torch.equal(tensor.to(ours), ours):
+            whole[name] = tensor
     # By default peft reads the weights onto the first GPU, in every process.
     device = str(next(model.parameters()).device)
-    loading: Any = peft_model.load_adapter(str(directory), _NAME, is_trainable=True, torch_device=device)
+    try:
+        loading: Any = peft_model.load_adapter(str(directory), _NAME, is_trainable=True, torch_device=device)
+    except KeyError as error:  # of modules that are trained whole, or in single rows
+        raise ValueError(f"its weights lack {error.args[0]}") from error
     missing = [key for key in loading.missing_keys if _NAME in key.split(".")]
     if missing:
         raise ValueError(f"its weights lack {missing[0]}")
     if loading.unexpected_keys:
         raise ValueError(f"the model has no layer for its weight {loading.unexpected_keys[0]}")
-    return peft_model
+    return peft_model, whole
+
+
+def _other_shape(name: str, theirs: list[int], ours: list[int], num_tokens: int) -> str:
+    differing = [pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]]
+    if len(theirs) == len(ours) and [number for _, number in differing] == [num_tokens]:
+        number = differing[0][0]
+        return (
+            f"its {name} is for {number} tokens, and the base's embeddings have {num_tokens} rows; give the "
+            f"base that it was trained on: resize this one (resize_token_embeddings({number}) in "
+            "transformers), save it and name it in adapter_config.json (base_model_name_or_path)"
+        )
+    return (
+        f"its {name} has the shape {theirs}, and the model's has {ours}; name the base that it was trained "
+        "on in adapter_config.json (base_model_name_or_path)"
+    )
 
 
 def _check_embeddings(model: PreTrainedModel, key: str, *, is_new: bool) -> None:
-    """Refuses an adapter of tied embeddings, and one of the head that `head_weights` cannot compute."""
+    """Refuses adapters of tied embeddings that peft merges into something else, and those of the head that
+    `head_weights` cannot compute."""
     from peft.tuners.lora import Linear as LoraLinear
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 
-    head = model.get_output_embeddings()
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     adapted = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     changes_head = isinstance(head, adapted)
-    changes_any = changes_head or isinstance(model.get_input_embeddings(), adapted)
-    if changes_any and model.config.get_text_config().tie_word_embeddings:
+    stays_tied = False
+    if isinstance(head, ModulesToSaveWrapper) and isinstance(embeddings, ModulesToSaveWrapper):
+        stays_tied = head.modules_to_save[_NAME].weight is embeddings.modules_to_save[_NAME].weight
+    elif isinstance(head, TrainableTokensWrapper) and isinstance(embeddings, TrainableTokensWrapper):
+        stays_tied = head.token_adapter.tied_adapter is embeddings.token_adapter
+    is_tied = model.config.get_text_config().tie_word_embeddings
+    if (changes_head or isinstance(embeddings, adapted)) and is_tied and not stays_tied:
         raise ModelError(
             f"{key}: the adapter changes the embeddings or the output head, which are one tensor in this "
-            "model, so a merged model would compute something else; leave embed_tokens and lm_head out"
+            "model, so a merged model would compute something else; leave embed_tokens and lm_head out, or "
+            "train them with trainable_token_indices, or with modules_to_save and ensure_weight_tying"
         )
     is_plain = isinstance(head, ModulesToSaveWrapper)
+    if isinstance(head, TrainableTokensWrapper):
+        is_plain = head.original_module.bias is None  # with a bias peft's own forward leaves it out
     if isinstance(head, LoraLinear) and not head.lora_variant and not head.lora_bias[_NAME]:
         is_plain = not (is_new and isinstance(head.lora_dropout[_NAME], nn.Dropout))
     if changes_head and not is_plain:
         raise ModelError(
             f"{key}: the adapter changes the output head in a way that is not supported here (supported: "
-            "modules_to_save, and plain LoRA without dropout); leave the head out of target_modules"
+            "modules_to_save, trainable_token_indices, and plain LoRA without dropout); leave the head out "
+            "of target_modules"
         )
 
 
 @contextlib.contextmanager
 def _one_line(what: str) -> Iterator[None]:
-    """Turns peft's errors, which may be long, into a ModelError of one line."""
+    """Turns peft's errors into a ModelError of one line."""
     try:
         yield
     except Exception as error:  # the adapter's files decide the error's class
         is_pickle = isinstance(error, pickle.UnpicklingError)
-        reason = first_line(error) if is_pickle else " ".join(str(error).split())[:200]
+        reason = (
+            first_line(error) if is_pickle else textwrap.shorten(str(error), _MOST_SHOWN, placeholder=" ...")
+        )
         raise ModelError(f"{what}: {reason.rstrip('.') or type(error).__name__}") from error

@@ -36,7 +36,8 @@ class LoraRecipe(types.Section):
         Literal["all-linear"] | Annotated[tuple[types.Name, ...], Strict(False)],
         types.Allowed("all-linear or a list of module names"),
     ] = "all-linear"
-    """Modules that get an adapter, by name or end of name; all-linear: all linear ones but the head."""
+    """Modules of the language model that get an adapter, by name or end of name; all-linear: all plain linear
+    ones but the head."""
 
 
 class ModelRecipe(types.Section):

@@ -178,7 +178,7 @@ class OptimRecipe(types.Section):
 
     name: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
     """adamw_8bit: moments in 8 bits, by bitsandbytes, on CUDA. adafactor: factored second moments; lr is
-    relative to the size (root mean square) of each tensor."""
+    absolute, as in transformers' Trainer."""
     lr: types.PositiveNumber = 5e-7
     """Peak learning rate."""
     schedule: Literal[

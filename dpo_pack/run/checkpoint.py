@@ -87,6 +87,8 @@ def run_identity(
         fingerprints["held-out data"] = data.eval_fingerprint
     if policy.adapter is not None:  # checkpoints of such a run hold the adapter alone
         fingerprints["base model"] = facts.namespace["weights"]
+    if setup.recipe.optim.name == "adafactor":  # once its rate was relative to each tensor's size
+        fingerprints["meaning of optim.lr for adafactor (it is absolute now)"] = "absolute"
     if facts.balance is not None:
         fingerprints["load-balancing loss"] = f"x {facts.balance.coefficient:g}"
     number, versions = ranks.num_ranks(), package_versions()

@@ -172,8 +172,6 @@ def describe_run(setup: Setup, policy: LoadedModel, plan: PackingPlan | None, *,
     size = f"{format_count(num_parameters)} parameters"
     if policy.adapter is not None:
         size += f", of which the adapter's {format_count(num_trained)} are trained"
-        if policy.adapter.left_out:
-            size += f"; all-linear leaves out {', '.join(policy.adapter.left_out)}, which peft refuses here"
     numbers = str(precision.parameters)
     if facts.quantize is not None:
         numbers += f" with linear layers in {facts.quantize}"
@@ -188,6 +186,8 @@ def describe_run(setup: Setup, policy: LoadedModel, plan: PackingPlan | None, *,
         f"Policy: {recipe.model.path}, {size}, {numbers.replace('torch.', '')} on {setup.device}; "
         f"attention: {attention.name}{'; layers: compiled' if policy.scorer.is_compiled else ''}"
     )
+    for note in () if policy.adapter is None else policy.adapter.notes:
+        console.print(note)
     # On a GPU a slower attention backend costs money, so the reason is always printed there.
     say_why = console.print if setup.device.type == "cuda" else functools.partial(print_detail, console)
     say_why(f"  attention is {attention.name}: {attention.reason}")

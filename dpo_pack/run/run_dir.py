@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -158,10 +159,24 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     if resume == "never":
         raise RunError(f"output_dir: {root} holds a run ({info['status']}); {ways_out}")
     is_finished = info["status"] == "finished"
-    _refuse_changes(root, recipe, ways_out, is_finished=is_finished)
+    further = f"{way_on(recipe)}; or " if is_finished else ""
+    _refuse_changes(root, recipe, f"{further}{ways_out}", is_finished=is_finished)
     if is_finished:
         _require_model(root, found, ways_out)
     return RunDir(root=root, checkpoint=found[-1] if found else None, is_finished=is_finished, info=info)
+
+
+def way_on(recipe: Recipe) -> str:
+    """Returns the command that trains a finished run's model further, against the same reference."""
+    root, model = recipe.output_dir, recipe.model
+    settings: dict[str, object] = {"model.path": root / "model", "output_dir": f"{root}-2"}
+    if recipe.loss.needs_reference and recipe.reference.sync is None:
+        start = model.path if model.revision is None else f"FILL-IN/{model.path}@{model.revision}"
+        settings["reference.path"] = recipe.reference.path or start
+    settings |= {f"model.{key}": "null" for key in ("lora", "revision") if getattr(model, key) is not None}
+    words = [f"{key}={value}" for key, value in settings.items()]
+    command = shlex.join(["dpopack", "train", str(root / RECIPE_FILE), *words])
+    return f"to train on from its model (the optimizer's moments begin anew), run {command}"
 
 
 def _require_model(root: Path, found: Sequence[Path], ways_out: str) -> None:

@@ -29,7 +29,7 @@ from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.losses import Objective, make_objective
 from dpo_pack.model.config import check_positions, check_rows, known_positions
 from dpo_pack.model.loading import load_config, load_tokenizer
-from dpo_pack.model.lora import LoraSettings, read_adapter
+from dpo_pack.model.lora import LoraSettings, read_adapter, unknown_settings
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, source_names
@@ -416,6 +416,8 @@ def _check_facts(model: ModelFacts, device: torch.device, key: str, max_length: 
     model.architecture  # noqa: B018  # builds the model on the meta device
     weights = "its weights are there" if Path(model.path).is_dir() else "its weights were not checked"
     yield f"{key}: {model.label}, {model.config.model_type}; {weights}"
+    if model.adapter is not None:
+        yield from unknown_settings(model.adapter)
     known = known_positions(model.config)
     if known is not None and known < max_length:
         yield (

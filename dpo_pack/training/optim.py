@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Adafactor, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import get_scheduler
+from transformers import Adafactor, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from dpo_pack.data.store import PairTable
@@ -41,8 +41,9 @@ def build_optimizer(
 
     adamw (Loshchilov & Hutter 2017, arXiv 1711.05101) computes in fp32 for any dtype. adamw_8bit is AdamW
     whose moments have 8 bits each (Dettmers et al. 2021, arXiv 2110.02861). adafactor (Shazeer & Stern 2018,
-    arXiv 1804.04235) has no first moments; its update is `lr` times the tensor's root mean square, at least
-    `lr` x 1e-3; it ignores `betas` and `eps`. Raises RecipeError if either would train bfloat16 parameters.
+    arXiv 1804.04235) has no first moments; as in transformers' Trainer its rate is absolute: it does not
+    depend on the size of a tensor. It ignores `betas` and `eps`. Raises RecipeError if adamw_8bit or
+    adafactor would train bfloat16 parameters.
     """
     # As in transformers' Trainer, names and kinds of modules count too: gpt_oss's experts have matrices of
     # biases, and Cohere's query and key norms have a row for each head.
@@ -67,7 +68,7 @@ def build_optimizer(
             "round away; set optim.name: adamw or model.dtype: float32"
         )
     if name == "adafactor":
-        return Adafactor(groups, lr=lr, weight_decay=weight_decay)
+        return Adafactor(groups, lr=lr, weight_decay=weight_decay, scale_parameter=False, relative_step=False)
     assert name == "adamw_8bit"
     from bitsandbytes.optim import AdamW8bit
 
@@ -124,6 +125,25 @@ def learning_rate_schedule(
         scheduler_specific_kwargs=options,
     )
     return scheduler
+
+
+def schedule_warnings(optimizer: Optimizer, *, lr: float, num_steps: int, warmup_steps: int) -> Iterator[str]:
+    """Yields a sentence if the rate never reaches `lr`, or is too small for any weight to change."""
+    peak = lr
+    if num_steps and warmup_steps >= num_steps:
+        peak = lr * (num_steps - 1) / warmup_steps
+        moves = "no weight changes" if num_steps == 1 else f"the rate only gets to {peak:.3g}"
+        yield (
+            f"Warning: all {num_steps:,} steps are warm-up, which begins at the rate 0, so {moves} "
+            f"(optim.lr is {lr:g}); set a smaller optim.warmup_steps, such as 0"
+        )
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    # A fp32 weight w cannot change by less than about w x 2^-25. An optimizer's step is about the rate.
+    if 0.0 < peak < 2**-25 and all(bool((weight.abs() > peak * 2**25).all()) for weight in weights):
+        yield (
+            f"Warning: the largest rate, {peak:.3g}, is too small to change any weight in float32; raise "
+            "optim.lr"
+        )
 
 
 def num_warmup_steps(num_steps: int, *, warmup_ratio: float, warmup_steps: int | None) -> int:

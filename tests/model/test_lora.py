@@ -14,9 +14,14 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.family_errors import skip_unless_packed
 from support.tiny_adapters import refusal, saved_adapter
-from support.tiny_models import VOCABULARY, tiny_model
+from support.tiny_models import VOCABULARY, tiny_config, tiny_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.loading import load_model
@@ -150,17 +155,96 @@ def test_the_proofs_hold_for_a_new_adapter(family: str, bases: Callable[[str], P
     assert all(proof.passed for proof in prove(loaded.scorer, CPU))
 
 
-@pytest.mark.parametrize(("family", "left_out"), [("falcon_h1", ("out_proj",)), ("bamba", ())])
+@pytest.mark.parametrize(("family", "left_out"), [("falcon_h1", ["out_proj"]), ("bamba", [])])
 def test_all_linear_leaves_out_what_peft_refuses_and_says_so(
-    family: str, left_out: tuple[str, ...], bases: Callable[[str], Path]
+    family: str, left_out: list[str], bases: Callable[[str], Path]
 ) -> None:
     skip_unless_packed(family)
     loaded = load(bases(family), settings())
-    assert loaded.adapter is not None and loaded.adapter.left_out == left_out
+    assert loaded.adapter is not None
+    assert [note.split()[3] for note in loaded.adapter.notes] == left_out
     trained = {n.split(".lora_")[0] for n, p in loaded.scorer.named_parameters() if p.requires_grad}
     assert any(n.endswith("mamba.in_proj") for n in trained)
     assert any(n.endswith("mamba.out_proj") for n in trained) == (not left_out)
     assert all(proof.passed for proof in prove(loaded.scorer, CPU))
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "phimoe"])
+def test_a_router_that_returns_a_tuple_gets_no_adapter(family: str, bases: Callable[[str], Path]) -> None:
+    loaded = load(bases(family), settings())
+    trained = {n.split(".lora_")[0] for n, p in loaded.scorer.named_parameters() if p.requires_grad}
+    assert loaded.adapter is not None and "router (" in loaded.adapter.notes[0]
+    assert trained and not any(name.endswith("router") for name in trained)
+    loaded.scorer(row_of(proof_groups(VOCABULARY), packed=True))
+    assert "no plain linear layer" in refusal(lambda: load(bases(family), settings("q_proj", "router")))
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj",)])
+def test_only_the_language_model_of_a_vision_checkpoint_gets_an_adapter(targets: tuple[str, ...]) -> None:
+    text = tiny_config("gemma3_text")
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model: Any = Gemma3ForConditionalGeneration(config)
+    adapter = attach_adapter(
+        model, settings(*targets), base="base", revision=None, recipe_key="model.path", reads_weights=True
+    )
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained and all(".language_model." in name for name in trained)
+    assert "vision_tower" in adapter.notes[0]
+
+
+TIED: dict[str, dict[str, Any]] = {
+    "tokens": {"trainable_token_indices": [5, 6]},
+    "whole": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+}
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_tied_embeddings_that_peft_keeps_tied_are_trained_and_merged(kind: str, tmp_path: Path) -> None:
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+    adapter = saved_adapter(tmp_path / "adapter", tmp_path / "base", target_modules=["q_proj"], **TIED[kind])
+    groups = proof_groups(VOCABULARY)
+    loaded = load(tmp_path / "base", adapter)
+    assert loaded.adapter is not None
+    sums = loaded.scorer(row_of(groups, packed=True)).sums
+    sums.sum().backward()
+    trained = [p for n, p in loaded.model.named_parameters() if p.requires_grad and "embed_tokens" in n]
+    assert trained and all(p.grad is not None and p.grad.any() for p in trained)
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(adapter))
+    padded = load(tmp_path / "base", adapter, packed=False).adapter
+    assert padded is not None
+    for model in (plain.eval(), padded.merge()):
+        expected = torch.stack([plain_sum(model, group, side) for group in groups for side in (0, 1)])
+        torch.testing.assert_close(sums, expected, atol=1e-4, rtol=1e-6)
+
+
+def test_whole_embeddings_of_a_saved_adapter_are_in_the_trained_one_too(
+    bases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    adapter = saved_adapter(tmp_path / "adapter", bases("llama"), target_modules=["q_proj"])
+    file, name = adapter / "adapter_model.safetensors", "base_model.model.model.embed_tokens.weight"
+    embeddings = torch.randn(VOCABULARY, 32)
+    save_file({**load_file(file), name: embeddings}, file)
+    loaded = load(bases("llama"), adapter)
+    assert loaded.adapter is not None and "embed_tokens.weight" in loaded.adapter.notes[0]
+    assert torch.equal(loaded.model.get_input_embeddings().weight, embeddings)
+    loaded.adapter.save(tmp_path / "trained")
+    assert torch.equal(load_file(tmp_path / "trained" / file.name)[name], embeddings)
+    save_file({**load_file(file), name: torch.randn(VOCABULARY + 4, 32)}, file)
+    message = refusal(lambda: load(bases("llama"), adapter))
+    assert f"{VOCABULARY + 4} tokens" in message and f"{VOCABULARY} rows" in message
+
+
+@pytest.mark.parametrize(("value", "told"), [(4.0, True), (None, False), (False, False)])
+def test_a_setting_that_peft_does_not_know_is_named(
+    value: object, told: bool, bases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    file = saved_adapter(tmp_path, bases("llama")) / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "spectral_scale": value}))
+    loaded = load(bases("llama"), tmp_path)
+    assert loaded.adapter is not None
+    assert ["spectral_scale" in note for note in loaded.adapter.notes] == [True] * told
 
 
 def test_a_new_adapter_depends_on_the_seed_alone(bases: Callable[[str], Path]) -> None:

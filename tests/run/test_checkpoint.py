@@ -22,7 +22,6 @@ from support.tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.optim import Adafactor
 
 import dpo_pack.run.checkpoint_files as checkpoint_files
 from dpo_pack.model.scorer import CompletionLogps
@@ -60,7 +59,7 @@ def new_state(
     policy = CompletionLogps(model, backend=None, autocast=None).to(device=device, dtype=dtype).train()
     settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     if name == "adafactor":
-        optimizer: torch.optim.Optimizer = Adafactor(policy.parameters(), lr=1e-2)
+        optimizer = build_optimizer("adafactor", policy, **settings)
     elif dtype == torch.float32:
         optimizer = build_optimizer("adamw", policy, **settings)
     else:
@@ -117,7 +116,7 @@ def load(path: Path, state: TrainState, **identity: Any) -> int:
 def tensors(state: TrainState) -> dict[str, Tensor]:
     """Every tensor that the next steps depend on."""
     moments = {
-        f"{number} {name}": value
+        f"{number} {name}": torch.as_tensor(value)  # Adafactor counts steps in an int
         for number, values in state.optimizer.state_dict()["state"].items()
         for name, value in values.items()
     }

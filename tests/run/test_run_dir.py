@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,7 +16,7 @@ from support.whole_runs import text, whole_run
 
 from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe, parse_recipe
 from dpo_pack.run import run_dir
-from dpo_pack.run.run_dir import PARTS, RECIPE_FILE, begin_run, find_run, only_run
+from dpo_pack.run.run_dir import PARTS, RECIPE_FILE, begin_run, find_run, only_run, way_on
 from dpo_pack.system.errors import RunError
 from dpo_pack.trainer import train
 
@@ -102,6 +104,32 @@ def test_a_run_json_that_says_nothing_is_no_leave_to_delete(content: str | None,
     (tmp_path / "checkpoints").mkdir()
     assert "run.json cannot be read" in refusal(recipe_in(tmp_path))
     assert find_run(recipe_in(tmp_path), overwrite=True).checkpoint is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ["model.path={root}/model", "reference.path=org/base", "output_dir={root}-2"]),
+        (
+            {"model.lora": {"r": 4}, "reference.path": "org/ref"},
+            ["reference.path=org/ref", "model.lora=null"],
+        ),
+        ({"model.revision": "abc"}, ["reference.path=FILL-IN/org/base@abc", "model.revision=null"]),
+        ({"loss.type": "simpo"}, ["model.path={root}/model"]),
+    ],
+)
+def test_the_command_that_trains_on_keeps_the_reference(
+    settings: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    tree: dict[str, Any] = {"model": {"path": "org/base"}, "data": {"train": "org/pairs"}}
+    tree["output_dir"] = str(root)
+    for key, value in settings.items():
+        section, name = key.split(".")
+        tree.setdefault(section, {})[name] = value
+    words = shlex.split(way_on(parse_recipe(tree)).partition(", run ")[2])
+    assert {word.format(root=root) for word in expected} <= set(words)
+    assert any(word.startswith("reference.path=") for word in words) == ("loss.type" not in settings)
 
 
 def test_inputs_are_never_replaced_whichever_key_names_them(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     "optimizer": {
         "adamw": ("optim.eps=1e-6",),
         "adamw, decay": ("optim.eps=1e-6", "optim.weight_decay=0.1"),
-        "adafactor": ("optim.name=adafactor", "optim.lr=0.05"),
+        "adafactor": ("optim.name=adafactor", "optim.lr=2e-3"),
     },
     "steps": {
         "of pairs": ("packing.pairs_per_step=4",),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
+from transformers import Adafactor, AutoModelForCausalLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +147,7 @@ def _optimizer(settings: Any, parameters: list[Tensor]) -> torch.optim.Optimizer
         if group
     ]
     if settings.name == "adafactor":
-        # torch's own epsilon depends on the dtype.
-        return torch.optim.Adafactor(groups, lr=settings.lr, eps=(torch.finfo(torch.float32).eps, 1e-3))
+        return Adafactor(groups, lr=settings.lr, scale_parameter=False, relative_step=False)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 

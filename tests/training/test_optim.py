@@ -20,6 +20,7 @@ from dpo_pack.training.optim import (
     clip_gradients,
     learning_rate_schedule,
     num_warmup_steps,
+    schedule_warnings,
 )
 
 LR = 0.5
@@ -98,6 +99,37 @@ def test_warm_up_steps_replace_the_ratio_which_rounds_up(
     assert num_warmup_steps(num_steps, warmup_ratio=ratio, warmup_steps=steps) == expected
 
 
+@pytest.mark.parametrize(
+    ("lr", "num_steps", "warmup_steps", "told"),
+    [
+        (1e-3, 4, 3, ""),
+        (1e-3, 4, 4, "only gets to 0.00075"),
+        (1e-3, 1, 1, "no weight changes"),
+        (1e-12, 4, 0, "too small"),
+    ],
+)
+def test_a_rate_that_is_never_reached_or_moves_nothing_is_told(
+    lr: float, num_steps: int, warmup_steps: int, told: str
+) -> None:
+    network = nn.Linear(8, 8)
+    warnings = schedule_warnings(
+        build("adamw", network), lr=lr, num_steps=num_steps, warmup_steps=warmup_steps
+    )
+    assert told in (text := "".join(warnings)) and bool(text) == bool(told)
+    if told == "too small":  # a B of zeros moves at any rate
+        nn.init.zeros_(network.bias)
+        assert not [*schedule_warnings(build("adamw", network), lr=lr, num_steps=4, warmup_steps=0)]
+
+
+def test_the_rate_of_adafactor_is_absolute_as_in_transformers_trainer() -> None:
+    """B of a new adapter is 0; a rate relative to it would leave it there."""
+    network = nn.Linear(16, 16)
+    nn.init.zeros_(network.weight)
+    optimizer = build("adafactor", network, lr=1e-2)
+    take_steps(network, optimizer, range(1))
+    assert network.weight.square().mean().sqrt().item() == pytest.approx(1e-2, rel=0.2)
+
+
 # ------------------------------------------------------------------------------------- optimizers by name
 
 
@@ -120,7 +152,11 @@ def test_adafactor_keeps_less_than_a_moment_and_goes_on_bitwise_from_its_state()
     network = nn.Sequential(nn.Linear(64, 48), nn.LayerNorm(48))
     optimizer = build("adafactor", network, weight_decay=0.1)
     take_steps(network, optimizer, range(3))
-    kept = [t.numel() for values in optimizer.state_dict()["state"].values() for t in values.values()]
+    kept = [
+        torch.as_tensor(t).numel()
+        for values in optimizer.state_dict()["state"].values()
+        for t in values.values()
+    ]
     assert sum(kept) < 64 * 48 / 4
     other = copy.deepcopy(network)
     resumed = build("adafactor", other, weight_decay=0.1)
