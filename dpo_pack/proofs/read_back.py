@@ -78,12 +78,9 @@ def _read(directory: Path, job: _Job) -> Any:
     else:  # the adapter alone is compared, so the base's weights are not read
         config = AutoConfig.from_pretrained(job["base"], **options)
         with torch.device("meta"):
-            base = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=job["trust_remote_code"]
-            )
-    return PeftModel.from_pretrained(
-        base, str(directory), low_cpu_mem_usage=not job["sequences"]
-    ).get_base_model()
+            del options["revision"]
+            base = AutoModelForCausalLM.from_config(config, dtype=dtype, **options).to_empty(device="cpu")
+    return PeftModel.from_pretrained(base, str(directory)).get_base_model()
 
 
 def _wrong_tensor(model: Any, directory: Path, types: dict[str, dict[str, str]], job: _Job) -> str | None:
@@ -91,10 +88,9 @@ def _wrong_tensor(model: Any, directory: Path, types: dict[str, dict[str, str]],
     for name, digest in job["digests"].items():
         plain = name.replace(".default.", ".").removesuffix(".default")  # as peft names it in files
         names = {name, plain, f"base_model.model.{plain}"}
-        where = next(
-            (directory / part for part, by_name in types.items() if names & by_name.keys()), directory
-        )
-        if name not in found or found[name].is_meta:
+        holds = (part for part, by_name in types.items() if names & by_name.keys())
+        where = directory / next(holds, next(iter(types)) if len(types) == 1 else "")
+        if name not in found:
             return f"{where} lacks {name}"
         tensor = found[name]
         sha256 = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
