@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.hub import cached_file
 
 from dpo_pack.model.loading import quiet_transformers
 from dpo_pack.model.scorer import LoadedModel
