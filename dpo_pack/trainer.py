@@ -54,6 +54,7 @@ from dpo_pack.reports.pages import write_run_page
 from dpo_pack.run.checkpoint import Saver, load_checkpoint, run_identity
 from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoints
 from dpo_pack.run.evaluate import Evaluator
+from dpo_pack.run.export import read_back
 from dpo_pack.run.log import RunLog, describe_run, initial_loss
 from dpo_pack.run.memory_estimate import (
     largest_row,
@@ -152,13 +153,15 @@ def train(
         try:
             trainer.run_steps(after_step)
             with interruption.deferred():  # all steps are done: a signal waits until the model is written
-                trainer.finish()
+                read_back_job = trainer.finish()
         except BaseException as error:
             status = "interrupted" if isinstance(error, Interrupted) else "failed"
             with contextlib.suppress(CacheError):  # the user must see the error that ended the run
                 run.update(status=status, totals=trainer.log.totals(trainer.state))
             raise
-        # The run is finished: neither an error of the upload nor a signal changes that.
+        # The run is finished: neither an error of what follows nor a signal changes that.
+        if read_back_job is not None and ranks.is_first():
+            verify_model(run, console, read_back_job)
         if recipe.export.push_to_hub is not None:
             repo, is_private = recipe.export.push_to_hub.repo, recipe.export.push_to_hub.private
             push_model(run, console, interruption, repo=repo, private=is_private)
@@ -589,8 +592,12 @@ class Trainer:
 
     # --------------------------------------------------------------------------------------- after the steps
 
-    def finish(self) -> None:
-        """Exports the model, updates run.json, writes the page, and prints totals and what was learned."""
+    def finish(self) -> dict[str, Any] | None:
+        """Exports the model, updates run.json, writes the page, and prints totals and what was learned.
+
+        Returns what `verify_model` needs, if the export is to be verified.
+        """
+        verify = self.recipe.export.verify
         run, state, log, saver = self.run, self.state, self.log, self.saver
         best = saver.best_evaluation()
         stopped_early = self.evaluator.ends_run(state)
@@ -600,8 +607,11 @@ class Trainer:
         if failure is not None:
             log.print(failure)
         self.sampler.write(saver.load_exported())
+        saver.round_policy()
         with shown(self.console, "Writing the model"):
-            saver.export(run.model)
+            saved = saver.export(run.model)
+        if turn_end := saver.turn_end()[1]:
+            log.print(turn_end)
         log.close()
         run.update(
             status="finished",
@@ -610,6 +620,8 @@ class Trainer:
             model_files=run.model_files(),
             **({} if best is None else {"best": best, "stopped_early": stopped_early}),
             warnings=list(state.health.warned),
+            verified=False,
+            not_verified="export.verify: none" if verify == "none" else "the process ended before",
         )
         rate = state.num_pairs / max(state.train_seconds, 1e-9)
         page = f"; report: {run.page}" if write_page(run, self.console) else ""
@@ -618,6 +630,7 @@ class Trainer:
             f"({rate:,.1f} pairs/s). Model: {run.model}; metrics: {run.metrics}{page}"
         )
         print_ending(run.root, state.evaluation, state.health.warnings, self.console)
+        return None if verify == "none" else saver.read_back_job(saved)
 
 
 def write_page(run: RunDir, console: Console) -> bool:
@@ -635,6 +648,34 @@ def write_page(run: RunDir, console: Console) -> bool:
         )
         return False
     return True
+
+
+def verify_model(run: RunDir, console: Console, job: dict[str, Any]) -> None:
+    """Compares the files of the finished run's model with what was trained; only rank 0 may call it.
+
+    Raises RunError if they differ, Interrupted after a stop signal. run.json says what was found.
+    """
+    try:
+        with shown(console, "Verifying the model"):
+            answer = read_back(job)
+    except Interrupted as stopped:
+        run.update(not_verified=str(stopped))
+        stopped.next_step = "the run is finished and its model is saved, but it was not read back"
+        raise
+    if answer is None:
+        run.update(not_verified="the process that reads the model ended early")
+        console.print(f"Warning: {run.model} was not verified: the process that reads it ended early")
+        return
+    if answer["failure"] is not None:
+        run.update(not_verified=answer["failure"])
+        raise RunError(
+            f"export.verify: the model in the files is not the one that was trained: {answer['failure']}; "
+            "its checkpoints are right; report this, or export anew with other releases of the packages"
+        )
+    run.update(verified=True, not_verified=None)
+    sequences, error = len(job["sequences"]), answer["error"]
+    also = f"; log-probs of {sequences} sequences differ by {error:.1e} nats a token" if sequences else ""
+    console.print(f"Verified: the files hold all {len(job['digests'])} trained tensors bit for bit{also}")
 
 
 def push_model(

@@ -39,7 +39,13 @@ from dpo_pack.data.store import (
     content_key,
     join_pairs,
 )
-from dpo_pack.data.tokenizer import Tokenizer, apply_chat_template, assistant_weights, has_other_turns
+from dpo_pack.data.tokenizer import (
+    TURN_END_TOKENS,
+    Tokenizer,
+    apply_chat_template,
+    assistant_weights,
+    has_other_turns,
+)
 from dpo_pack.data.written import check_written, suited
 from dpo_pack.packing.lengths import AnyIntArray, Group, common_prefix_length
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
@@ -56,9 +62,6 @@ _MAX_TEXT_CHARS = 1 << 22
 BEGINNINGS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 Truncation = Literal["drop", "prompt_left", "completion_right", "error"]
 DroppedRow = tuple[int, BadRow]  # the number of a row without a pair or prompt, and the reason
-
-# The end of a turn is among so many last tokens, because a template may write a line break after it.
-_TURN_END_TOKENS = 3
 
 # The rows of a batch: at most so many, and no more after so many bytes.
 _BATCH_ROWS = 512
@@ -479,7 +482,7 @@ class EndTokens:
             return EndTokens(ids=eos, window=1)
         # A template ends turns with EOS or with another special token (<end_of_turn>, <|eot_id|>).
         special = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
-        return EndTokens(ids=eos | special, window=_TURN_END_TOKENS)
+        return EndTokens(ids=eos | special, window=TURN_END_TOKENS)
 
     def found_in(self, completion: AnyIntArray) -> list[int]:
         """Returns the end tokens that the completion has at its end; an empty list if it has no end."""

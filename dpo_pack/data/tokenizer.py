@@ -26,6 +26,8 @@ from dpo_pack.system.errors import ModelError, first_line
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
 _TEMPLATE_SECONDS = 5.0  # CPU time to render one row
 _TEMPLATE_BYTES = 1 << 30
+# The end of a turn is among so many last tokens, because a template may write a line break after it.
+TURN_END_TOKENS = 3
 _STATM = "/proc/self/statm"  # on Linux; the first number is the process's size in pages
 
 
@@ -232,3 +234,19 @@ def _turns(
         begin = max(len(before), len(os.path.commonprefix([opened, text])))
         spans.append((begin, len(through)))
     return spans
+
+
+def end_of_turn(tokenizer: Tokenizer) -> int | None:
+    """Returns the special token with which the chat template ends an answer; None: there is none."""
+    answer, remedy = "An answer", "mend the template, or name another one in tokenizer.chat_template"
+    for content in (answer, [{"type": "text", "text": answer}]):
+        messages: Any = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+        try:
+            with bounded_template(remedy):
+                text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception:  # no template, or one that takes no such conversation
+            continue
+        ids = tokenizer([text.rpartition(answer)[2]], add_special_tokens=False)["input_ids"][0]
+        special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        return next((id for id in ids[:TURN_END_TOKENS] if answer in text and id in special), None)
+    return None

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +50,8 @@ _IRRELEVANT_ADAPTER_CONFIG = (
 _UNORDERED_ADAPTER_CONFIG = ("exclude_modules", "modules_to_save", "target_modules")
 # Stem and suffix of weight files, in the order in which transformers looks for them.
 _WEIGHTS = (("model", "safetensors"), ("pytorch_model", "bin"))
+# The names in safetensors' headers of the types in which a model can be exported.
+HEADER_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,15 +172,30 @@ def weight_files(directory: Path) -> list[Path]:
     )
 
 
+def stored_dtype(path: str, revision: str | None) -> torch.dtype:
+    """Returns the type of most of a model's weights, from the headers of their files."""
+    sizes: Counter[Any] = Counter()
+    for file in weight_files(model_directory(path, revision)):
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                parts = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118  # it is no dict
+                for part in parts:
+                    sizes[part.get_dtype()] += math.prod(part.get_shape())
+        else:
+            for tensor in torch.load(file, map_location="meta", weights_only=True).values():
+                sizes[HEADER_NAMES.get(tensor.dtype)] += tensor.numel()
+    return max(HEADER_NAMES, key=lambda dtype: sizes[HEADER_NAMES[dtype]])  # float32 if it is none of them
+
+
 def _tensor_digests(file: Path) -> dict[str, str]:
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
                 names = opened.keys()
-                return {name: _tensor_digest(opened.get_tensor(name)) for name in names}
+                return {name: tensor_digest(opened.get_tensor(name)) for name in names}
         mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 cannot be memory-mapped
         tensors = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
-        return {name: _tensor_digest(tensor) for name, tensor in tensors.items()}
+        return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
     except Exception as error:  # torch.load raises any class if a file is damaged or has no tensors
         raise ModelError(
             f"cannot read the weights in {file} ({first_line(error)}); download the model again, or "
@@ -184,9 +203,9 @@ def _tensor_digests(file: Path) -> dict[str, str]:
         ) from error
 
 
-def _tensor_digest(tensor: Tensor) -> str:
+def tensor_digest(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Loads policies, references and tokenizers, and saves trained models, in transformers' formats."""
+"""Loads policies, references and tokenizers in transformers' formats."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from dpo_pack.model.attention import (
@@ -205,42 +202,6 @@ def _checkpoint_activations(model: PreTrainedModel, *, keeps_products: bool) -> 
         model.gradient_checkpointing_enable(settings)
     for module in model.modules():  # transformers recomputes in training mode only
         module.training = bool(vars(module).get("gradient_checkpointing"))
-
-
-def save_model(
-    loaded: LoadedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    target: Path,
-    *,
-    state: dict[str, Tensor] | None = None,
-) -> None:
-    """Writes weights (or only the adapter), configs and tokenizer as `from_pretrained` reads them.
-
-    For a sharded model, `state` holds its whole tensors.
-    """
-    with quiet_transformers():
-        if loaded.adapter is not None:
-            loaded.adapter.save(target, state)
-            tokenizer.save_pretrained(target)
-            return
-        model = loaded.model
-        generation: GenerationConfig | None = model.generation_config if model.can_generate() else None
-        try:
-            if generation is not None:
-                # Published settings can contradict each other (a `top_p` without sampling), and some releases
-                # of transformers refuse to save a model with such settings.
-                model.generation_config = GenerationConfig()
-            model.save_pretrained(target, state_dict=state)
-        finally:
-            if generation is not None:
-                model.generation_config = generation
-        if generation is not None:
-            generation.to_json_file(target / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
-        # Training switched dropout off; the saved config has the model's own settings.
-        config = copy.deepcopy(model.config)
-        config.get_text_config().update(loaded.replaced)
-        config.save_pretrained(target)
-        tokenizer.save_pretrained(target)
 
 
 @contextlib.contextmanager

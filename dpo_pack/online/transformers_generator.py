@@ -26,10 +26,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
+from dpo_pack.data.tokenizer import end_of_turn
 from dpo_pack.model.attention import ATTENTION_NAME
 from dpo_pack.model.config import own_attention
 from dpo_pack.model.fast_layers import stock_layers
 from dpo_pack.model.parallel import is_sharded
+from dpo_pack.model.saving import eos_tokens
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.interface import Completion, Draw, Failure, SamplingSettings
 from dpo_pack.system.console import progress_bar
@@ -224,11 +226,9 @@ def _invert(masses: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Returns the tokens that end a completion. Some families name one in their generation config only."""
-    named: list[Any] = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
-    if model.can_generate():  # other models have no generation config
-        named.append(model.generation_config.eos_token_id)
-    return {end for ends in named for end in ([ends] if isinstance(ends, int) else ends or ())}
+    """Returns the tokens that end a completion: the model's, and the one that ends the template's turns."""
+    turn_end = end_of_turn(tokenizer)
+    return eos_tokens(model, tokenizer) | (set() if turn_end is None else {turn_end})
 
 
 def completion_of(

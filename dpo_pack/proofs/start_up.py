@@ -214,7 +214,7 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
     In low precision, rounding hides a position that is wrong by one in short rows. So if the parameters are
     fp32, as under autocast by default, the proof runs in fp32 too.
     """
-    numbers, passed = _distance_of_row(scorer, groups, device)
+    numbers, passed = distance_of_row(scorer, groups, device)
     bound = "mean error a token <= 3 x rounding"
     if scorer.compute_dtype == torch.float32:
         bound = f"max error <= {FLOAT32_BOUND:.0e}, or {bound}"
@@ -228,7 +228,7 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
             recurrence=scorer.recurrence or RecurrentCall.run,
         )
         with without_kernels, torch_recurrences(scorer.model):
-            exact_numbers, is_exact = _distance_of_row(scorer, groups, device)
+            exact_numbers, is_exact = distance_of_row(scorer, groups, device)
         numbers |= {f"{name}, in float32": number for name, number in exact_numbers.items()}
         bound += f"; in float32 max error <= {FLOAT32_BOUND:.0e}, or the same"
         passed = passed and is_exact
@@ -238,7 +238,7 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
     return Proof(name="equivalence", passed=passed, numbers=numbers, bound=bound, remedy=remedy)
 
 
-def _distance_of_row(
+def distance_of_row(
     scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
 ) -> tuple[dict[str, float], bool]:
     sequences = [(group.context, completion) for group in groups for completion in group.completions]

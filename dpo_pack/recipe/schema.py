@@ -154,8 +154,15 @@ class PushRecipe(types.Section):
 
 
 class ExportRecipe(types.Section):
-    """What is done with the model at the end of a run, besides `output_dir/model`."""
+    """The model that a run leaves: the type of its weights, its verification, and where it goes."""
 
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the exported weights; auto: the checkpoint's, where it is narrower than the type in which the
+    weights were trained; an adapter keeps its type. A finished run is exported anew by `--overwrite` only."""
+    verify: Literal["auto", "full", "tensors", "none"] = "auto"
+    """Read the export as its users do, in a process of its own, and compare it with what was trained:
+    tensors: each tensor, bit for bit; full: also log-probs of up to four sequences; auto: full, where the
+    model fits into memory once more."""
     push_to_hub: PushRecipe | None = None
     """Upload the model, its card and report.html, e.g. {repo: owner/name, private: true}; null: no upload.
     If it fails, the run is finished all the same, and `dpopack push` repeats it."""

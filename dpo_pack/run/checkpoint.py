@@ -30,10 +30,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 
 import dpo_pack
-from dpo_pack.model.fingerprint import relevant_config
+from dpo_pack.data.tokenizer import TURN_END_TOKENS
+from dpo_pack.model.fingerprint import relevant_config, stored_dtype
+from dpo_pack.model.saving import find_beyond, round_weights
 from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.packing.lengths import Group
+from dpo_pack.proofs.rows import pair_sums
 from dpo_pack.reference.cache import namespace_digest
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.run.checkpoint_files import (
@@ -44,7 +49,7 @@ from dpo_pack.run.checkpoint_files import (
     checkpoint_path,
     saved_counters,
 )
-from dpo_pack.run.export import export_model, model_card
+from dpo_pack.run.export import export_model, model_card, name_turn_end, read_back_job
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.run_dir import RunDir, damage_of
 from dpo_pack.run.samples import before_and_after
@@ -53,9 +58,11 @@ from dpo_pack.run.state import Counters, Identity, Place, Selection, Standing, T
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import sync, writing
-from dpo_pack.system.machine import package_versions
+from dpo_pack.system.machine import host_memory, package_versions, release_memory
 from dpo_pack.training.batches import BatchSource
 
+_LOOKED_AT = 64  # pairs, for the ends of answers and for pairs to measure the export with
+_ROOM_TO_READ = 1.5  # free memory in weights of the model, for a second one
 _COUNTERS = (  # the fields that TrainState and Counters share
     "step", "num_pairs", "num_tokens", "num_flops", "train_seconds", "evaluation", "owes_evaluation",
     "standing", "health",
@@ -167,9 +174,102 @@ class Saver:
         self.saved = self.place
         self.log.print(f"  {'saving' if self.writer.in_background else 'saved'} {path}")
 
-    def export(self, target: Path) -> None:
-        """Writes the policy as a model that transformers, PEFT or vLLM can load."""
-        export_model(self.loaded, self.setup.tokenizer, target, card=self._card)
+    def export(self, target: Path) -> dict[str, Tensor]:
+        """Writes the policy as a model that transformers, PEFT or vLLM can load; returns rank 0's tensors."""
+        turn_end, _ = self.turn_end()
+        return export_model(
+            self.loaded,
+            self.setup.tokenizer,
+            target,
+            card=self._card,
+            dtype=self.export_dtype(),
+            turn_end=turn_end,
+        )
+
+    def turn_end(self) -> tuple[int | None, str]:
+        """Returns what `name_turn_end` says of the policy; nothing if it trains on no ends of turns."""
+        data, seen = self.setup.data, None
+        if self.setup.recipe.online is None:
+            pairs = map(data.train.group, range(min(data.train.num_pairs, _LOOKED_AT)))
+            seen = {end for pair in pairs for end in pair.completions[0][-TURN_END_TOKENS:].tolist()}
+        elif all(prompt.messages is None for prompt in data.prompts):
+            seen = set()
+        return name_turn_end(self.loaded, self.setup.tokenizer, seen)
+
+    def export_dtype(self) -> torch.dtype | None:
+        """Returns the type of the exported weights; None: that in which they were trained."""
+        wanted, facts = self.setup.recipe.export.dtype, self.setup.policy_facts
+        dtype: torch.dtype | None = None
+        if wanted != "auto":
+            dtype = getattr(torch, wanted)
+        elif self.loaded.adapter is None:
+            stored = ranks.first_does(lambda: stored_dtype(facts.path, facts.revision))
+            dtype = stored if stored.itemsize < facts.precision.parameters.itemsize else None
+        if dtype == torch.float16:
+            tensors = self.loaded.model.state_dict().items()
+            local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors}
+            beyond = next(filter(None, ranks.every_rank_says(find_beyond(local, dtype))), None)
+            if beyond is not None:
+                self.log.print(
+                    f"Warning: export.dtype: {beyond} has values beyond float16, so the model is written in "
+                    "float32"
+                )
+                return torch.float32
+        return dtype
+
+    def compared_pairs(self) -> list[Group]:
+        """Returns the two shortest of the first pairs, held-out ones if there are any, to measure exports."""
+        tables = [table for table in self.setup.data.eval.values() if table.num_pairs] or [
+            self.setup.data.train
+        ]
+        if self.setup.recipe.online is not None:  # its pairs do not exist beforehand
+            return []
+        pairs = [tables[0].group(pair) for pair in range(min(tables[0].num_pairs, _LOOKED_AT))]
+        return sorted(pairs, key=lambda pair: len(pair.context) + sum(map(len, pair.completions)))[:2]
+
+    @torch.no_grad()
+    def round_policy(self) -> None:
+        """Gives the policy the values that the export will have; prints by how much its margins change."""
+        dtype, facts, scorer = self.export_dtype(), self.setup.policy_facts, self.loaded.scorer
+        if dtype is None or dtype.itemsize >= facts.precision.parameters.itemsize or self.loaded.adapter:
+            return
+        pairs, device = self.compared_pairs(), self.setup.device
+
+        def margins() -> Tensor:
+            sums = [pair_sums(scorer, [pair], device) for pair in pairs]
+            return self.setup.recipe.loss.beta * torch.cat(sums).diff(dim=-1)
+
+        before = margins() if pairs else None
+        round_weights(self.loaded.model, dtype, keeps_type=True)
+        line = f"The weights are rounded to {str(dtype).removeprefix('torch.')} (export.dtype)"
+        if before is not None:
+            change = float((margins() - before).abs().mean())
+            line += f", which changes the reward margins of {len(pairs)} pairs by {change:.1e} in the mean"
+            evaluations = self.state.evaluation.values()
+            known = [one["rewards/margins"] for one in evaluations if "rewards/margins" in one]
+            if known and change > 0.1 * abs(known[0]):
+                line += f", more than a tenth of {known[0]:.1e}; export.dtype: float32 keeps them"
+        self.log.print(line)
+
+    def read_back_job(self, saved: dict[str, Tensor]) -> dict[str, Any]:
+        """Returns what a process needs to compare the export with the policy; every rank must call it."""
+        setup, wanted = self.setup, self.setup.recipe.export.verify
+        weights = sum(parameter.nbytes for parameter in self.loaded.model.parameters())
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self.state.optimizer.state.clear()
+        release_memory()
+        on_cuda = setup.device.type == "cuda"
+        free = torch.cuda.mem_get_info(setup.device)[0] if on_cuda else host_memory().free
+        fits = ranks.first_says(free > _ROOM_TO_READ * weights) and setup.policy_facts.quantization is None
+        return read_back_job(
+            self.loaded,
+            self.run.model,
+            saved,
+            self.compared_pairs() if wanted == "full" or (wanted == "auto" and fits) else [],
+            revision=setup.policy_facts.revision,
+            trust_remote_code=setup.policy_facts.trust_remote_code,
+            device=setup.device,
+        )
 
     def _card(self) -> str:
         adapter = self.loaded.adapter
@@ -180,6 +280,7 @@ class Saver:
             samples=before_and_after(self.run.samples),
             adapter_base=None if adapter is None else adapter.base,
             is_chat=self.setup.tokenizer.chat_template is not None,
+            note=self.turn_end()[1],
         )
 
     def save_on_the_way_out(self) -> None:

@@ -180,7 +180,7 @@ class CheckpointWriter:
         self._stager: DefaultStager | None = None
         self._group: Any = None
 
-    def write(self, content: CheckpointContent, *, export: Callable[[Path], None] | None = None) -> Path:
+    def write(self, content: CheckpointContent, *, export: Callable[[Path], object] | None = None) -> Path:
         """Writes `directory`/step-000100, now or in the background; returns its path.
 
         `export` writes the model into the checkpoint before this method returns. All ranks raise CacheError

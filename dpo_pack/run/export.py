@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,24 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import dpo_pack
-from dpo_pack.model.loading import load_config, load_model, load_tokenizer, save_model
+from dpo_pack.data.tokenizer import end_of_turn
+from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.fingerprint import HEADER_NAMES, stored_dtype, tensor_digest
+from dpo_pack.model.loading import load_config, load_model, load_tokenizer
 from dpo_pack.model.lora import SavedAdapter, read_adapter, require_peft
 from dpo_pack.model.parallel import full_state, is_sharded
+from dpo_pack.model.saving import (
+    eos_tokens,
+    find_beyond,
+    is_tied,
+    needs_transformers_5,
+    round_weights,
+    save_model,
+)
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
+from dpo_pack.packing.lengths import Group
+from dpo_pack.proofs.rows import pair_sums
+from dpo_pack.proofs.start_up import FLOAT32_BOUND, distance_of_row
 from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, dump_recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.run.samples import Sample
@@ -37,23 +54,32 @@ from dpo_pack.system.process import printable
 
 
 def export_model(
-    loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, target: Path, *, card: Callable[[], str]
-) -> None:
+    loaded: LoadedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    *,
+    card: Callable[[], str],
+    dtype: torch.dtype | None = None,
+    turn_end: int | None = None,
+) -> dict[str, Tensor]:
     """Writes weights, config, generation config, tokenizer and README.md; the directory is whole or absent.
 
-    `card` returns the text of README.md. All ranks must call this; rank 0 writes. If the model is sharded,
-    rank 0 gathers the shards first.
+    `card` returns the text of README.md; `dtype` and `turn_end` as in `save_model`. All ranks must call this;
+    rank 0 writes, and returns what it wrote. If the model is sharded, rank 0 gathers the shards first.
     """
     state = None
     if is_sharded(loaded.model):
         state = full_state(loaded.model, trained_only=loaded.adapter is not None)
+    saved: dict[str, Tensor] = {}
 
     def write() -> None:
         with written_aside(target) as temporary:
-            _write_model(loaded, tokenizer, temporary, card(), state=state)
+            settings: dict[str, Any] = {"state": state, "dtype": dtype, "turn_end": turn_end}
+            saved.update(_write_model(loaded, tokenizer, temporary, card(), **settings))
 
     with ranks.first_goes_first():
         ranks.only_first(write)
+    return saved
 
 
 def _write_model(
@@ -61,16 +87,103 @@ def _write_model(
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
     card: str,
-    *,
-    state: dict[str, Tensor] | None = None,
-) -> None:
-    """Creates and fills `directory`; `state` holds the gathered tensors if the model is sharded."""
+    **settings: Any,
+) -> dict[str, Tensor]:
+    """Creates and fills `directory`; `settings` are those of `save_model`."""
     directory.mkdir()
-    save_model(loaded, tokenizer, directory, state=state)
+    saved = save_model(loaded, tokenizer, directory, **settings)
+    if needs_transformers_5(directory):
+        card = card.replace("# pip install transformers", '# pip install "transformers>=5"', 1)
     (directory / "README.md").write_text(card, encoding="utf-8")
     for weights in directory.glob("*.safetensors"):
         # safetensors lets only the owner read its files. Users who may read the card may read the weights.
         shutil.copymode(directory / "README.md", weights)
+    return saved
+
+
+def name_turn_end(
+    loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, seen: Collection[int] | None = None
+) -> tuple[int | None, str]:
+    """Returns the end of the template's turns if the model's files do not name it, and a line about it.
+
+    `seen`: tokens at the ends of trained answers; None: unknown. The line is empty where nothing is to say.
+    """
+    turn_end, known = end_of_turn(tokenizer), eos_tokens(loaded.model, tokenizer)
+    if turn_end in (None, tokenizer.eos_token_id) or (seen is not None and turn_end not in seen):
+        return None, ""
+    token, eos = tokenizer.convert_ids_to_tokens(turn_end), tokenizer.eos_token
+    if turn_end in known:
+        return None, f"Answers end with {token}. GGUF files name one end only, the tokenizer's: {eos}"
+    if loaded.adapter is not None:
+        return None, (
+            f"Answers end with {token}, and an adapter has no file that says so: add it to the ends of the "
+            f"base ({eos}) where you generate, or use 'dpopack merge', which writes it"
+        )
+    return turn_end, f"Answers end with {token}: the model's files name it as an end, as well as {eos}"
+
+
+@torch.no_grad()
+def read_back_job(
+    loaded: LoadedModel,
+    directory: Path,
+    saved: Mapping[str, Tensor],
+    groups: Sequence[Group],
+    *,
+    revision: str | None,
+    trust_remote_code: bool,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Returns what proofs/read_back.py needs to compare the export with the model; every rank must call it.
+
+    `saved` is what rank 0 wrote. The log-probs of `groups` must equal the reader's within three times what
+    rounding changes in them, as in the start-up proof.
+    """
+    scorer, sequences, logps, bounds = loaded.scorer, [], [], [FLOAT32_BOUND]
+    for group in groups:
+        numbers, _ = distance_of_row(scorer, [group], device)
+        bounds.append(3 * numbers.get("rounding a token", 0.0))
+        logps += pair_sums(scorer, [group], device).flatten().tolist()
+        for completion in group.completions:
+            sequences.append(([*group.context.tolist(), *completion.tolist()], len(completion)))
+    autocast = scorer.autocast or scorer.gather_dtype
+    return {
+        "directory": str(directory),
+        "base": None if loaded.adapter is None else loaded.adapter.base,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+        "parameters": str(next(scorer.model.parameters()).dtype).removeprefix("torch."),
+        "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
+        "device": str(device),
+        "digests": {name: tensor_digest(tensor) for name, tensor in saved.items()},
+        "types": sorted(
+            {HEADER_NAMES[tensor.dtype] for tensor in saved.values() if tensor.dtype in HEADER_NAMES}
+        ),
+        "is_tied": is_tied(loaded.model),
+        "sequences": sequences,
+        "logps": logps,
+        "bound": max(bounds),
+        "routes": int(routes_tokens(scorer.model.config)),
+    }
+
+
+# A reader is one process, not a rank.
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def read_back(job: dict[str, Any]) -> dict[str, Any] | None:
+    """Runs proofs/read_back.py. Returns its answer; None if it came to no end, as without enough memory."""
+    alone = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    if not job["device"].startswith("cuda"):
+        alone["CUDA_VISIBLE_DEVICES"] = ""
+    program = Path(dpo_pack.__file__).parent / "proofs" / "read_back.py"
+    command = [sys.executable, "-P", "-W", "ignore", str(program)]
+    ended = subprocess.run(
+        command, input=json.dumps(job), env=alone, capture_output=True, text=True, check=False
+    )
+    answer: dict[str, Any] | None = None
+    if ended.returncode == 0 and ended.stdout.strip():
+        answer = json.loads(ended.stdout.splitlines()[-1])
+    return answer
 
 
 def model_card(
@@ -81,11 +194,12 @@ def model_card(
     samples: Sequence[tuple[str, Sample]] = (),
     adapter_base: str | None = None,
     is_chat: bool = False,
+    note: str = "",
 ) -> str:
     """Returns the model card in Markdown, with the front matter that the hub reads.
 
     `evaluation` maps the name of each held-out set to its latest metrics. `adapter_base` is the base of an
-    adapter. `is_chat`: the tokenizer has a chat template.
+    adapter. `is_chat`: the tokenizer has a chat template. `note` follows the example.
     """
     name = recipe.logging.run_name or recipe.output_dir.name
     base = adapter_base or recipe.model.path
@@ -118,6 +232,7 @@ def model_card(
             needs_peft=adapter_base is not None,
             needs_code=recipe.model.trust_remote_code,
         ),
+        *([f"{note}.\n"] if note else []),
     ]
     if evaluation:
         lines += [
@@ -251,7 +366,13 @@ def merge_adapter(
         chat_template=None,
         recipe_key=_MERGE,
     )
-    merged = _merged(adapter, dtype, trust_remote_code)
+    merged = _merged(adapter, trust_remote_code)
+    rounded = getattr(torch, dtype) if dtype != "auto" else stored_dtype(adapter.base, adapter.base_revision)
+    if (beyond := find_beyond(merged.model.state_dict(), rounded)) is not None:
+        kind = str(rounded).removeprefix("torch.")
+        raise ModelError(f"{_MERGE}: {beyond} has values beyond {kind}; use --dtype bfloat16 or float32")
+    round_weights(merged.model, rounded, keeps_type=False)
+    turn_end, note = name_turn_end(merged, tokenizer)
     example = _usage(
         str(target),
         is_chat=tokenizer.chat_template is not None,
@@ -259,11 +380,12 @@ def merge_adapter(
         needs_code=trust_remote_code,
     )
     with written_aside(target) as temporary:
-        _write_model(merged, tokenizer, temporary, _merged_card(adapter, example))
+        card = _merged_card(adapter, f"{example}\n{note}.\n" if note else example)
+        _write_model(merged, tokenizer, temporary, card, dtype=rounded, turn_end=turn_end)
     return adapter
 
 
-def _merged(adapter: SavedAdapter, dtype: str, trust_remote_code: bool) -> LoadedModel:
+def _merged(adapter: SavedAdapter, trust_remote_code: bool) -> LoadedModel:
     key = f"{_MERGE} (the base of {adapter.directory}; --base gives another)"
     config = load_config(
         adapter.base, revision=adapter.base_revision, trust_remote_code=trust_remote_code, recipe_key=key
@@ -285,13 +407,6 @@ def _merged(adapter: SavedAdapter, dtype: str, trust_remote_code: bool) -> Loade
     )
     assert loaded.adapter is not None
     model = loaded.adapter.merge()
-    own: Any = config.dtype or torch.float32
-    rounded = own if dtype == "auto" else getattr(torch, dtype)
-    # Tensors that transformers always reads in float32, such as some routers.
-    kept = [re.compile(name.replace("*", ".*")) for name in model._get_dtype_plan(rounded)]
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not any(pattern.search(name) for pattern in kept):
-            tensor.data = tensor.data.to(rounded)
     return replace(loaded, scorer=CompletionLogps(model, backend=None, autocast=None))
 
 

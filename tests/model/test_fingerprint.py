@@ -384,13 +384,13 @@ def test_a_model_that_was_hashed_before_is_not_hashed_again(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[tuple[int, ...]] = []
-    tensor_digest = fingerprint._tensor_digest
+    tensor_digest = fingerprint.tensor_digest
 
     def spy(tensor: Tensor) -> str:
         hashed.append(tuple(tensor.shape))
         return tensor_digest(tensor)
 
-    monkeypatch.setattr(fingerprint, "_tensor_digest", spy)
+    monkeypatch.setattr(fingerprint, "tensor_digest", spy)
     before = digest(model)
     num_tensors = len(load_file(model / "model.safetensors"))
     assert len(hashed) == num_tensors

@@ -228,7 +228,8 @@ def test_whole_embeddings_of_a_saved_adapter_are_in_the_trained_one_too(
     save_file({**load_file(file), name: embeddings}, file)
     loaded = load(bases("llama"), adapter)
     assert loaded.adapter is not None and "embed_tokens.weight" in loaded.adapter.notes[0]
-    assert torch.equal(loaded.model.get_input_embeddings().weight, embeddings)
+    weight: Any = loaded.model.get_input_embeddings().weight
+    assert torch.equal(weight, embeddings)
     loaded.adapter.save(tmp_path / "trained")
     assert torch.equal(load_file(tmp_path / "trained" / file.name)[name], embeddings)
     save_file({**load_file(file), name: torch.randn(VOCABULARY + 4, 32)}, file)

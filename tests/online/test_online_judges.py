@@ -385,7 +385,7 @@ def test_the_weights_say_how_many_outputs_a_reward_model_has(tmp_path: Path) -> 
     for labels in ({}, {"num_labels": 3}, {"id2label": {"0": "bad", "1": "good"}}):
         file.write_text(json.dumps({**config, **labels}))
         scores = reward_model(tmp_path).score(ROLLOUTS)
-        assert [list(s) for s in scores] == [list(s) for s in expected]  # type: ignore[call-overload]
+        assert [list(s) for s in scores] == [list(s) for s in expected]  # type: ignore[arg-type]
     file.write_text(json.dumps({**config, "intermediate_size": 7}))
     with pytest.raises(ModelError, match=r"online\.judges\.0\.path: .* is \[.*\], not \["):
         reward_model(tmp_path)

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dpo_pack.model.attention import ATTENTION_NAME
-from dpo_pack.model.loading import load_model, save_model
+from dpo_pack.model.loading import load_model
 from dpo_pack.model.parallel import Strategy, shard_model
+from dpo_pack.model.saving import save_model
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.recipe.load import Recipe, dump_recipe, parse_recipe
 from dpo_pack.run.export import export_model, model_card

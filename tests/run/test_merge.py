@@ -133,7 +133,7 @@ def test_what_cannot_be_merged_is_one_line_and_writes_nothing(
     assert "/gone/base" in message and "--base" in message
     merge(tmp_path / "adapter", tmp_path / "merged", base=str(trained / "model"))
 
-    def full_disk(*arguments: Any) -> None:
+    def full_disk(*arguments: Any, **settings: Any) -> None:
         arguments[2].mkdir()
         (arguments[2] / "model.safetensors").write_text("half")
         raise OSError(28, "No space left on device")

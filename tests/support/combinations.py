@@ -234,6 +234,7 @@ def make_assets(directory: Path) -> Path:
         "reference": {"cache_dir": "${recipe_dir}/cache"},
         "data": {"train": [{"path": "${recipe_dir}/pairs.jsonl"}], "max_length": 64},
         "logging": {"samples": None},
+        "export": {"verify": "none"},
     }
     (directory / "recipe.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     return directory

@@ -123,6 +123,7 @@ def our_steps(family: str, directory: Path) -> Steps:
             "loss": {"beta": BETA, "router_aux_coef": _router_coefficient(family)},
             "optim": {"lr": LEARNING_RATE, "schedule": "constant", "eps": EPSILON},
             "logging": {"samples": None},
+            "export": {"verify": "none"},
         }
     )
     train(recipe, Console(quiet=True))

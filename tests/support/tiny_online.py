@@ -24,6 +24,7 @@ def online_recipe(directory: Path, output_dir: Path, *overrides: str, **online: 
         "optim": {"lr": 1e-3, "schedule": "constant"},
         "train": {"max_steps": 6},
         "logging": {"samples": None},
+        "export": {"verify": "none"},
         "online": {
             "judges": [{"type": "function", "function": "support.online_judges:count_e"}],
             "completions_per_prompt": 3,

@@ -41,6 +41,7 @@ def tiny_run(directory: Path) -> Path:
         "packing": {"pairs_per_step": 8, "token_budget": 128},
         "optim": {"lr": 1e-3},
         "logging": {"samples": None},  # they take longer than such a run
+        "export": {"verify": "none"},  # so does the process that reads the model
     }
     (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     return directory / "recipe.yaml"

@@ -83,6 +83,7 @@ def recipe_of(
             "loss": loss,
             "optim": {"lr": 1e-3, "schedule": "constant", "eps": 1e-6},
             "logging": {"samples": None},
+            "export": {"verify": "none"},
             **sections,
         }
     )

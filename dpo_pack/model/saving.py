@@ -1,0 +1,223 @@
+"""Saves trained models, adapters and tokenizers, so that every reader of the files reads what was trained."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.hub import cached_file
+
+from dpo_pack.model.loading import quiet_transformers
+from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.system.errors import ModelError
+from dpo_pack.system.files import read_json
+
+# What transformers 4 reads in place of `rope_parameters`; version 5 reads these keys too.
+_OLD_ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+_NEW_TOKENIZER_CLASSES = ("TokenizersBackend", "SentencePieceBackend", "MistralCommonBackend")
+_OF_THIS_MACHINE = ("is_local", "local_files_only")  # transformers 5 writes how it loaded the tokenizer
+
+
+def save_model(
+    loaded: LoadedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    *,
+    state: dict[str, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    turn_end: int | None = None,
+) -> dict[str, Tensor]:
+    """Writes weights (or only the adapter), configs and tokenizer as `from_pretrained` reads them.
+
+    For a sharded model, `state` holds its whole tensors. `dtype` is the type of the weights in the files;
+    None: as they are. `turn_end` is a token that the files of a model name as an end, before the model's EOS.
+    Returns the tensors that a reader finds under the names in the model.
+    """
+    model, adapter = loaded.model, loaded.adapter
+    tensors = model.state_dict(keep_vars=True) if state is None else state
+    if adapter is not None and state is None:
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    saved = {name: tensor.detach() for name, tensor in tensors.items()}
+    if dtype is not None:
+        saved = _rounded(model, saved, dtype)
+    with quiet_transformers():
+        if adapter is not None:
+            adapter.save(target, saved if dtype is not None else state)
+            _save_tokenizer(tokenizer, target)
+            return {name: tensor.to(tensors[name].dtype) for name, tensor in saved.items()}
+        generation: GenerationConfig | None = model.generation_config if model.can_generate() else None
+        try:
+            if generation is not None:
+                # Published settings can contradict each other (a `top_p` without sampling), and some releases
+                # of transformers refuse to save a model with such settings.
+                model.generation_config = GenerationConfig()
+            model.save_pretrained(target, state_dict=dict(saved))
+        finally:
+            if generation is not None:
+                model.generation_config = generation
+        if generation is not None:
+            generation = copy.deepcopy(generation)
+            if turn_end is not None:
+                generation.eos_token_id = [turn_end, *sorted(eos_tokens(model, tokenizer))]
+            generation.to_json_file(target / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+        # Training switched dropout off; the saved config has the model's own settings.
+        config = copy.deepcopy(model.config)
+        config.get_text_config().update(loaded.replaced)
+        for part in (config, config.get_text_config()):
+            if dtype is not None:
+                part.dtype = dtype
+            if turn_end is not None:
+                part.eos_token_id = turn_end
+        config.save_pretrained(target)
+        _complete_config(target / "config.json", config, is_tied=is_tied(model))
+        _save_tokenizer(tokenizer, target, turn_end)
+    return saved
+
+
+def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Returns the ends that a model's files name; some families have one in the generation config only."""
+    named: list[Any] = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
+    if model.can_generate():  # other models have no generation config
+        named.append(model.generation_config.eos_token_id)
+    return {end for ends in named for end in ([ends] if isinstance(ends, int) else ends or ())}
+
+
+def _kept_wide(model: PreTrainedModel, name: str, dtype: torch.dtype) -> bool:
+    """Whether transformers always reads this tensor in float32, as some routers."""
+    return any(re.search(part.replace("*", ".*"), name) for part in model._get_dtype_plan(dtype))
+
+
+@torch.no_grad()
+def round_weights(model: PreTrainedModel, dtype: torch.dtype, *, keeps_type: bool) -> None:
+    """Rounds all saved tensors to the values of `dtype`; with `keeps_type` they stay in their own type."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and not _kept_wide(model, name, dtype):
+            if keeps_type:
+                tensor.copy_(tensor.to(dtype))
+            else:
+                tensor.data = tensor.data.to(dtype)
+
+
+def find_beyond(state: dict[str, Tensor], dtype: torch.dtype) -> str | None:
+    """Returns the name of the first tensor with a finite value that is infinite in `dtype`."""
+    most = torch.finfo(dtype).max
+    floats = {
+        name: tensor for name, tensor in state.items() if tensor.is_floating_point() and len(tensor.shape)
+    }
+    return next(
+        (name for name, tensor in floats.items() if bool(((tensor.abs() > most) & tensor.isfinite()).any())),
+        None,
+    )
+
+
+def _rounded(model: PreTrainedModel, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns the tensors on the CPU, in `dtype`. Tensors that are one stay one. Raises ModelError."""
+    beyond = find_beyond(state, dtype) if dtype == torch.float16 else None
+    if beyond is not None:
+        raise ModelError(f"{beyond} has values beyond float16; choose the type bfloat16 or float32")
+    done: dict[Any, Tensor] = {}
+    rounded = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if not tensor.is_floating_point() or _kept_wide(model, name, dtype):
+            rounded[name] = tensor
+            continue
+        if key not in done:
+            done[key] = tensor.to(device="cpu", dtype=dtype)
+        rounded[name] = done[key]
+    return rounded
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Whether the head is the embeddings, or there is no head."""
+    head = model.get_output_embeddings()
+    return head is None or head.weight is model.get_input_embeddings().weight
+
+
+def _complete_config(file: Path, config: PretrainedConfig, *, is_tied: bool) -> None:
+    """Adds what older readers need as the checkpoint had it, and corrects what the weights contradict."""
+    values: dict[str, Any] = read_json(file)
+    before = copy.deepcopy(values)
+    parts = [values, *(part for part in values.values() if isinstance(part, dict))]
+    for part in parts:
+        if part.get("tie_word_embeddings", part is values and config.tie_word_embeddings) and not is_tied:
+            part["tie_word_embeddings"] = before["tie_word_embeddings"] = False
+    try:
+        revision = vars(config).get("_commit_hash")
+        given, _ = PretrainedConfig.get_config_dict(
+            config._name_or_path, revision=revision, local_files_only=True
+        )
+    except OSError:  # the model was made in code, or its files are gone
+        given = {}
+    for name in (None, *values):
+        part = values if name is None else values[name]
+        old = given if name is None else given.get(name)
+        if not (isinstance(part, dict) and isinstance(old, dict)):
+            continue
+        if "torch_dtype" in old and "dtype" in part:
+            part["torch_dtype"] = part["dtype"]
+        rope = part.get("rope_parameters")
+        # Of several kinds, by type of layer, transformers 5 would read the one kind in `rope_scaling` only.
+        if isinstance(rope, dict) and not any(isinstance(kind, dict) for kind in rope.values()):
+            part.update({key: old[key] for key in _OLD_ROPE_KEYS if key in old})
+    again = type(config).from_dict(copy.deepcopy(values)).get_text_config().to_dict()
+    if again.get("rope_parameters") != config.get_text_config().to_dict().get("rope_parameters"):
+        values = before
+    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: int | None = None) -> None:
+    """Writes the tokenizer: with the same vocabulary the checkpoint's own files, which older readers know."""
+    if turn_end is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.eos_token = str(tokenizer.convert_ids_to_tokens(turn_end))
+    tokenizer.save_pretrained(target)
+    names = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
+    names |= {"tokenizer.json", *tokenizer.vocab_files_names.values()}
+    vocabularies = [
+        (read_json(Path(file)) or {}).get("model", {}).get("vocab") if file is not None else None
+        for file in (_given_file(tokenizer, "tokenizer.json"), str(target / "tokenizer.json"))
+    ]
+    if vocabularies[0] is not None and vocabularies[0] == vocabularies[1]:
+        for name in names:
+            if (file := _given_file(tokenizer, name)) is not None:
+                shutil.copyfile(file, target / name)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        settings = read_json(target / name)
+        if settings is None:
+            continue
+        for key in _OF_THIS_MACHINE:
+            settings.pop(key, None)
+        if turn_end is not None:
+            settings["eos_token"] = tokenizer.eos_token
+        if isinstance(settings.get("chat_template"), str) and isinstance(tokenizer.chat_template, str):
+            settings["chat_template"] = tokenizer.chat_template
+        text = json.dumps(settings, indent=2, ensure_ascii=False)
+        (target / name).write_text(text + "\n", encoding="utf-8")
+
+
+def _given_file(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
+    """Returns the path of a file from which the tokenizer was loaded; never downloads it."""
+    options: dict[str, Any] = {
+        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "gated_repo")
+    }
+    options["_raise_exceptions_for_connection_errors"] = False
+    source = tokenizer.name_or_path
+    return cached_file(source, name, local_files_only=True, **options) if source else None
+
+
+def needs_transformers_5(directory: Path) -> bool:
+    """Whether older releases would read the saved files wrongly, or not at all."""
+    config = read_json(directory / "config.json") or {}
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    has_new_keys = any("rope_parameters" in part and "rope_theta" not in part for part in parts)
+    settings = read_json(directory / "tokenizer_config.json") or {}
+    return has_new_keys or settings.get("tokenizer_class") in _NEW_TOKENIZER_CLASSES

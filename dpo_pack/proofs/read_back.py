@@ -1,0 +1,126 @@
+"""Reads an exported model as its users do, and compares it with what was trained. Imports no dpo_pack.
+
+A run starts this file as a program, with a JSON object on stdin (`read_back_job` in run/export.py). The last
+line on stdout is a JSON object: `failure` is null or a sentence that names a file; `error` is by token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+_Job = dict[str, Any]
+
+
+def main() -> None:
+    job: _Job = json.load(sys.stdin)
+    directory, error = Path(job["directory"]), None
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            types = {}  # of tensors, by file and name
+            for file in sorted(directory.glob("*.safetensors")):
+                with safe_open(file, framework="pt") as opened:
+                    types[file.name] = {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
+            failure = _wrong_file(directory, types, job)
+            if failure is None:
+                model = _read(directory, job)
+                failure = _wrong_tensor(model, directory, types, job)
+            if failure is None and job["sequences"]:
+                failure, error = _wrong_logps(model, job)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as raised:  # whatever the libraries say of these files
+            failure = f"{directory} cannot be read: {type(raised).__name__}: {' '.join(str(raised).split())}"
+    print(json.dumps({"failure": failure, "error": error}))
+
+
+def _wrong_file(directory: Path, types: dict[str, dict[str, str]], job: _Job) -> str | None:
+    for file in directory.glob("*.safetensors.index.json"):
+        for name, part in json.loads(file.read_text())["weight_map"].items():
+            if name not in types.get(part, {}):
+                return f"{directory / part} lacks {name}, which {file.name} promises"
+    for part, by_name in types.items():
+        for name, kind in by_name.items():
+            if kind in ("F64", "F32", "F16", "BF16") and kind not in job["types"]:
+                return f"{directory / part} has {name} in the type {kind}, not {' or '.join(job['types'])}"
+    config = directory / "config.json"
+    values = json.loads(config.read_text()) if config.is_file() else {}
+    said = {part.get("tie_word_embeddings") for part in (values, values.get("text_config") or {})} - {None}
+    if said and job["is_tied"] not in said or said == {True, False} and not job["is_tied"]:
+        flag = str(not job["is_tied"]).lower()
+        return f"{config} says tie_word_embeddings: {flag}, and the weights are otherwise"
+    return None
+
+
+def _read(directory: Path, job: _Job) -> Any:
+    options = {"trust_remote_code": job["trust_remote_code"]}
+    if job["base"] is None:
+        read: Any = AutoModelForCausalLM.from_pretrained
+        model, info = read(directory, dtype="auto", output_loading_info=True, **options)
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if info[kind]:
+                raise ValueError(f"{kind.replace('_', ' ')}, the first: {min(map(str, info[kind]))}")
+        return model
+    from peft import PeftModel
+
+    options |= {"revision": job["revision"]}
+    dtype = getattr(torch, job["parameters"])
+    if job["sequences"]:
+        base = AutoModelForCausalLM.from_pretrained(job["base"], dtype=dtype, **options)
+    else:  # the adapter alone is compared, so the base's weights are not read
+        config = AutoConfig.from_pretrained(job["base"], **options)
+        with torch.device("meta"):
+            del options["revision"]
+            base = AutoModelForCausalLM.from_config(config, dtype=dtype, **options).to_empty(device="cpu")
+    return PeftModel.from_pretrained(base, str(directory)).get_base_model()
+
+
+def _wrong_tensor(model: Any, directory: Path, types: dict[str, dict[str, str]], job: _Job) -> str | None:
+    found = model.state_dict()
+    for name, digest in job["digests"].items():
+        plain = name.replace(".default.", ".").removesuffix(".default")  # as peft names it in files
+        names = {name, plain, f"base_model.model.{plain}"}
+        holds = (part for part, by_name in types.items() if names & by_name.keys())
+        where = directory / next(holds, next(iter(types)) if len(types) == 1 else "")
+        if name not in found:
+            return f"{where} lacks {name}"
+        tensor = found[name]
+        sha256 = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        sha256.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        if sha256.hexdigest() != digest:
+            return f"{where}: {name} is not the trained tensor ({str(tensor.dtype).removeprefix('torch.')})"
+    return None
+
+
+@torch.no_grad()
+def _wrong_logps(model: Any, job: _Job) -> tuple[str | None, float]:
+    device, dtype = torch.device(job["device"]), job["autocast"] and getattr(torch, job["autocast"])
+    if job["base"] is None:
+        model = model.to(getattr(torch, job["parameters"]))
+    model, errors = model.to(device).eval(), []
+    for (ids, number), logps in zip(job["sequences"], job["logps"], strict=True):
+        tokens = torch.tensor([ids], device=device)
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
+            logits = model(input_ids=tokens, use_cache=False).logits[0, -number - 1 : -1]
+        of_targets = logits.float().log_softmax(dim=-1).gather(1, tokens[0, -number:, None])
+        errors.append(abs(float(of_targets.double().sum()) - logps) / number)
+    kept = sorted(errors)[: len(errors) - job["routes"]]  # rounding can send one to another expert
+    error = sum(kept) / len(kept)
+    if error <= job["bound"]:
+        return None, error
+    failure = (
+        f"{job['directory']}: each tensor is right, but log-probs differ by {error:.1e} nats a token in "
+    )
+    return f"{failure}the mean ({job['bound']:.1e} are allowed); see its config.json", error
+
+
+if __name__ == "__main__":
+    main()

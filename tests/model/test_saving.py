@@ -1,0 +1,68 @@
+"""Saved models are right for other readers: types in headers, ties, ends of turns, older keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.tiny_models import tiny_model
+from support.tiny_tokenizer import tiny_tokenizer
+from transformers import AutoTokenizer
+
+from dpo_pack.data.tokenizer import end_of_turn
+from dpo_pack.model.fingerprint import stored_dtype
+from dpo_pack.model.loading import load_model
+from dpo_pack.model.saving import find_beyond, save_model
+from dpo_pack.model.scorer import Precision
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_what_readers_find_in_a_saved_model(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny_model("llama", vocab_size=len(tokenizer)).bfloat16().save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    rope = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    config = {**config, **rope, "tie_word_embeddings": True, "dtype": None}
+    del config["rope_parameters"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert stored_dtype(str(tmp_path / "model"), None) == torch.bfloat16
+    loaded = load_model(
+        str(tmp_path / "model"),
+        revision=None,
+        trust_remote_code=False,
+        precision=Precision(parameters=torch.float32, autocast=None),
+        attention="auto",
+        packed=True,
+        gradient_checkpointing=False,
+        device=torch.device("cpu"),
+        recipe_key="model.path",
+    )
+    read, turn_end = AutoTokenizer.from_pretrained(tmp_path / "model"), end_of_turn(tokenizer)
+    assert turn_end == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    save_model(loaded, read, tmp_path / "saved", dtype=torch.bfloat16, turn_end=turn_end)
+    names = ("config.json", "generation_config.json", "tokenizer_config.json")
+    saved, generation, settings = (json.loads((tmp_path / "saved" / name).read_text()) for name in names)
+    assert (saved["dtype"], saved["tie_word_embeddings"], saved["eos_token_id"]) == (
+        "bfloat16",
+        False,
+        turn_end,
+    )
+    assert {key: saved[key] for key in rope} == rope
+    assert generation["eos_token_id"] == [turn_end, tokenizer.eos_token_id]
+    assert settings["eos_token"] == "<|im_end|>" and not {"is_local", "local_files_only"} & settings.keys()
+    assert {t.dtype for t in load_file(tmp_path / "saved" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("value", "found"), [(1e5, "a"), (6e4, None), (float("inf"), None)])
+def test_values_beyond_a_type_are_found(value: float, found: str | None) -> None:
+    assert find_beyond({"a": torch.tensor([1.0, -value])}, torch.float16) == found

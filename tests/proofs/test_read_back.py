@@ -1,0 +1,153 @@
+"""The process that reads an export back finds each planted fault, and names the file."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from support.tiny_run import tiny_run
+
+from dpo_pack import trainer
+from dpo_pack.proofs import read_back
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.system.errors import RunError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Found missing adapter keys"),
+]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What a run on all weights and a run on an adapter give to the process."""
+    directory, found = tmp_path_factory.mktemp("read_back"), {}
+    path = tiny_run(directory)
+    for kind, lora in (("model", "null"), ("adapter", "{r: 2}")):
+        overrides = [
+            f"model.lora={lora}",
+            f"output_dir={directory}/{kind}-run",
+            "export.verify=full",
+            "optim.lr=1e-2",
+        ]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                trainer, "verify_model", lambda run, console, job, kind=kind: found.update({kind: job})
+            )
+            trainer.train(load_recipe(path, overrides), Console(quiet=True))
+    return found
+
+
+def answer(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(job)))
+    capsys.readouterr()
+    read_back.main()
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def scale(directory: Path, file: str) -> None:
+    tensors = load_file(directory / file)
+    name = next(name for name in tensors if "v_proj" in name)
+    tensors[name] = tensors[name] * 1.0001 if tensors[name].any() else tensors[name] + 1e-9
+    save_file(tensors, directory / file, {"format": "pt"})
+
+
+def lose(directory: Path, file: str) -> None:
+    tensors = load_file(directory / file)
+    del tensors[next(name for name in tensors if "v_proj" in name)]
+    save_file(tensors, directory / file, {"format": "pt"})
+
+
+def narrow(directory: Path, file: str) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(directory / file).items()}
+    save_file(tensors, directory / file, {"format": "pt"})
+
+
+def change_config(**values: Any) -> Callable[[Path, str], None]:
+    def change(directory: Path, file: str) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | values))
+
+    return change
+
+
+def exchange_shards(directory: Path, file: str) -> None:
+    tensors = load_file(directory / file)
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[:8], "b.safetensors": names[8:]}
+    weight_map = {name: part for part, own in parts.items() for name in own}
+    for part, own in zip(parts, reversed(list(parts.values())), strict=True):
+        save_file({name: tensors[name] for name in own}, directory / part, {"format": "pt"})
+    (directory / file).unlink()
+    (directory / f"{file}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+ROPE = {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "plant", "names"),
+    [
+        ("model", scale, "model.safetensors: model.layers.0.self_attn.v_proj.weight is not the trained"),
+        ("adapter", scale, "adapter_model.safetensors: model.layers.0.self_attn.v_proj.lora_"),
+        ("model", lose, "missing keys, the first: model.layers.0.self_attn.v_proj.weight"),
+        ("adapter", lose, "adapter_model.safetensors: model.layers.0.self_attn.v_proj.lora_"),
+        ("model", narrow, "model.safetensors has .* in the type BF16, not F32"),
+        ("adapter", narrow, "adapter_model.safetensors has .* in the type BF16, not F32"),
+        ("model", change_config(tie_word_embeddings=True), "config.json says tie_word_embeddings: true"),
+        ("model", change_config(**ROPE), "each tensor is right, but log-probs differ .* see its config.json"),
+        ("model", exchange_shards, "a.safetensors lacks .*, which model.safetensors.index.json promises"),
+    ],
+)  # fmt: skip
+def test_a_planted_fault_is_found_and_its_file_is_named(
+    kind: str,
+    plant: Callable[[Path, str], None],
+    names: str,
+    jobs: dict[str, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    copy = shutil.copytree(jobs[kind]["directory"], tmp_path / "model")
+    job = {**jobs[kind], "directory": str(copy)}
+    right = answer(job, monkeypatch, capsys)
+    assert right["failure"] is None and right["error"] < 1e-5, right
+    without_sequences = answer({**job, "sequences": []}, monkeypatch, capsys)
+    assert without_sequences == {"failure": None, "error": None}
+    plant(copy, "model.safetensors" if kind == "model" else "adapter_model.safetensors")
+    with pytest.raises(AssertionError, match=names):
+        raise AssertionError(answer(job, monkeypatch, capsys)["failure"])
+
+
+def test_run_json_says_whether_the_export_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_run(tmp_path)
+
+    def info(*overrides: str) -> tuple[Any, Any, Any]:
+        read = json.loads((tmp_path / "run" / "run.json").read_text())
+        return read["status"], read["verified"], read["not_verified"]
+
+    trainer.train(load_recipe(path), Console(quiet=True))
+    assert info() == ("finished", False, "export.verify: none")
+    recipe = load_recipe(path, ["export.verify=tensors"])
+    trainer.train(recipe, Console(quiet=True), overwrite=True)
+    assert info() == ("finished", True, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "read_back", lambda job: {"failure": "x.safetensors is wrong", "error": None})
+        with pytest.raises(RunError, match="export.verify: .*x.safetensors is wrong"):
+            trainer.train(recipe, Console(quiet=True), overwrite=True)
+    assert info() == ("finished", False, "x.safetensors is wrong")
+
+
+def test_it_never_imports_dpo_pack() -> None:
+    assert "import dpo_pack" not in (source := Path(read_back.__file__).read_text()), source
+    assert "from dpo_pack" not in source and torch.__name__ in source
