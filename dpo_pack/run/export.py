@@ -31,7 +31,7 @@ from dpo_pack.run.samples import Sample
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds
 from dpo_pack.system.errors import ModelError, RunError
-from dpo_pack.system.files import text_of, written_aside
+from dpo_pack.system.files import dispensable, text_of, written_aside
 from dpo_pack.system.hub import is_adapter, is_on_hub, name_for_others
 from dpo_pack.system.process import printable
 
@@ -70,7 +70,8 @@ def _write_model(
     (directory / "README.md").write_text(card, encoding="utf-8")
     for weights in directory.glob("*.safetensors"):
         # safetensors lets only the owner read its files. Users who may read the card may read the weights.
-        shutil.copymode(directory / "README.md", weights)
+        with dispensable("chmod"):
+            shutil.copymode(directory / "README.md", weights)
 
 
 def model_card(
