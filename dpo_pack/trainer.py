@@ -69,7 +69,15 @@ from dpo_pack.run.pairs import (
     trained_pair_sizes,
 )
 from dpo_pack.run.rollouts import build_online, check_generator, live_reference
-from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint, find_run, only_run, push
+from dpo_pack.run.run_dir import (
+    RunDir,
+    begin_run,
+    choose_checkpoint,
+    find_run,
+    input_fingerprints,
+    only_run,
+    push,
+)
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import (
     Setup,
@@ -81,7 +89,7 @@ from dpo_pack.run.setup import (
 from dpo_pack.run.state import TrainState, find_selection, is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.console import TrainingLines, format_seconds, keep_log, shown
-from dpo_pack.system.errors import CacheError, RunError, first_line
+from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
 from dpo_pack.system.files import write_json_atomically
 from dpo_pack.system.hub import push_command, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
@@ -154,7 +162,8 @@ def train(
         except BaseException as error:
             status = "interrupted" if isinstance(error, Interrupted) else "failed"
             with contextlib.suppress(CacheError):  # the user must see the error that ended the run
-                run.update(status=status, totals=trainer.log.totals(trainer.state))
+                if run.info.get("status") != "finished":  # else only the terminal or the page failed
+                    run.update(status=status, totals=trainer.log.totals(trainer.state))
             raise
         # The run is finished: neither an error of the upload nor a signal changes that.
         if recipe.export.push_to_hub is not None:
@@ -386,6 +395,7 @@ class Trainer:
             name=recipe.logging.run_name or recipe.output_dir.name,
             run_id=str(run.info["tracking_id"]),
             goes_on=run.has_own_checkpoint,
+            step=self.state.step,
             mlflow_run=run.info.get("mlflow_run") if run.has_own_checkpoint else None,
         )
         if mlflow_run is not None:
@@ -406,7 +416,7 @@ class Trainer:
             write_json_atomically(run.packing_report, asdict(packing))
         if self.frozen is not None:
             self.frozen.save(run.reference)
-        run.update(fingerprints=fingerprints)
+        run.update(fingerprints=fingerprints, inputs=input_fingerprints(setup.recipe))
         if run.checkpoint is not None:  # else nothing is left of an earlier process
             drop_later_checkpoints(run.checkpoints, self.state.step)
             self.sampler.cut_after(self.state.step)
@@ -436,7 +446,7 @@ class Trainer:
     # --------------------------------------------------------------------------------------------- the steps
 
     def run_steps(self, after_step: AfterStep | None = None) -> None:
-        """Takes all steps of the run. After a stop signal or a RunError, it saves the state after the last
+        """Takes all steps of the run. After a stop signal or an error, it saves the state after the last
         complete step, if it can."""
         with self.log.writing(), self.interruption.deferred(), self.saver.writer:
             self.saver.begin()
@@ -450,8 +460,9 @@ class Trainer:
                 if not stopped.is_urgent:
                     self.saver.save_on_the_way_out()
                 raise
-            except RunError:  # on all ranks: the loss is not finite, or a judge does not answer any more
-                self.saver.save_what_is_done()
+            except Exception as error:
+                # RunErrors are on all ranks: the loss is not finite, or a judge does not answer any more.
+                self.saver.save_what_is_done(error, shared=RunError)
                 raise
 
     def take_steps(self, after_step: AfterStep | None) -> None:
@@ -516,11 +527,11 @@ class Trainer:
         learning_rate = float(state.scheduler.get_last_lr()[0])
         losses = column(values, "loss")
         self.guard.check(state.step + 1, losses, grad_norm, batch.pair_indices, optimizer)  # may block `step`
+        state.step += 1  # first: an error while the parameters change must not save them
         optimizer.step()
         state.scheduler.step()
         optimizer.zero_grad(set_to_none=not self.policy.keeps_gradients)
         self.clock.lap("optimizer")
-        state.step += 1
         self.reference.follow(state.scorer, step=state.step)
         state.num_pairs += batch.num_pairs
         state.num_tokens += batch.num_tokens
@@ -584,7 +595,10 @@ class Trainer:
     # --------------------------------------------------------------------------------------- after the steps
 
     def finish(self) -> None:
-        """Exports the model, updates run.json, writes the page, and prints totals and what was learned."""
+        """Exports the model, updates run.json, writes the page, and prints totals and what was learned.
+
+        After an error it saves the state after the last step, if it can.
+        """
         run, state, log, saver = self.run, self.state, self.log, self.saver
         best = saver.best_evaluation()
         stopped_early = self.evaluator.ends_run(state)
@@ -593,18 +607,23 @@ class Trainer:
         failure = self.evaluator.failure_sentence(state)
         if failure is not None:
             log.print(failure)
-        self.sampler.write(saver.load_exported())
-        with shown(self.console, "Writing the model"):
-            saver.export(run.model)
-        log.close()
-        run.update(
-            status="finished",
-            totals=log.totals(state),
-            evaluation=state.evaluation,
-            model_files=run.model_files(),
-            **({} if best is None else {"best": best, "stopped_early": stopped_early}),
-            warnings=list(state.health.warned),
-        )
+        try:
+            self.sampler.write(saver.load_exported())
+            with shown(self.console, "Writing the model"):
+                saver.export(run.model)
+            ranks.every_rank_does(log.close)
+            facts: dict[str, Any] = {
+                "status": "finished",
+                "totals": log.totals(state),
+                "evaluation": state.evaluation,
+                "model_files": run.model_files(),
+                **({} if best is None else {"best": best, "stopped_early": stopped_early}),
+                "warnings": list(state.health.warned),
+            }
+            ranks.every_rank_does(lambda: run.update(**facts))
+        except Exception as error:  # the same command goes on after the last step
+            saver.save_what_is_done(error, shared=DpoPackError)
+            raise
         rate = state.num_pairs / max(state.train_seconds, 1e-9)
         page = f"; report: {run.page}" if write_page(run, self.console) else ""
         log.print(
