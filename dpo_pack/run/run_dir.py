@@ -323,8 +323,8 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str, *, is_finished: b
 def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> dict[str, str | None]:
     """Returns a fingerprint of the content at each path that the recipe names (of `keys`, if given).
 
-    A run goes on if a path has changed and its fingerprint has not. None: this path has none, as data of the hub.
-    A model has that of its weights, so a copy of a model of the hub has the same.
+    A run goes on if a path has changed and its fingerprint has not. None: this path has none, as data of
+    the hub. A model has that of its weights, so a copy of a model of the hub has the same.
     """
     cache_dir = recipe.reference.cache_dir or default_cache_directory()
     hashes, weights = cache_dir / "file_hashes.json", cache_dir / "model_hashes.json"

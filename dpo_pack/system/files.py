@@ -93,6 +93,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(part, copy)
                 sync(copy)
+        discard(temporary)
     sync(path.parent)
     discard(replaced)  # last, because removing a large directory takes minutes
 
