@@ -54,7 +54,7 @@ from dpo_pack.reports.pages import write_run_page
 from dpo_pack.run.checkpoint import Saver, load_checkpoint, run_identity
 from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoints
 from dpo_pack.run.evaluate import Evaluator
-from dpo_pack.run.export import read_back
+from dpo_pack.run.export import verify_model
 from dpo_pack.run.log import RunLog, describe_run, initial_loss
 from dpo_pack.run.memory_estimate import (
     largest_row,
@@ -70,7 +70,16 @@ from dpo_pack.run.pairs import (
     trained_pair_sizes,
 )
 from dpo_pack.run.rollouts import build_online, check_generator, live_reference
-from dpo_pack.run.run_dir import RunDir, begin_run, choose_checkpoint, find_run, only_run, push, way_on
+from dpo_pack.run.run_dir import (
+    RunDir,
+    begin_run,
+    choose_checkpoint,
+    find_run,
+    input_fingerprints,
+    only_run,
+    push,
+    way_on,
+)
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import (
     Setup,
@@ -82,7 +91,7 @@ from dpo_pack.run.setup import (
 from dpo_pack.run.state import TrainState, find_selection, is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.console import TrainingLines, format_seconds, keep_log, shown
-from dpo_pack.system.errors import CacheError, RunError, first_line
+from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
 from dpo_pack.system.files import write_json_atomically
 from dpo_pack.system.hub import push_command, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
@@ -157,7 +166,8 @@ def train(
         except BaseException as error:
             status = "interrupted" if isinstance(error, Interrupted) else "failed"
             with contextlib.suppress(CacheError):  # the user must see the error that ended the run
-                run.update(status=status, totals=trainer.log.totals(trainer.state))
+                if run.info.get("status") != "finished":  # else only the terminal or the page failed
+                    run.update(status=status, totals=trainer.log.totals(trainer.state))
             raise
         # The run is finished: neither an error of what follows nor a signal changes that.
         if read_back_job is not None and ranks.is_first():
@@ -395,6 +405,7 @@ class Trainer:
             name=recipe.logging.run_name or recipe.output_dir.name,
             run_id=str(run.info["tracking_id"]),
             goes_on=run.has_own_checkpoint,
+            step=self.state.step,
             mlflow_run=run.info.get("mlflow_run") if run.has_own_checkpoint else None,
         )
         if mlflow_run is not None:
@@ -415,7 +426,7 @@ class Trainer:
             write_json_atomically(run.packing_report, asdict(packing))
         if self.frozen is not None:
             self.frozen.save(run.reference)
-        run.update(fingerprints=fingerprints)
+        run.update(fingerprints=fingerprints, inputs=input_fingerprints(setup.recipe))
         if run.checkpoint is not None:  # else nothing is left of an earlier process
             drop_later_checkpoints(run.checkpoints, self.state.step)
             self.sampler.cut_after(self.state.step)
@@ -445,7 +456,7 @@ class Trainer:
     # --------------------------------------------------------------------------------------------- the steps
 
     def run_steps(self, after_step: AfterStep | None = None) -> None:
-        """Takes all steps of the run. After a stop signal or a RunError, it saves the state after the last
+        """Takes all steps of the run. After a stop signal or an error, it saves the state after the last
         complete step, if it can."""
         with self.log.writing(), self.interruption.deferred(), self.saver.writer:
             self.saver.begin()
@@ -459,8 +470,9 @@ class Trainer:
                 if not stopped.is_urgent:
                     self.saver.save_on_the_way_out()
                 raise
-            except RunError:  # on all ranks: the loss is not finite, or a judge does not answer any more
-                self.saver.save_what_is_done()
+            except Exception as error:
+                # RunErrors are on all ranks: the loss is not finite, or a judge does not answer any more.
+                self.saver.save_what_is_done(error, shared=RunError)
                 raise
 
     def take_steps(self, after_step: AfterStep | None) -> None:
@@ -525,11 +537,11 @@ class Trainer:
         learning_rate = float(state.scheduler.get_last_lr()[0])
         losses = column(values, "loss")
         self.guard.check(state.step + 1, losses, grad_norm, batch.pair_indices, optimizer)  # may block `step`
+        state.step += 1  # first: an error while the parameters change must not save them
         optimizer.step()
         state.scheduler.step()
         optimizer.zero_grad(set_to_none=not self.policy.keeps_gradients)
         self.clock.lap("optimizer")
-        state.step += 1
         self.reference.follow(state.scorer, step=state.step)
         state.num_pairs += batch.num_pairs
         state.num_tokens += batch.num_tokens
@@ -595,9 +607,9 @@ class Trainer:
     def finish(self) -> dict[str, Any] | None:
         """Exports the model, updates run.json, writes the page, and prints totals and what was learned.
 
-        Returns what `verify_model` needs, if the export is to be verified.
+        After an error it saves the state after the last step, if it can. Returns what `verify_model` needs,
+        if the export is to be verified.
         """
-        verify = self.recipe.export.verify
         run, state, log, saver = self.run, self.state, self.log, self.saver
         best = saver.best_evaluation()
         stopped_early = self.evaluator.ends_run(state)
@@ -606,23 +618,12 @@ class Trainer:
         failure = self.evaluator.failure_sentence(state)
         if failure is not None:
             log.print(failure)
-        self.sampler.write(saver.load_exported())
-        saver.round_policy()
-        with shown(self.console, "Writing the model"):
-            saved = saver.export(run.model)
-        if turn_end := saver.turn_end()[1]:
-            log.print(turn_end)
-        log.close()
-        run.update(
-            status="finished",
-            totals=log.totals(state),
-            evaluation=state.evaluation,
-            model_files=run.model_files(),
-            **({} if best is None else {"best": best, "stopped_early": stopped_early}),
-            warnings=list(state.health.warned),
-            verified=False,
-            not_verified="export.verify: none" if verify == "none" else "the process ended before",
-        )
+        try:
+            saved = self.write_results(best, stopped_early=stopped_early)
+        except Exception as error:  # the same command goes on after the last step
+            saver.save_what_is_done(error, shared=DpoPackError)
+            raise
+        saver.round_policy()  # a checkpoint has the weights as they were trained, so only now
         rate = state.num_pairs / max(state.train_seconds, 1e-9)
         page = f"; report: {run.page}" if write_page(run, self.console) else ""
         log.print(
@@ -630,7 +631,31 @@ class Trainer:
             f"({rate:,.1f} pairs/s). Model: {run.model}; metrics: {run.metrics}{page}"
         )
         print_ending(run.root, state.evaluation, state.health.warnings, self.console)
-        return None if verify == "none" else saver.read_back_job(saved)
+        return None if self.recipe.export.verify == "none" else saver.read_back_job(saved)
+
+    def write_results(self, best: dict[str, Any] | None, *, stopped_early: bool) -> dict[str, Tensor]:
+        """Writes samples, model and facts of a finished run; returns the tensors in the model's files."""
+        run, state, log, saver = self.run, self.state, self.log, self.saver
+        self.sampler.write(saver.load_exported())
+        with shown(self.console, "Writing the model"):
+            saved = saver.export(run.model)
+        if turn_end := saver.turn_end()[1]:
+            log.print(turn_end)
+        ranks.every_rank_does(log.close)
+        facts: dict[str, Any] = {
+            "status": "finished",
+            "totals": log.totals(state),
+            "evaluation": state.evaluation,
+            "model_files": run.model_files(),
+            **({} if best is None else {"best": best, "stopped_early": stopped_early}),
+            "warnings": list(state.health.warned),
+            "verified": False,
+            "not_verified": "the process ended before",
+        }
+        if self.recipe.export.verify == "none":
+            facts["not_verified"] = "export.verify: none"
+        ranks.every_rank_does(lambda: run.update(**facts))
+        return saved
 
 
 def write_page(run: RunDir, console: Console) -> bool:
@@ -648,34 +673,6 @@ def write_page(run: RunDir, console: Console) -> bool:
         )
         return False
     return True
-
-
-def verify_model(run: RunDir, console: Console, job: dict[str, Any]) -> None:
-    """Compares the files of the finished run's model with what was trained; only rank 0 may call it.
-
-    Raises RunError if they differ, Interrupted after a stop signal. run.json says what was found.
-    """
-    try:
-        with shown(console, "Verifying the model"):
-            answer = read_back(job)
-    except Interrupted as stopped:
-        run.update(not_verified=str(stopped))
-        stopped.next_step = "the run is finished and its model is saved, but it was not read back"
-        raise
-    if answer is None:
-        run.update(not_verified="the process that reads the model ended early")
-        console.print(f"Warning: {run.model} was not verified: the process that reads it ended early")
-        return
-    if answer["failure"] is not None:
-        run.update(not_verified=answer["failure"])
-        raise RunError(
-            f"export.verify: the model in the files is not the one that was trained: {answer['failure']}; "
-            "its checkpoints are right; report this, or export anew with other releases of the packages"
-        )
-    run.update(verified=True, not_verified=None)
-    sequences, error = len(job["sequences"]), answer["error"]
-    also = f"; log-probs of {sequences} sequences differ by {error:.1e} nats a token" if sequences else ""
-    console.print(f"Verified: the files hold all {len(job['digests'])} trained tensors bit for bit{also}")
 
 
 def push_model(

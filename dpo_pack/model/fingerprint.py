@@ -31,6 +31,7 @@ from dpo_pack.model.quantize import Quantization
 from dpo_pack.model.scorer import Precision
 from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import add_to_json, read_json
+from dpo_pack.system.hub import is_adapter
 
 # We add 1 when a change of our code changes log-probs, so that log-probs in caches are not used any more.
 NUMERICS_VERSION = 1
@@ -130,6 +131,14 @@ def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
     }
     content = [files_fingerprint(present[:1], memo_path), relevant]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def weights_fingerprint(path: str, revision: str | None, memo_path: Path) -> str:
+    """Returns the fingerprint of the weights of a hub id, a model's directory or an adapter's; see
+    `reference_namespace` for `memo_path` and errors."""
+    if is_adapter(path):
+        return adapter_fingerprint(Path(path), memo_path)
+    return files_fingerprint(weight_files(model_directory(path, revision)), memo_path)
 
 
 def files_fingerprint(files: Sequence[Path], memo_path: Path) -> str:

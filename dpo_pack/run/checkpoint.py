@@ -56,7 +56,7 @@ from dpo_pack.run.samples import before_and_after
 from dpo_pack.run.setup import Setup
 from dpo_pack.run.state import Counters, Identity, Place, Selection, Standing, TrainState, is_multiple
 from dpo_pack.system import ranks
-from dpo_pack.system.errors import CacheError, RunError
+from dpo_pack.system.errors import CacheError, RunError, first_line
 from dpo_pack.system.files import sync, writing
 from dpo_pack.system.machine import host_memory, package_versions, release_memory
 from dpo_pack.training.batches import BatchSource
@@ -165,8 +165,8 @@ class Saver:
         """Writes a checkpoint of the full state. A run resumed from it goes on as if it had not stopped."""
         settings = self.setup.recipe.checkpoint
         self.log.flush_pairs()
-        with writing(self.run.metrics):  # the checkpoint refers to the lines of this file
-            ranks.only_first(lambda: sync(self.run.metrics))
+        # The checkpoint refers to the lines of this file.
+        ranks.first_does(writing(self.run.metrics)(lambda: sync(self.run.metrics)))
         content = checkpoint_content(
             self.state, self.place, self.identity, keep=settings.keep, num_best=settings.keep_best
         )
@@ -294,14 +294,17 @@ class Saver:
         else:
             self.save()
 
-    def save_what_is_done(self) -> None:
-        """Saves the last complete step after an error, unless a later step has changed the parameters."""
-        if self.state.step != self.place.step:
+    def save_what_is_done(self, error: Exception, *, shared: type[Exception]) -> None:
+        """Saves the last complete step after an error, unless other parameters have replaced its own.
+
+        Of several ranks, all must have raised the error: it is `shared`. Another may be of this rank alone.
+        """
+        if self.state.step != self.place.step or not (isinstance(error, shared) or ranks.num_ranks() == 1):
             return
         try:
             self.save_on_the_way_out()
-        except CacheError as refused:  # the user must see the error that ends the run, not this one
-            self.log.print(f"  Warning: {refused}")
+        except Exception as refused:  # the user must see the error that ends the run, not this one
+            self.log.print(f"  Warning: the last step is not saved: {first_line(refused)}")
 
     def best_evaluation(self) -> dict[str, Any] | None:
         """Returns run.json's entry on the best evaluation, if any. `checkpoint`: None if none is kept."""
@@ -337,6 +340,13 @@ class Saver:
         if not self.setup.recipe.checkpoint.load_best:
             return self.state.step
         step = self.state.standing.best_steps[0]
+        if step < self.state.step:
+            try:  # an error later could not save the last parameters
+                if self.saved is not self.place:
+                    self.save()
+            except CacheError as refused:
+                self.log.print(f"  Warning: the last step is not saved: {refused}")
+            self.place = replace(self.place, step=step)  # the place whose parameters the policy has
         self.state.evaluation = load_trained(checkpoint_path(self.run.checkpoints, step), self.state.scorer)
         return step
 

@@ -40,6 +40,7 @@ from dpo_pack.system.files import (
     path_aside,
     put_in_place,
     remove_directory,
+    sync,
     write_json_atomically,
     writing,
 )
@@ -245,6 +246,7 @@ class CheckpointWriter:
             with contextlib.suppress(CacheError) if has_cause else contextlib.nullcontext():
                 self.wait()
         finally:
+            self.in_background = False  # a later write finds no thread
             if self._thread is not None:
                 self._thread.shutdown()
             if self._stager is not None:
@@ -290,7 +292,10 @@ def _save_tensors(tensors: dict[str, Any], directory: Path, group: Any) -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated", module="torch")
     try:
-        save(tensors, storage_writer=FileSystemWriter(directory), process_group=group, no_dist=is_alone)
+        writer = FileSystemWriter(directory, sync_files=False)  # it would end where a disk refuses to sync
+        save(tensors, storage_writer=writer, process_group=group, no_dist=is_alone)
+        for file in directory.glob(f"__{ranks.rank()}_*"):
+            sync(file)
     except CheckpointException as wrapped:  # torch wraps even `Interrupted`, which is no Exception
         errors = [error for _, (error, _) in sorted(wrapped.failures.items())]
         raise min(errors, key=lambda error: isinstance(error, Exception)) from wrapped

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import EvalResult, ModelCardData
+from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -44,12 +45,14 @@ from dpo_pack.proofs.rows import pair_sums
 from dpo_pack.proofs.start_up import FLOAT32_BOUND, distance_of_row
 from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, dump_recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
+from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.samples import Sample
 from dpo_pack.system import ranks
-from dpo_pack.system.console import format_seconds
+from dpo_pack.system.console import format_seconds, shown
 from dpo_pack.system.errors import ModelError, RunError
-from dpo_pack.system.files import text_of, written_aside
+from dpo_pack.system.files import dispensable, text_of, written_aside
 from dpo_pack.system.hub import is_adapter, is_on_hub, name_for_others
+from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.process import printable
 
 
@@ -97,7 +100,8 @@ def _write_model(
     (directory / "README.md").write_text(card, encoding="utf-8")
     for weights in directory.glob("*.safetensors"):
         # safetensors lets only the owner read its files. Users who may read the card may read the weights.
-        shutil.copymode(directory / "README.md", weights)
+        with dispensable("chmod"):
+            shutil.copymode(directory / "README.md", weights)
     return saved
 
 
@@ -184,6 +188,34 @@ def read_back(job: dict[str, Any]) -> dict[str, Any] | None:
     if ended.returncode == 0 and ended.stdout.strip():
         answer = json.loads(ended.stdout.splitlines()[-1])
     return answer
+
+
+def verify_model(run: RunDir, console: Console, job: dict[str, Any]) -> None:
+    """Compares the files of the finished run's model with what was trained; only rank 0 may call it.
+
+    Raises RunError if they differ, Interrupted after a stop signal. run.json says what was found.
+    """
+    try:
+        with shown(console, "Verifying the model"):
+            answer = read_back(job)
+    except Interrupted as stopped:
+        run.update(not_verified=str(stopped))
+        stopped.next_step = "the run is finished and its model is saved, but it was not read back"
+        raise
+    if answer is None:
+        run.update(not_verified="the process that reads the model ended early")
+        console.print(f"Warning: {run.model} was not verified: the process that reads it ended early")
+        return
+    if answer["failure"] is not None:
+        run.update(not_verified=answer["failure"])
+        raise RunError(
+            f"export.verify: the model in the files is not the one that was trained: {answer['failure']}; "
+            "its checkpoints are right; report this, or export anew with other releases of the packages"
+        )
+    run.update(verified=True, not_verified=None)
+    sequences, error = len(job["sequences"]), answer["error"]
+    also = f"; log-probs of {sequences} sequences differ by {error:.1e} nats a token" if sequences else ""
+    console.print(f"Verified: the files hold all {len(job['digests'])} trained tensors bit for bit{also}")
 
 
 def model_card(

@@ -7,15 +7,18 @@ import functools
 import os
 import shlex
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import dpo_pack
+from dpo_pack.data.store import content_key, directory_hash, file_hash
+from dpo_pack.model.fingerprint import weights_fingerprint
 from dpo_pack.recipe.changes import changed_values
-from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe
+from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, dump_recipe, load_recipe
 from dpo_pack.recipe.text import show
+from dpo_pack.reference.cache import default_cache_directory
 from dpo_pack.run.checkpoint_files import (
     FileSums,
     checkpoints,
@@ -312,6 +315,12 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str, *, is_finished: b
             f"output_dir: the recipe of the run in {root} cannot be read ({error}); {ways_out}"
         ) from error
     changed = changed_values(earlier, recipe)
+    if moved := [key for key in changed if key in _inputs(recipe)]:  # their content may be the same
+        written, read = (read_json(root / INFO_FILE) or {}).get("inputs"), input_fingerprints(recipe, moved)
+        for key in moved:
+            if isinstance(written, dict) and written.get(key) == read.get(key) is not None:
+                for same in (key, key.replace(".path", ".revision")):
+                    changed.pop(same, None)
     then, now = earlier.loss.router_aux_coef, recipe.loss.router_aux_coef
     if is_finished and then != now:
         # 0 and null differ for some mixtures of experts only, so `changed_values` does not compare these two.
@@ -326,17 +335,49 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str, *, is_finished: b
         raise RunError(f"output_dir: {root} holds a run with another {', '.join(differences)}; {ways_out}")
 
 
-def _refuse_to_replace_inputs(recipe: Recipe) -> None:
-    """Raises RunError if a file that the recipe reads lies where the run writes, and so would be replaced."""
-    judges = () if recipe.online is None else recipe.online.judges
-    named = {
+def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> dict[str, str | None]:
+    """Returns a fingerprint of the content at each path that the recipe names (of `keys`, if given).
+
+    A run goes on if a path has changed and its fingerprint has not. None: this path has none, as data of
+    the hub. A model has that of its weights, so a copy of a model of the hub has the same.
+    """
+    cache_dir = recipe.reference.cache_dir or default_cache_directory()
+    hashes, weights = cache_dir / "file_hashes.json", cache_dir / "model_hashes.json"
+    found: dict[str, str | None] = {}
+    for key, name in _inputs(recipe).items():
+        if name is None or (keys is not None and key not in keys):
+            continue
+        path = Path(name)
+        if key in ("model.path", "reference.path") or key.startswith("online."):
+            revision = recipe.model.revision if key == "model.path" else None
+            found[key] = weights_fingerprint(name, revision, weights)
+        elif key == "tokenizer.path":
+            files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+            found[key] = content_key([file_hash(file, hashes) for file in files]) if files else None
+        elif path.is_dir():
+            found[key] = directory_hash(path, hashes)
+        else:
+            found[key] = file_hash(path, hashes) if path.is_file() else None
+    return found
+
+
+def _inputs(recipe: Recipe) -> dict[str, str | None]:
+    """Returns the paths and hub ids that the recipe names, by their keys."""
+    judges, template = () if recipe.online is None else recipe.online.judges, recipe.tokenizer.chat_template
+    return {
         "model.path": recipe.model.path,
         "tokenizer.path": recipe.tokenizer.path,
+        "tokenizer.chat_template": None if template is None else str(template),
         "reference.path": recipe.reference.path,
         **{f"data.train.{number}.path": source.path for number, source in enumerate(recipe.data.train)},
         **{f"data.eval.{number}.path": one.path for number, one in enumerate(recipe.data.eval_sources)},
         **{f"online.judges.{number}.path": judge.path for number, judge in enumerate(judges)},
     }
+
+
+def _refuse_to_replace_inputs(recipe: Recipe) -> None:
+    """Raises RunError if a file that the recipe reads lies where the run writes, and so would be replaced."""
+    named = _inputs(recipe)
     for key, path in list(named.items()):
         base = None if path is None else read_json(Path(path) / "adapter_config.json")
         named[f"the adapter of {key}"] = (base or {}).get("base_model_name_or_path")

@@ -1,8 +1,11 @@
 """Writes files that are whole or absent after a crash; reads JSON; holds locks on files."""
 
 import contextlib
+import errno
 import fcntl
+import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -17,6 +20,14 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError
 
 from dpo_pack.system.errors import CacheError, RunError
+
+logger = logging.getLogger(__name__)
+
+# What file systems answer to a call that they do not have: mounts of object stores, CIFS, sshfs.
+_NO_SUCH_CALL = (
+    *(errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.EXDEV),
+    *(errno.EBADF, errno.EISDIR, errno.ENOTTY),
+)
 
 
 @contextlib.contextmanager
@@ -62,13 +73,27 @@ def path_aside(path: Path) -> Path:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Syncs a file or directory and renames it to `path`; replaces an old `path`. Raises OSError."""
+    """Syncs a file or directory and renames it to `path`; replaces an old `path`. Raises OSError.
+
+    Where the file system refuses to rename, it copies the files, the newest last: the one that says that a
+    checkpoint or a store is whole.
+    """
     for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
         sync(part)
     replaced = path_aside(path)
-    if temporary.is_dir() and path.is_dir():
-        path.rename(replaced)  # a rename cannot replace a directory that has files
-    temporary.replace(path)
+    with dispensable("rename"):
+        if temporary.is_dir() and path.is_dir():
+            path.rename(replaced)  # a rename cannot replace a directory that has files
+        temporary.replace(path)
+    if temporary.exists():
+        discard(path)
+        for part in sorted((temporary, *temporary.rglob("*")), key=lambda part: part.stat().st_mtime_ns):
+            if part.is_file():
+                copy = path / part.relative_to(temporary)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(part, copy)
+                sync(copy)
+        discard(temporary)
     sync(path.parent)
     discard(replaced)  # last, because removing a large directory takes minutes
 
@@ -76,8 +101,10 @@ def put_in_place(temporary: Path, path: Path) -> None:
 def remove_directory(path: Path) -> None:
     """Removes a directory. If the process is killed meanwhile, `path` is whole or absent."""
     aside = path_aside(path)
-    path.rename(aside)
+    with dispensable("rename"):
+        path.rename(aside)
     discard(aside)
+    discard(path)  # only there if it could not be renamed
 
 
 def discard(temporary: Path) -> None:
@@ -132,11 +159,29 @@ def add_to_json(path: Path, shape: Any, entries: Mapping[str, Any]) -> None:
 
 
 def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Waits until a file or directory is on the disk, if the file system can say so. Raises OSError."""
+    with dispensable(f"fsync of {'directories' if path.is_dir() else 'files'}"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def dispensable(what: str) -> Iterator[None]:
+    """Goes on if the file system does not have the call `what`, with which the block ends; says so once."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except OSError as error:
+        if error.errno not in _NO_SUCH_CALL:
+            raise
+        _say_once(f"Warning: the file system refuses {what} ({error.strerror}); the command goes on")
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    logger.warning(line)
 
 
 def leaves(tree: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, Any]]:

@@ -94,12 +94,14 @@ def start_trackers(
     name: str,
     run_id: str,
     goes_on: bool = False,
+    step: int = 0,
     mlflow_run: str | None = None,
 ) -> str | None:
     """Starts accelerate's `trackers`, those of `Accelerator(log_with=...)`, which show `settings`.
 
     For a resumed run (`goes_on`), pass the same `run_id` as before, and as `mlflow_run` the id that this
     function returned before: MLflow makes the id of a run itself. Raises RunError if a tracker fails.
+    TensorBoard does not show what an earlier process sent of steps after `step`.
     """
     directory.mkdir(exist_ok=True)
     key = hashlib.sha256(run_id.encode()).hexdigest()  # comet_ml and swanlab get parts of it as id
@@ -122,7 +124,8 @@ def start_trackers(
     }
     try:
         # A resumed run does not send its settings again, because MLflow refuses a second value.
-        accelerator.init_trackers(name, config=None if goes_on else config)
+        purged = {"tensorboard": {"purge_step": step + 1}} if goes_on else {}
+        accelerator.init_trackers(name, config=None if goes_on else config, init_kwargs=purged)
     except Exception as error:  # each tracker raises its own errors: no login, no server
         raise RunError(
             f"logging.trackers: {', '.join(trackers)} cannot be started ({first_line(error)}); log in to the "
@@ -227,14 +230,15 @@ class PairLog:
 
         Raises CacheError.
         """
-        waiting, self._waiting, self._num_waiting = self._waiting, [], 0
-        if not waiting:
+        if not self._waiting:
             return
-        facts = torch.from_numpy(np.concatenate([facts for facts, _ in waiting]))
-        numbers = torch.cat([values for _, values in waiting])
+        facts = torch.from_numpy(np.concatenate([facts for facts, _ in self._waiting]))
+        numbers = torch.cat([values for _, values in self._waiting])
         every = gather_over_ranks(torch.cat([facts.to(numbers.device), numbers], dim=1)).cpu().numpy()
-        if not ranks.is_first():
-            return
+        ranks.first_does(lambda: self._write_values(every))
+        self._waiting, self._num_waiting = [], 0  # a disk that was full may have room later
+
+    def _write_values(self, every: npt.NDArray[np.float64]) -> None:
         # By step, then by pair: this order does not depend on the number of ranks.
         every = every[np.lexsort((every[:, 2], every[:, 0]))]
         step, epoch, pair = every[:, :3].T

@@ -1,0 +1,281 @@
+"""What fails after the last step, or on the way there, loses nothing that is trained."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.tiny_run import tiny_run
+from support.whole_runs import assert_same_run, at_step, checkpoint_steps, text, whole_run
+
+from dpo_pack import trainer as train_module
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run import checkpoint, export
+from dpo_pack.run.run_dir import RunDir, input_fingerprints
+from dpo_pack.system import files
+from dpo_pack.system.errors import CacheError, RunError
+from dpo_pack.system.files import read_json
+from dpo_pack.system.interrupts import Interrupted
+from dpo_pack.trainer import train
+from dpo_pack.training import records
+
+BEST = (
+    *("optim.lr=0.05", "optim.schedule=constant", "train.eval_every_steps=1", "loss.beta=1"),
+    *("checkpoint.keep_best=1", "checkpoint.load_best=true"),
+)
+
+
+@pytest.fixture(scope="module")
+def best_of_a_run(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that leaves its best weights, which are not the last. Nobody may write there."""
+    run = tmp_path_factory.mktemp("best") / "run"
+    train(whole_run(assets, run, *BEST), Console(quiet=True))
+    assert read_json(run / "run.json")["best"]["step"] < 8
+    return run
+
+
+def raising(error: Exception, *, where: Callable[..., bool] = lambda *words, **named: True) -> Any:
+    """Makes of a function one that raises `error` where `where` says so."""
+
+    def change(function: Any) -> Any:
+        def act(*words: Any, **named: Any) -> Any:
+            if where(*words, **named):
+                raise error
+            return function(*words, **named)
+
+        return act
+
+    return change
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+FINISHED = raising(CacheError("cannot write run.json"), where=lambda run, **facts: "model_files" in facts)
+
+
+def once(pairs: records.PairLog, lines: Any) -> bool:
+    """The disk has room again when the state is saved, which needs the pairs first."""
+    refused.append(pairs)
+    return refused.count(pairs) == 1 and lines["step"][-1].as_py() == 8
+
+
+refused: list[records.PairLog] = []
+FAILURES = {
+    "a full disk": (export, "_write_model", raising(FULL), ()),
+    "a library's error": (export, "save_model", raising(ValueError("no such type")), ()),
+    "the last pairs": (records.PairLog, "_write", raising(FULL, where=once), ()),
+    "the last word of run.json": (RunDir, "update", FINISHED, ()),
+    "load_best": (checkpoint, "load_trained", raising(RunError("it cannot be read")), BEST),
+    "a full disk after load_best": (export, "_write_model", raising(FULL), BEST),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_the_same_command_finishes_what_failed_after_the_last_step(
+    name: str,
+    straight: Path,
+    best_of_a_run: Path,
+    assets: Path,
+    tmp_path: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place, function, change, overrides = FAILURES[name]
+    recipe = whole_run(assets, tmp_path / "run", *overrides)
+    with monkeypatch.context() as patch, pytest.raises((CacheError, RunError, OSError, ValueError)):
+        patch.setattr(place, function, change(getattr(place, function)))
+        train(recipe, Console(quiet=True))
+    assert read_json(tmp_path / "run" / "run.json")["status"] == "failed"
+    assert max(checkpoint_steps(tmp_path / "run")) == 8
+    train(recipe, console)
+    assert "Going on after step 8 of 8" in text(console) and "step 1/8" not in text(console)
+    assert read_json(tmp_path / "run" / "run.json")["status"] == "finished"
+    assert_same_run(best_of_a_run if overrides else straight, tmp_path / "run")
+
+
+def test_a_disk_without_room_for_the_last_state_still_gets_the_best_model(
+    best_of_a_run: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = raising(CacheError("no room"), where=lambda writer, content, **more: content.step == 8)
+    monkeypatch.setattr(checkpoint_files.CheckpointWriter, "write", full(checkpoint_files.CheckpointWriter.write))
+    train(whole_run(assets, tmp_path / "run", *BEST), console)
+    assert "Warning: the last step is not saved: no room" in text(console)
+    assert_same_run(best_of_a_run, tmp_path / "run")
+
+
+def test_a_finished_run_stays_finished_if_the_terminal_is_gone(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = whole_run(assets, tmp_path / "run")
+    with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
+        patch.setattr(train_module, "print_ending", raising(BrokenPipeError())(None))
+        train(recipe, Console(quiet=True))
+    train(recipe, console)
+    assert "This run is finished" in text(console)
+
+
+@pytest.mark.parametrize(("function", "is_saved"), [("accumulate_gradients", True), ("train_step", False)])
+def test_an_error_in_a_step_saves_the_step_before_unless_parameters_have_changed(
+    function: str,
+    is_saved: bool,
+    straight: Path,
+    assets: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe, act = whole_run(assets, tmp_path / "run"), getattr(train_module.Trainer, function)
+
+    def fail(trainer: Any, *words: Any) -> Any:
+        result = act(trainer, *words) if trainer.state.step != 3 or not is_saved else None
+        if result is None or (trainer.state.step == 4 and not is_saved):
+            raise RuntimeError("out of memory")
+        return result
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(train_module.Trainer, function, fail)
+        train(recipe, Console(quiet=True))
+    saved = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in saved.glob("*")] == (["step-000003"] if is_saved else [])
+    train(recipe, Console(quiet=True))
+    assert_same_run(straight, tmp_path / "run")
+
+
+# --------------------------------------------------------------------------------- file systems that refuse
+
+
+def only(number: int, where: Callable[..., bool]) -> Any:
+    return raising(OSError(number, os.strerror(number)), where=where)
+
+
+def crosses(source: Any, target: Any, **more: Any) -> bool:
+    return Path(source).parent.resolve() != Path(target).parent.resolve()
+
+
+MOUNTS = {
+    "chmod": {"chmod": only(errno.EPERM, lambda *words, **more: True)},
+    "fsync of directories": {
+        "fsync": only(errno.EINVAL, lambda number: Path(f"/proc/self/fd/{number}").is_dir())
+    },
+    "fsync": {"fsync": only(errno.EOPNOTSUPP, lambda number: True)},
+    "rename across directories": {name: only(errno.EXDEV, crosses) for name in ("rename", "replace")},
+    "rename of directories": {
+        name: only(errno.EXDEV, lambda source, *words, **more: Path(source).is_dir())
+        for name in ("rename", "replace")
+    },
+}
+
+
+@pytest.mark.parametrize("refused", MOUNTS)
+def test_a_run_goes_on_where_a_mount_refuses_a_call_and_says_so_once(
+    refused: str,
+    straight: Path,
+    assets: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    files._say_once.cache_clear()
+    saves = ("checkpoint.every_steps=1", "checkpoint.keep=1", f"reference.cache_dir={tmp_path}/cache")
+    recipe = whole_run(assets, tmp_path / "run", *saves)
+    with monkeypatch.context() as patch:
+        for name, change in MOUNTS[refused].items():
+            patch.setattr(os, name, change(getattr(os, name)))
+        with pytest.raises(Interrupted):
+            train(
+                recipe,
+                Console(quiet=True),
+                after_step=at_step(3, lambda: signal.raise_signal(signal.SIGTERM)),
+            )
+        train(recipe, Console(quiet=True))
+    assert_same_run(straight, tmp_path / "run")
+    assert checkpoint_steps(tmp_path / "run") == [8]
+    told = [record.message for record in caplog.records if "the file system refuses" in record.message]
+    kinds = {line.partition("refuses ")[2].partition(" (")[0] for line in told}
+    expected = {"rename of directories": {"rename"}, "rename across directories": set()}
+    expected["fsync"] = {"fsync of files", "fsync of directories"}
+    assert kinds == expected.get(refused, {refused}) and len(told) == len(kinds)
+
+
+# ------------------------------------------------------------------------------------- inputs that have moved
+
+
+@pytest.fixture
+def moved(tmp_path: Path) -> tuple[Path, Path]:
+    """A run that was stopped after step 3, and the new place of all that its recipe names."""
+    tiny_run(tmp_path / "old")
+    recipe = whole_run(tmp_path / "old", tmp_path / "run")
+    with pytest.raises(Interrupted):
+        train(recipe, Console(quiet=True), after_step=at_step(3, lambda: signal.raise_signal(signal.SIGTERM)))
+    (tmp_path / "old").rename(tmp_path / "new")
+    return tmp_path / "run", tmp_path / "new"
+
+
+def test_a_run_goes_on_when_model_and_data_have_moved(
+    moved: tuple[Path, Path], straight: Path, console: Console
+) -> None:
+    run, new = moved
+    elsewhere = f"checkpoint.resume={run}/checkpoints/step-000003"
+    train(whole_run(new, run.with_name("next"), elsewhere), Console(quiet=True))
+    train(whole_run(new, run), console)
+    assert "Going on after step 3" in text(console)
+    assert_same_run(straight, run)
+    shutil.copytree(new, new.with_name("newer"))
+    train(whole_run(new.with_name("newer"), run), console)
+    assert "This run is finished" in text(console)
+
+
+def test_what_has_moved_and_changed_is_refused(moved: tuple[Path, Path]) -> None:
+    run, new = moved
+    rows = (new / "pairs.jsonl").read_text().splitlines()
+    (new / "pairs.jsonl").write_text("\n".join(rows[::-1]))
+    with pytest.raises(RunError, match=r"another data\.train\.0\.path"):
+        train(whole_run(new, run), Console(quiet=True))
+    (new / "pairs.jsonl").write_text("\n".join(rows) + "\n")
+    tiny_model = new / "model" / "model.safetensors"
+    content = bytearray(tiny_model.read_bytes())
+    content[-1] ^= 1
+    tiny_model.write_bytes(content)
+    with pytest.raises(RunError, match=r"another model\.path"):
+        train(whole_run(new, run), Console(quiet=True))
+
+
+def test_each_kind_of_input_has_a_fingerprint_of_its_content(tmp_path: Path) -> None:
+    found = []
+    for place in ("one", "two", "three"):
+        path = tiny_run(tmp_path / place)
+        template = path.with_name("template.jinja")
+        template.write_text("three" if place == "three" else "same")
+        (path.parent / "folder").mkdir()
+        shutil.copy(path.with_name("pairs.jsonl"), path.parent / "folder")
+        if place == "three":
+            shutil.copy(path.with_name("heldout.jsonl"), path.parent / "folder")
+            (path.parent / "model" / "tokenizer_config.json").write_text("{}")
+        recipe = load_recipe(path, [
+            f"tokenizer={{path: {path.parent}/model, chat_template: {template}}}",
+            f"reference.path={path.parent}/model",
+            f"data.train=[{path.parent}/folder, org/pairs]",
+        ])  # fmt: skip
+        found.append(input_fingerprints(recipe))
+    one, two, three = found
+    same = {"model.path", "reference.path", "data.eval.0.path"}
+    assert one == two and one["data.train.1.path"] is None
+    assert {key for key in one if one[key] == three[key]} == {*same, "data.train.1.path"}
+    assert None not in [one[key] for key in (*same, "tokenizer.path", "tokenizer.chat_template")]
+
+
+def test_tensorboard_shows_each_step_once_after_a_crash(assets: Path, tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    recipe = whole_run(assets, tmp_path / "run", "logging.trackers=[tensorboard]", "checkpoint.every_steps=2")
+    with pytest.raises(ZeroDivisionError):  # after the lines of step 5, so they are sent again
+        train(recipe, Console(quiet=True), after_step=at_step(6, lambda: 1 / 0))
+    train(recipe, Console(quiet=True))
+    shown = events.EventAccumulator(str(tmp_path / "run" / "trackers" / "run")).Reload()
+    for tag, steps in (("train/loss", range(1, 9)), ("eval/loss", range(0, 9, 2))):
+        assert Counter(event.step for event in shown.Scalars(tag)) == Counter(steps)
