@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from transformers import PreTrainedModel
 
@@ -38,11 +39,8 @@ def whole_reports() -> Iterator[list[Any]]:
         reports.append(copy.copy(report))  # `take_out` puts other sets into `report`
         take_out(model, report)
 
-    PreTrainedModel._adjust_missing_and_unexpected_keys = collect  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(PreTrainedModel, take_out.__name__, collect):
         yield reports
-    finally:
-        PreTrainedModel._adjust_missing_and_unexpected_keys = take_out  # type: ignore[method-assign]
 
 
 def check_report(

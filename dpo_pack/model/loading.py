@@ -225,7 +225,7 @@ def _build_model(
         if not tensors:
             return model, []
         options = {"dtype": options["dtype"], "state_dict": tensors, "device_map": {"": weights_on}}
-        read = partial(type(model).from_pretrained, None, config=model.config, **options)
+        read: Any = partial(type(model).from_pretrained, None, config=model.config, **options)
     else:
         # We read weights directly onto a CUDA device. Otherwise each process would hold a copy on the CPU.
         # Without a map transformers puts quantised weights onto the first GPU, in every process.
