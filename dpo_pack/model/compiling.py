@@ -58,7 +58,7 @@ def compiler_obstacle(device: torch.device) -> str | None:
 
 def can_compile(model: PreTrainedModel, device: torch.device) -> bool:
     """Whether the compiler on this machine and the model's code allow `compile_layers`."""
-    return compiler_obstacle(device) is None and bool(outermost_layers(model))
+    return compiler_obstacle(device) is None and bool(outermost_layers(text_model(model)))
 
 
 def compile_layers(
@@ -69,7 +69,7 @@ def compile_layers(
     With `falls_back`, torch runs code uncompiled where it cannot compile it, and raises no error. Raises
     UnsupportedModelError if the model's code does not mark its layers.
     """
-    layers: list[Any] = outermost_layers(model)
+    layers: list[Any] = outermost_layers(text_model(model))
     if not layers:
         raise UnsupportedModelError(
             f"model.compile: {type(model).__name__} does not say what its layers are, so they cannot be "
@@ -96,6 +96,11 @@ def compile_layers(
         if plain not in compiled:
             compiled[plain] = torch.compile(plain, backend=backend, dynamic=True)
         layer.forward = functools.partial(_run_compiled, layer, compiled[plain])
+
+
+def text_model(model: PreTrainedModel) -> nn.Module:
+    """Returns the part of a model that reads text: all of it, or what is beside the towers and the head."""
+    return model if model.config.get_text_config() is model.config else model.get_decoder()
 
 
 def outermost_layers(model: nn.Module, class_names: frozenset[str] = frozenset()) -> list[nn.Module]:

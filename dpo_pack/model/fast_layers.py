@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig, PreTrainedModel
 
+from dpo_pack.model.compiling import text_model
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.system.machine import is_intel
 
@@ -161,7 +162,7 @@ def apply_liger(model: PreTrainedModel) -> None:
 def last_feed_forward(model: PreTrainedModel) -> tuple[nn.Module, nn.Module] | None:
     """Returns (the last decoder layer, its feed-forward block); None if the block is not one module."""
     num_layers = model.config.get_text_config().num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    lists = [m for m in text_model(model).modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     if not lists:
         return None
     layer = lists[0][-1]

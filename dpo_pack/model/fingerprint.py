@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import get_safetensors_metadata, snapshot_download, try_to_load_from_cache
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -112,6 +112,32 @@ def model_directory(path: str, revision: str | None) -> Path:
         if any(directory.glob(f"{stem}*.{suffix}")):
             break
     return directory
+
+
+def meta_tensors(path: str, revision: str | None, recipe_key: str) -> dict[str, Tensor] | str:
+    """Returns a checkpoint's tensors on the meta device, from the headers of its safetensors files.
+
+    Of a hub id that is not in the cache only the headers are downloaded. Returns why, if there are none to
+    read. Raises ModelError if a file is missing or damaged.
+    """
+    directory = Path(path)
+    for name in () if directory.is_dir() else ("model.safetensors", "model.safetensors.index.json"):
+        cached = try_to_load_from_cache(path, name, revision=revision)
+        directory = Path(cached).parent if isinstance(cached, str) else directory
+    shapes: dict[str, Sequence[int]] = {}
+    if directory.is_dir():
+        for file in weight_files(directory):
+            if file.suffix != ".safetensors":
+                return f"{file.name} has no header with the tensors"
+            with load_errors(path, recipe_key), safe_open(file, framework="pt") as opened:
+                shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    else:
+        try:
+            files = get_safetensors_metadata(path, revision=revision).files_metadata.values()
+        except Exception as error:  # the class of the error depends on the client's HTTP library
+            return first_line(error)
+        shapes = {name: tensor.shape for file in files for name, tensor in file.tensors.items()}
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 
 def adapter_fingerprint(directory: Path, memo_path: Path) -> str:

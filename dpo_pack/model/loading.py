@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -28,9 +36,10 @@ from dpo_pack.model.attention import (
     register_attention,
     select_backend,
 )
-from dpo_pack.model.compiling import keep_products
+from dpo_pack.model.compiling import keep_products, text_model
 from dpo_pack.model.config import attention_needs, check_packs, own_attention, replace_settings
 from dpo_pack.model.fast_layers import apply_liger, speed_up_linears, trim_last_layer
+from dpo_pack.model.load_report import check_report, check_tied, whole_reports
 from dpo_pack.model.logps import WantedStatistics
 from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.quantize import Quantization, compute_restored, quantization_settings
@@ -38,6 +47,9 @@ from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.system.errors import DpoPackError, ModelError, first_line, is_out_of_memory
 from dpo_pack.system.hub import check_model
+
+# Vision checkpoints of which only the text model is built: the base model of the whole has the head, too.
+_TEXT_ONLY = frozenset({"llama4"})
 
 
 def load_config(
@@ -92,12 +104,15 @@ def load_model(
     kernels: str = "none",
     quantize: Quantization | None = None,
     config: PretrainedConfig | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    refuses_unused: bool = False,
 ) -> LoadedModel:
     """Loads a causal LM for packed rows or padded batches, with a new or a saved adapter if given.
 
     The model will run on `device`; its weights are first put on `weights_on` (None: on `device`; on the meta
-    device they are not read). `config` is the model's config if the caller has loaded it. Raises ModelError
-    when loading fails or a weight is missing, UnsupportedModelError when the model cannot be exact.
+    device they are not read, but `tensors`, if any, the checkpoint's on the meta device, are compared).
+    `config` is the model's config if the caller has loaded it. Raises ModelError when loading fails, a weight
+    is missing or (`refuses_unused`) not used, UnsupportedModelError when the model cannot be exact.
     """
     weights_on = weights_on or device
     config = copy.deepcopy(config) or load_config(
@@ -119,14 +134,27 @@ def load_model(
     }
     if quantize is not None:
         options["quantization_config"] = quantization_settings(quantize)
-    with load_errors(path, recipe_key), quiet_transformers():
-        model = _build_model(path, config, weights_on, recipe_key=recipe_key, revision=revision, **options)
+    with load_errors(path, recipe_key), quiet_transformers() as said:
+        model, notes = _build_model(
+            path, config, weights_on, recipe_key=recipe_key, revision=revision, tensors=tensors,
+            refuses_unused=refuses_unused, **options,
+        )  # fmt: skip
+    trained = [*text_model(model).parameters(), *model.get_output_embeddings().parameters()]
+    for parameter in set(model.parameters()).difference(trained):
+        parameter.requires_grad_(False)  # of towers, which pairs of texts do not reach
     reads_weights = weights_on.type != "meta"
     attached = None
     if adapter is not None:
-        attached = attach_adapter(
-            model, adapter, base=path, revision=revision, recipe_key=recipe_key, reads_weights=reads_weights
-        )
+        with quiet_transformers() as more:
+            attached = attach_adapter(
+                model,
+                adapter,
+                base=path,
+                revision=revision,
+                recipe_key=recipe_key,
+                reads_weights=reads_weights,
+            )
+        said += more
     scorer = CompletionLogps(
         model,
         backend=BACKENDS[choice.name] if packed else None,
@@ -148,7 +176,26 @@ def load_model(
         scorer.to(weights_on)
     if gradient_checkpointing:
         _checkpoint_activations(model, keeps_products=gradient_checkpointing == "selective")
-    return LoadedModel(scorer=scorer, attention=choice, replaced=replaced)
+    return LoadedModel(scorer=scorer, attention=choice, replaced=replaced, notes=notes + said)
+
+
+def auto_class(config: PretrainedConfig, source: str) -> Any:
+    """Returns transformers' class that builds a causal LM; of a vision checkpoint, all of it.
+
+    `source`: the recipe key with the checkpoint. Raises ModelError if there is no such class.
+    """
+    kind, values = type(config), config.to_dict()
+    has_own_code = "AutoModelForCausalLM" in (values.get("auto_map") or {})
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    has_towers = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and "text_config" in values
+    if has_own_code or kind.model_type in _TEXT_ONLY or (causal is not None and not has_towers):
+        return AutoModelForCausalLM
+    if has_towers and not config.is_encoder_decoder:
+        return AutoModelForImageTextToText
+    raise ModelError(
+        f"{source}: transformers has no causal language model for the config of a {kind.model_type} model; "
+        "give a checkpoint of a language model"
+    )
 
 
 def _build_model(
@@ -158,37 +205,39 @@ def _build_model(
     *,
     recipe_key: str,
     revision: str | None,
+    tensors: Mapping[str, Tensor] | None,
+    refuses_unused: bool,
     **options: Any,
-) -> PreTrainedModel:
-    """Reads the model; on the meta device its parameters have no values, but its buffers have."""
+) -> tuple[PreTrainedModel, list[str]]:
+    """Reads the model, and returns lines for the user about its tensors.
+
+    On the meta device its parameters have no values, but its buffers have.
+    """
+    source = f"{recipe_key}: {path}"
+    auto = auto_class(config, source)
     if weights_on.type == "meta":
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, **options)
+            model = auto.from_config(config, **options)
         assert isinstance(model, PreTrainedModel)
         model.tie_weights()  # parameters that were tied are separate ones on the meta device
-        return model
-    # We read weights directly onto a CUDA device. Otherwise each process would hold a copy on the CPU.
-    # Without a map transformers puts quantised weights onto the first GPU, in every process.
-    has_map = weights_on.type == "cuda" or "quantization_config" in options
-    loaded: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
-        path,
-        config=config,
-        revision=revision,
-        device_map={"": weights_on} if has_map else None,
-        output_loading_info=True,
-        **options,
-    )
-    model, loading = loaded
-    assert isinstance(model, PreTrainedModel)
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
-        raise ModelError(
-            f"{recipe_key}: the weights in {path} lack {len(missing)} of {type(model).__name__}'s tensors "
-            f"(first: {missing[0]}), which would start with random values; give a model with complete weights"
+        if not tensors:
+            return model, []
+        options = {"dtype": options["dtype"], "state_dict": tensors, "device_map": {"": weights_on}}
+        read: Any = partial(type(model).from_pretrained, None, config=model.config, **options)
+    else:
+        # We read weights directly onto a CUDA device. Otherwise each process would hold a copy on the CPU.
+        # Without a map transformers puts quantised weights onto the first GPU, in every process.
+        has_map = weights_on.type == "cuda" or "quantization_config" in options
+        device_map = {"": weights_on} if has_map else None
+        read = partial(
+            auto.from_pretrained, path, config=config, revision=revision, device_map=device_map, **options
         )
+    with whole_reports() as reports:
+        model, loading = read(output_loading_info=True, ignore_mismatched_sizes=True)
+    notes = check_report(model, reports[0], loading, source=source, refuses_unused=refuses_unused)
     if getattr(model, "is_quantized", False):
         compute_restored(model)
-    return model
+    return model, notes if weights_on.type == "meta" else notes + check_tied(model)
 
 
 def _checkpoint_activations(model: PreTrainedModel, *, keeps_products: bool) -> None:
@@ -212,28 +261,50 @@ def load_errors(path: str, recipe_key: str) -> Iterator[None]:
     except DpoPackError:
         raise
     except Exception as error:  # the user's files decide the class
-        reason = first_line(error)
+        reason = first_line(error).rstrip(".")
         if is_out_of_memory(error):
             raise ModelError(
-                f"{recipe_key}: {path} does not fit in memory ({reason.rstrip('.')}); set "
+                f"{recipe_key}: {path} does not fit in memory ({reason}); set "
                 "model.dtype=bfloat16, train an adapter (model.lora), or shard the model over several devices"
             ) from error
+        if isinstance(error, StrictDataclassError):
+            raise ModelError(
+                f"{recipe_key}: cannot load {path}: {reason}; correct its config.json"
+            ) from error
         raise ModelError(
-            f"{recipe_key}: cannot load {path}: {reason.rstrip('.')}; it must be a hub id or a directory "
+            f"{recipe_key}: cannot load {path}: {reason}; it must be a hub id or a directory "
             "with config.json, safetensors weights and tokenizer files"
         ) from error
 
 
 @contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silences transformers' progress bars and reports. We check ourselves what matters in them."""
-    verbosity = transformers_logging.get_verbosity()
+def quiet_transformers() -> Iterator[list[str]]:
+    """Collects what transformers and peft warn of, a line each; hides transformers' bars and load report."""
+    said: dict[str, None] = {}
+
+    def hear(package: str, message: object) -> None:
+        text = " ".join(str(message).split())
+        # We check ourselves what the report and the warning about tied weights say.
+        if not re.search("LOAD REPORT|tie_word_embeddings", text):
+            said[f"Warning by {package}: {text}"] = None
+
+    def show(message: Any, category: type[Warning], filename: str, *where: Any) -> None:
+        package = next((name for name in ("peft", "transformers") if f"/{name}/" in filename), None)
+        hear(package, message) if package else shows(message, category, filename, *where)
+
+    logger, handler = transformers_logging.get_logger(), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: hear("transformers", record.getMessage())  # type: ignore[method-assign]
+    handlers, logger.handlers = logger.handlers, [handler]
     bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    lines: list[str] = []
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", category=UserWarning, module=r"(peft|transformers)\b")
+            shows, warnings.showwarning = warnings.showwarning, show  # type: ignore[assignment]
+            yield lines
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        lines += said
+        logger.handlers = handlers
         if bars:
             transformers_logging.enable_progress_bar()

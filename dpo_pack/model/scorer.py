@@ -225,6 +225,7 @@ class LoadedModel:
     scorer: CompletionLogps
     attention: BackendChoice
     replaced: dict[str, Any]  # the config's own values of keys that training changes
+    notes: list[str] = field(default_factory=list)  # for the user: lines about the load
     kernels: list[str] = field(default_factory=list)  # for the user: a line for each recurrent kernel
     not_compiled: str | None = None  # for the user: why `model.compile: auto` does not compile
 

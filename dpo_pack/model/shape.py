@@ -18,20 +18,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from dpo_pack.model.compiling import text_model
 from dpo_pack.model.config import attention_needs, count_experts, layer_windows, routes_tokens
 from dpo_pack.model.fast_layers import last_feed_forward
-from dpo_pack.model.loading import quiet_transformers
+from dpo_pack.model.loading import auto_class, quiet_transformers
 from dpo_pack.model.recurrence import recurrence_sizes
 from dpo_pack.packing.lengths import AttentionKind, ModelShape
 from dpo_pack.system.errors import RecipeError
 
 
-def without_weights(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Builds the architecture on the meta device, where it takes no memory. Does not change the config."""
+def without_weights(
+    config: PretrainedConfig, *, trust_remote_code: bool = False, source: str = "model"
+) -> PreTrainedModel:
+    """Builds the architecture on the meta device, where it takes no memory. Does not change the config.
+
+    `source`: the recipe key with the checkpoint, for errors.
+    """
     with quiet_transformers(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        auto = auto_class(config, source)
+        model = auto.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
     assert isinstance(model, PreTrainedModel)
     return model
 
@@ -49,7 +56,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     text = model.config.get_text_config()
     experts = count_experts(text.to_dict())
     last = last_feed_forward(model)
-    recurrent = [recurrence_sizes(module) for module in model.modules()]
+    recurrent = [recurrence_sizes(module) for module in text_model(model).modules()]
     attention: tuple[AttentionKind, ...] = ()
     if "num_attention_heads" in text.to_dict().keys() | text.attribute_map.keys():  # not a state-space model
         needs = attention_needs(model.config)
@@ -59,7 +66,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
             AttentionKind(num_layers=number, width=width, window=window) for window, number in counts.items()
         )
     return ModelShape(
-        token_weights=_token_weights(model, experts, skipped),
+        token_weights=_token_weights(text_model(model), experts, skipped),
         head_weights=int(head.numel()),
         attention=attention,
         state_products=sum(products for products, _ in recurrent),

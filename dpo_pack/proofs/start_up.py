@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dpo_pack.model.attention import BACKENDS
-from dpo_pack.model.compiling import outermost_layers
+from dpo_pack.model.compiling import outermost_layers, text_model
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.fast_layers import stock_layers
 from dpo_pack.model.parallel import is_sharded
@@ -68,7 +68,7 @@ def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | N
     """
     if not scorer.is_compiled:
         return None
-    trained = [p for p in outermost_layers(scorer.model)[0].parameters() if p.requires_grad]
+    trained = [p for p in outermost_layers(text_model(scorer.model))[0].parameters() if p.requires_grad]
     # The first layer's gradients are enough: to get them, torch runs the backward of all later layers. In a
     # sharded model the graph has the gathered weights, not the shards, so `inputs` cannot name a layer's.
     inputs = None if is_sharded(scorer.model) else trained or None

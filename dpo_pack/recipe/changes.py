@@ -13,8 +13,9 @@ from dpo_pack.recipe.text import Tree
 # start with data.on_bad_row: error, there are no bad rows.)
 NEUTRAL_KEYS: tuple[str, ...] = (
     "output_dir", "model.attention", "model.gradient_checkpointing", "model.compile", "model.kernels",
-    "reference.cache_dir", "reference.token_budget", "data.on_bad_row", "data.num_workers",
-    "train.eval_every_steps", "train.stop_on_nonfinite", "checkpoint", "logging", "export",
+    "model.unused_tensors", "reference.cache_dir", "reference.token_budget", "data.on_bad_row",
+    "data.num_workers", "train.eval_every_steps", "train.stop_on_nonfinite", "checkpoint", "logging",
+    "export",
     "distributed.num_processes", "distributed.strategy", "distributed.hybrid", "distributed.cpu_offload",
     "distributed.accumulate_unsharded", "online.generator.token_budget",
     "online.generator.gpu_memory_utilization", "online.generator.endpoint", "online.offload_reference",

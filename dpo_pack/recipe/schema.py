@@ -63,6 +63,8 @@ class ModelRecipe(types.Section):
     """liger: liger-kernel computes norms, rotary positions and gated MLPs; on CUDA, for families it fits."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
+    unused_tensors: Literal["error", "warn"] = "error"
+    """What to do if the checkpoint has tensors that the model of its config.json does not use."""
     quantize: Literal["int8", "nf4"] | None = None
     """Quantise the frozen base of an adapter while it is loaded, with bitsandbytes; nf4: QLoRA, 4 bits a
     weight. A reference at reference.path is quantised only if it is an adapter. See docs/lora.md."""

@@ -73,7 +73,8 @@ def memory_shape(config: PretrainedConfig, shape: ModelShape, num_parameters: in
     text = config.get_text_config()
     num_layers, hidden, values = text.num_hidden_layers, text.hidden_size, text.to_dict()
     num_experts, num_active = count_experts(values)
-    num_tables = 1 if text.tie_word_embeddings else 2  # tables of vocabulary x hidden size
+    is_tied = values.get("tie_word_embeddings", config.to_dict().get("tie_word_embeddings"))
+    num_tables = 1 if is_tied else 2  # tables of vocabulary x hidden size
     attention = sum(kind.num_layers * kind.width for kind in shape.attention) / num_layers
     num_heads = values.get("num_attention_heads") or 1
     key_share = (values.get("num_key_value_heads") or num_heads) / num_heads

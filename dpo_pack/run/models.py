@@ -12,11 +12,13 @@ import hashlib
 import importlib.util
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -80,6 +82,7 @@ class ModelFacts:
     kernels: str = "none"
     compile: bool | Literal["auto"] = False
     gradient_checkpointing: bool | Literal["selective"] = False
+    refuses_unused: bool = False  # tensors of the checkpoint
     keeps_squares: bool = False  # the scorer also gives what `loss.weighting: wpo` needs
 
     @property
@@ -99,7 +102,8 @@ class ModelFacts:
     def architecture(self) -> PreTrainedModel:
         """The model on the meta device, without weights and adapters. Raises ModelError."""
         with load_errors(self.path, self.recipe_key):
-            return without_weights(self.config, trust_remote_code=self.trust_remote_code)
+            source = f"{self.recipe_key}: {self.path}"
+            return without_weights(self.config, trust_remote_code=self.trust_remote_code, source=source)
 
     @functools.cached_property
     def num_parameters(self) -> int:
@@ -178,6 +182,7 @@ def resolve_model(
         kernels=settings.kernels,
         compile=settings.compile,
         gradient_checkpointing=settings.gradient_checkpointing,
+        refuses_unused=settings.unused_tensors == "error",
         keeps_squares=recipe.loss.weighting == "wpo",
     )
 
@@ -231,13 +236,15 @@ def load_weights(
     device: torch.device,
     strategy: Strategy = ALONE,
     adapter: LoraSettings | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> LoadedModel:
     """Loads the model on the device with the recipe's settings, and with a new `adapter` if given.
 
     If the strategy shards, all ranks must call it: rank 0 reads the weights and sends each rank its shards.
-    Raises ModelError, UnsupportedModelError.
+    With `tensors`, the checkpoint's on the meta device, it reads no weights, and compares these with the
+    model. Raises ModelError, UnsupportedModelError.
     """
-    weights_on = device
+    weights_on = device if tensors is None else torch.device("meta")
     if strategy.shards:
         if model.quantization is not None:
             raise ModelError(
@@ -262,10 +269,17 @@ def load_weights(
             wanted=WantedStatistics(squares=model.keeps_squares),
             kernels=model.kernels,
             quantize=model.quantize,
+            tensors=tensors,
+            refuses_unused=model.refuses_unused,
         )
+        if strategy.shards and any("tie_word_embeddings" in note for note in loaded.notes):
+            raise ModelError(
+                f"{model.recipe_key}: config.json of {model.path} says tie_word_embeddings: true, but the "
+                "weights of head and embeddings differ; correct it to false, or set distributed.strategy: ddp"
+            )
         # Selective checkpointing has to see each product.
         is_selective = model.gradient_checkpointing == "selective"
-        is_plain = not is_selective and model.quantization is None
+        is_plain = not is_selective and model.quantization is None and tensors is None
         falls_back = model.compile == "auto"
         is_asked = (
             device.type == "cuda" and can_compile(loaded.model, device) if falls_back else model.compile

@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import patch_environment
 from rich.console import Console
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dpo_pack.data.faults import source_notes
@@ -28,6 +29,7 @@ from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.losses import Objective, make_objective
 from dpo_pack.model.config import check_positions, check_rows, known_positions
+from dpo_pack.model.fingerprint import meta_tensors
 from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.lora import LoraSettings, read_adapter, unknown_settings
 from dpo_pack.model.parallel import ALONE, Strategy
@@ -42,6 +44,7 @@ from dpo_pack.run.models import (
     check_model,
     choose_strategy,
     load_and_prove,
+    load_weights,
     resolve_model,
 )
 from dpo_pack.run.run_dir import find_run
@@ -81,10 +84,13 @@ class Setup:
         """The most tokens of a row without gradients (`reference.token_budget`); if the key is `auto`, the
         value from which the reference pass searches on CUDA."""
         budget = self.recipe.reference.token_budget
-        if isinstance(budget, int):
-            return budget
-        on_cpu = self.device.type == "cpu"
-        return CPU_TOKEN_BUDGET if on_cpu else START_FACTOR * self.recipe.packing.token_budget
+        return _reference_budget(budget, self.recipe.packing.token_budget, self.device)
+
+
+def _reference_budget(budget: int | str, trained: int, device: torch.device) -> int:
+    if isinstance(budget, int):
+        return budget
+    return CPU_TOKEN_BUDGET if device.type == "cpu" else START_FACTOR * trained
 
 
 def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -334,6 +340,8 @@ def load_proved(setup: Setup, model: ModelFacts, adapter: LoraSettings | None = 
     The proof tests that the model computes packed rows exactly. Raises ModelError if it fails.
     """
     loaded, outcome = load_and_prove(model, device=setup.device, strategy=setup.strategy, adapter=adapter)
+    for note in loaded.notes:
+        setup.console.print(note)
     outcome.raise_failure()
     sentence, details = outcome.sentences()
     setup.console.print(f"Proof: {sentence}")
@@ -374,12 +382,16 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         run = find_run(recipe, overwrite=False)
         state = "its run is finished, so train has nothing to do" if run.is_finished else "a run can use it"
         found.append(f"output_dir: {run.root}, {state}")
+    budget = recipe.packing.token_budget
+    longest_row = max(budget, _reference_budget(recipe.reference.token_budget, budget, device))
     policy: ModelFacts | None = None
     for key, path in (("model.path", recipe.model.path), ("reference.path", recipe.reference.path)):
         with step():
             if path is not None:
                 model = resolve_model(recipe, device, path, recipe_key=key)
-                found += _check_facts(model, device, key, recipe.data.max_length)
+                found += _check_facts(
+                    model, device, key, max_length=recipe.data.max_length, longest_row=longest_row
+                )
                 policy = policy or model
     with step():
         if policy is not None:
@@ -411,11 +423,25 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
     return found, wrong
 
 
-def _check_facts(model: ModelFacts, device: torch.device, key: str, max_length: int) -> Iterator[str]:
+def _check_facts(
+    model: ModelFacts, device: torch.device, key: str, *, max_length: int, longest_row: int
+) -> Iterator[str]:
     check_model(model, device, is_trained=key == "model.path")
-    model.architecture  # noqa: B018  # builds the model on the meta device
-    weights = "its weights are there" if Path(model.path).is_dir() else "its weights were not checked"
-    yield f"{key}: {model.label}, {model.config.model_type}; {weights}"
+    notes: list[str] = []
+    if model.is_packed:
+        check_rows(model.config, longest_sequence=0, longest_row=longest_row)
+    if model.quantization is not None:
+        model.architecture  # noqa: B018  # builds the model on the meta device
+        tensors: dict[str, Tensor] | str = "they are quantised, or will be"
+    else:
+        tensors = meta_tensors(model.path, model.revision, model.recipe_key)
+        named = {} if isinstance(tensors, str) else tensors
+        notes = load_weights(model, device=device, adapter=model.new_adapter, tensors=named).notes
+    seen = f"its {len(tensors):,} tensors are there"
+    if isinstance(tensors, str):
+        seen = f"its tensors were not compared with its config ({tensors})"
+    yield f"{key}: {model.label}, {model.config.model_type}; {seen}"
+    yield from (f"  {note}" for note in notes)
     if model.adapter is not None:
         yield from unknown_settings(model.adapter)
     known = known_positions(model.config)
@@ -445,5 +471,8 @@ def _check_source(
     found.extend([] if columns in found else [columns])
     if policy is not None:
         tables = [PairTable.of([loaded.store])]
-        check_positions(policy.config, longest_sequence(tables) + (max_new_tokens or 0))
+        longest = longest_sequence(tables) + (max_new_tokens or 0)
+        check_positions(policy.config, longest)
+        if policy.is_packed:
+            check_rows(policy.config, longest_sequence=longest, longest_row=2 * longest)
         check_tokens(policy, tokenizer, tables)

@@ -5,15 +5,19 @@ import re
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or the name of its class."""
+    """Returns the first line of an error's message, or the name of its class.
+
+    A line that ends with a colon goes on in the next one, which says what is wrong.
+    """
     if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the file's code
         return "its weights are pickled objects that are not tensors; save them as safetensors"
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = str(error).strip() or type(error).__name__
+    return re.sub(r":\s*\n\s*", ": ", text).splitlines()[0]
 
 
 def one_line(error: BaseException) -> str:
     """Returns an error's class and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
+    return f"{type(error).__name__}: {first_line(error) if str(error).strip() else ''}".rstrip(": ")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from dpo_pack.model.fingerprint import files_fingerprint, weight_files
-from dpo_pack.model.loading import load_config, load_errors, load_tokenizer
+from dpo_pack.model.fingerprint import files_fingerprint, meta_tensors, weight_files
+from dpo_pack.model.loading import load_config, load_errors, load_model, load_tokenizer
 from dpo_pack.model.lora import read_adapter
+from dpo_pack.model.scorer import Precision
 from dpo_pack.model.shape import without_weights
 from dpo_pack.system.errors import ModelError
 
@@ -79,6 +82,50 @@ def test_json_of_a_model_with_other_content_is_one_line(
                 without_weights(config)
             load_tokenizer(str(tmp_path), chat_template=None, **options)  # type: ignore[arg-type]
         assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("model.layers.0.self_attn.q_proj.bias", {}, "LlamaForCausalLM does not use 1 tensors"),
+        ("model.layers.2.mlp.up_proj.weight", {}, "first: model.layers.2.mlp.up_proj.weight"),
+        ("model.layers.2.mlp.up_proj.weight", {"num_nextn_predict_layers": 1}, None),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", {}, None),
+        ("vision_tower.patch.weight", {}, None),
+        ("model.norm.weight", {}, "tensors with other shapes"),
+    ],
+)
+@pytest.mark.parametrize("reads", ["weights", "headers"])
+def test_tensors_that_the_config_does_not_name_are_told(
+    name: str, config: dict[str, int], message: str | None, reads: str, tmp_path: Path
+) -> None:
+    model = tiny_model("llama", **config)
+    model.save_pretrained(tmp_path)
+    tensors = {**load_file(tmp_path / "model.safetensors"), name: torch.zeros(3)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    headers = meta_tensors(str(tmp_path), None, "model.path")
+    assert not isinstance(headers, str) and set(headers) == set(tensors)
+    read = partial(
+        load_model,
+        str(tmp_path),
+        revision=None,
+        trust_remote_code=False,
+        precision=Precision(parameters=torch.float32, autocast=None),
+        attention="auto",
+        packed=True,
+        gradient_checkpointing=False,
+        device=torch.device("cpu"),
+        recipe_key="model.path",
+        weights_on=torch.device("meta" if reads == "headers" else "cpu"),
+        tensors=headers,
+    )
+    if message is not None:
+        with pytest.raises(ModelError, match=message):
+            read(refuses_unused=True)
+        return
+    loaded = read(refuses_unused=True)
+    assert [name in note for note in loaded.notes] == [True]
+    assert not loaded.model.config.to_dict().get("num_nextn_predict_layers")
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,9 @@ def test_a_disk_without_room_for_the_last_state_still_gets_the_best_model(
     best_of_a_run: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = raising(CacheError("no room"), where=lambda writer, content, **more: content.step == 8)
-    monkeypatch.setattr(checkpoint_files.CheckpointWriter, "write", full(checkpoint_files.CheckpointWriter.write))
+    monkeypatch.setattr(
+        checkpoint_files.CheckpointWriter, "write", full(checkpoint_files.CheckpointWriter.write)
+    )
     train(whole_run(assets, tmp_path / "run", *BEST), console)
     assert "Warning: the last step is not saved: no room" in text(console)
     assert_same_run(best_of_a_run, tmp_path / "run")
