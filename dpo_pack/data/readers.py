@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from dpo_pack.data.formats import FORMATS, BadRow, holds_media, is_media_name
+from dpo_pack.data.formats import FORMATS, MAX_ROW_SIZE, BadRow, holds_media, is_media_name
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 from dpo_pack.system.errors import DataError, first_line
 
@@ -35,10 +35,7 @@ Columns = Sequence[tuple[str, str]]  # the names and types of columns, in Arrow'
 READ_ROWS = 100  # columnar files are decoded in batches of at most so many rows
 _FIRST_ROWS = 100  # so many rows show which columns a source has and what they hold
 _JSON_CHUNK_CHARS = 1 << 20
-# The largest size of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV. A
-# parsed row can take 25 times as much memory.
-_MAX_ROW_SIZE = 1 << 24
-
+_MAX_ROW_SIZE = MAX_ROW_SIZE
 
 # A column that the recipe's `columns` gives another of our names is not read under these names too.
 TAKEN_ONCE = {
@@ -115,10 +112,37 @@ class ColumnNames:
             else:
                 renamed[ours] = row[theirs]
         for column, value in row.items():
+            if isinstance(value, bytes):
+                detail = f"column {column!r} is binary, and its bytes are no UTF-8 text; only text is read"
+                return BadRow("media", detail, row)
             if column not in mapping.values() and holds_media(column, value):
                 detail = f"column {column!r} has images, video or audio, and only text is read"
                 return BadRow("media", detail, row)
         return renamed
+
+    def with_nested(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Returns the row with a column `input.messages` if `columns` names it: a key in the column input.
+
+        Raises DataError if the row has a column of this name too.
+        """
+        for theirs in self.nested:
+            column, *keys = theirs.split(".")
+            value = row.get(column)
+            for key in keys:
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None and theirs in row:
+                raise DataError(
+                    f"{self.label}: column {theirs!r} and key {'.'.join(keys)} of column {column!r} are both "
+                    f"there, and {self.key}.columns may mean either; rename one of them"
+                )
+            if value is not None:
+                row = {**row, theirs: value}
+        return row
+
+    @property
+    def nested(self) -> list[str]:
+        """The names in `columns` that may be those of keys in a column."""
+        return [theirs for theirs in self.mapping.values() if theirs is not None and "." in theirs]
 
     def select(self, columns: Columns) -> list[str]:
         """Returns the columns to read: those that a format reads, and those whose values must be checked.
@@ -221,6 +245,7 @@ def open_rows(
                 if not isinstance(row, dict | BadRow):
                     row = BadRow("not_an_object", f"no JSON object but a {type(row).__name__}", row)
                 elif renames and isinstance(row, dict):
+                    row = names.with_nested(row) if nested else row
                     mapping = mapping_of(tuple(row), not found)
                     found.update(dict.fromkeys(row))
                     used.update(mapping)
@@ -233,7 +258,14 @@ def open_rows(
         with closing(read_rows(None, renames=False)) as rows:
             return [row for _, row in islice(rows, _FIRST_ROWS) if isinstance(row, dict)]
 
-    wanted = None if columns is None else names.select(columns)
+    nested = names.nested
+    wanted = None
+    if columns is not None:
+        present = {name for name, _ in columns}
+        added = {name: name.split(".")[0] for name in nested if name not in present}
+        wanted = names.select([*columns, *((name, "") for name, own in added.items() if own in present)])
+        owners = [own for own in (name.split(".")[0] for name in nested) if own in present]
+        wanted = list(dict.fromkeys([*(name for name in wanted if name in present), *owners]))
     found = dict.fromkeys(name for name, _ in columns or ())
     used = dict(names.mapping)
     rows = read_rows(wanted, renames=True)
@@ -248,14 +280,79 @@ def _open_json_lines(path: Path, names: ColumnNames) -> OpenRows:
 
 def _open_json(path: Path, names: ColumnNames) -> OpenRows:
     """Opens a .json file: an array of objects, or JSON lines, which some data sets save as .json."""
+    is_array = _is_array(path, names.label)
+    return _open_files([path], names) if is_array else _open_json_lines(path, names)
+
+
+def _is_array(path: Path, label: str) -> bool:
     try:
         with _open_binary(path) as file:
-            start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+            return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     except _FILE_ERRORS as error:
-        raise _unreadable(names.label, "row", 0, error) from error
-    if not start.startswith(b"["):
-        return _open_json_lines(path, names)
-    return open_rows(lambda columns: _read_json_array(path, names.label), names, "row")
+        raise _unreadable(label, "row", 0, error) from error
+
+
+def _open_files(paths: Sequence[Path], names: ColumnNames) -> OpenRows:
+    """Opens files of JSON or CSV as one source."""
+
+    def read(columns: Sequence[str] | None) -> Iterator[tuple[int, Any]]:
+        rows = (row for path in paths for _, row in _rows_of(path, names.label))
+        return enumerate(rows, start=1)
+
+    return open_rows(read, names, "row")
+
+
+def _rows_of(path: Path, label: str) -> Iterator[tuple[int, Any]]:
+    if data_suffix(path).startswith(".csv"):
+        with closing(_read_csv(path)) as records:
+            header = next(records, (0, []))[1]
+        return _csv_rows(path, header, None)
+    if data_suffix(path).startswith(".jsonl") or not _is_array(path, label):
+        return _read_json_lines(path)
+    return _read_json_array(path, label)
+
+
+def open_directory(paths: Sequence[Path], names: ColumnNames) -> OpenRows | None:
+    """Opens the data files of a directory as one source; None if they are not of one kind."""
+    suffixes = {data_suffix(path).removesuffix(".gz") for path in paths}
+    if suffixes and suffixes <= {".json", ".jsonl", ".csv"}:
+        return _open_files(paths, names)
+    if suffixes in ({".parquet"}, {".arrow"}):
+        return _open_columnar(paths, names, _parquet_table if ".parquet" in suffixes else _arrow_table)
+    return None
+
+
+def check_start(path: Path, label: str) -> None:
+    """Raises DataError if a file is a Git LFS pointer, UTF-16, or one object around the rows."""
+    try:
+        with path.open("rb") as plain:
+            start = plain.read(64)
+        if start.startswith(b"version https://git-lfs"):
+            raise DataError(
+                f"{label} is a Git LFS pointer, not the data; run 'git lfs pull' in its repository"
+            )
+        if "." + data_suffix(path).split(".")[1] not in (".json", ".jsonl", ".csv"):
+            return
+        with _open_binary(path) as file:
+            start = file.read(1 << 16)
+    except _FILE_ERRORS:  # whoever reads the rows says so
+        return
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start[:4]:
+        raise DataError(f"{label} is UTF-16 text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)")
+    found = _ROWS_IN_OBJECT.match(start.decode(errors="replace").removeprefix("\ufeff"))
+    if found and ".csv" not in data_suffix(path):
+        raise DataError(
+            f"{label} is one JSON object that has the rows in its key {found[1]!r}, not a list of rows; save "
+            f"this list alone (jq '.{found[1]}' FILE)"
+        )
+
+
+# An object whose first value, simple ones aside, is a list of objects that look like rows.
+_ROWS_IN_OBJECT = re.compile(
+    r'\s*\{(?:\s*"[^"]*"\s*:\s*(?:"[^"]*"|[-\w.]+|\{[^{}]*\})\s*,)*'
+    r'\s*"(?!prompt|chosen|rejected|messages|conversation|answers|history|context|tools)([^"]+)"\s*:'
+    r'\s*\[\s*\{\s*"(?:id|prompt\w*|chosen|rejected|messages|conversations|instruction|question)"'
+)
 
 
 def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
@@ -275,31 +372,97 @@ def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
 
 
 def _open_columnar(
-    path: Path, names: ColumnNames, open_table: Callable[[Path], AbstractContextManager[_Table]]
+    paths: Path | Sequence[Path],
+    names: ColumnNames,
+    open_table: Callable[[Path], AbstractContextManager[_Table]],
 ) -> OpenRows:
     import pyarrow as pa
 
     errors = (*_FILE_ERRORS, pa.ArrowException)
+    paths = [paths] if isinstance(paths, Path) else paths
+    counts: list[int | None] = []
+    columns: dict[str, str] = {}
     try:
-        with open_table(path) as (schema, num_rows, _):
-            pass
+        for path in paths:
+            with open_table(path) as (schema, num_rows, _):
+                fields = [(field.name, str(field.type)) for field in schema]
+                counts.append(num_rows)
+                columns |= fields if len(paths) > 1 else {}
     except errors as error:
         raise _unreadable(names.label, "row", 0, error) from error
 
-    def batches(columns: list[str]) -> Iterator[Any]:
-        with open_table(path) as (_, _, read_batches):
-            for batch in read_batches(columns):
-                for part in _small_parts(batch.select(columns)):
-                    yield {name: part.column(name).to_pylist() for name in columns}
+    def batches(wanted: list[str]) -> Iterator[Any]:
+        for path in paths:
+            with open_table(path) as (schema, _, read_batches):
+                there = [name for name in wanted if name in schema.names]
+                for batch in read_batches(there):
+                    for part in _small_parts(batch.select(there)):
+                        nothing = [None] * part.num_rows
+                        values = columns_of(part)
+                        yield {name: values.get(name, nothing) for name in wanted}
 
+    every = list(columns.items()) or fields  # of one file with names that occur twice, if they do
     return open_rows(
-        lambda columns: rows_of_columns(batches(list(columns or schema.names))),
+        lambda wanted: rows_of_columns(batches(list(wanted or dict(every)))),
         names,
         "row",
-        columns=[(field.name, str(field.type)) for field in schema],
-        num_rows=num_rows,
+        columns=every,
+        num_rows=None if None in counts else sum(filter(None, counts)),
         errors=errors,
     )
+
+
+def columns_of(table: Any) -> dict[str, list[Any]]:
+    """Returns the values of each column of an Arrow table: maps as objects, JSON parsed, bytes as text."""
+    columns = {}
+    for field in table.schema:
+        values, decode = table.column(field.name).to_pylist(maps_as_pydicts="strict"), _decoder(field.type)
+        columns[field.name] = [decode(value) for value in values] if decode else values
+    return columns
+
+
+def _decoder(kind: Any) -> Callable[[Any], Any] | None:
+    """Returns a function that decodes values of an Arrow type that hold JSON or bytes; None: none do."""
+    import pyarrow as pa
+    import pyarrow.types as types
+
+    if isinstance(kind, pa.JsonType):
+        return _json_value
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind):
+        return _text_of
+    if types.is_struct(kind):  # the bytes of an image stay
+        fields = {field.name: _decoder(field.type) for field in kind if field.name != "bytes"}
+        decoders = {name: decode for name, decode in fields.items() if decode}
+        return partial(_decode_fields, decoders) if decoders else None
+    if types.is_map(kind):
+        inner = _decoder(kind.item_type)
+        return inner and (lambda value: value and {key: inner(item) for key, item in value.items()})
+    if types.is_dictionary(kind):
+        return _decoder(kind.value_type)
+    if any(is_kind(kind) for is_kind in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
+        inner = _decoder(kind.value_type)
+        return inner and (lambda value: value and [inner(item) for item in value])
+    return None
+
+
+def _decode_fields(decoders: Mapping[str, Callable[[Any], Any]], value: Any) -> Any:
+    return value and {**value, **{name: decode(value[name]) for name, decode in decoders.items()}}
+
+
+def _text_of(value: bytes | None) -> str | bytes | None:
+    try:
+        return value and value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+def _json_value(text: str | None) -> Any:
+    if text is None:
+        return None
+    try:
+        return _JSON.decode(text)
+    except (ValueError, RecursionError) as error:
+        return BadRow("invalid_json", f"a column of type JSON has invalid JSON ({first_line(error)})", text)
 
 
 def _small_parts(batch: Any) -> Iterator[Any]:

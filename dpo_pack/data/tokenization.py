@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dpo_pack.data.formats import FORMATS, BadRow, Message, Pair, with_system_message
+from dpo_pack.data.formats import FORMATS, BadRow, Message, Pair, check_last_turn, with_system_message
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.store import (
     KEY_BYTES,
@@ -84,6 +84,8 @@ class TokenizationSettings:
     scored_turns: str = "assistant"  # or "all"; of conversations
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     format_options: Mapping[str, Any] = field(default_factory=dict)  # see Format.options
+    template_options: Mapping[str, Any] = field(default_factory=dict)  # of the recipe; those of a row win
+    continues_turns: bool = False  # data.continue_final_message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -160,6 +162,11 @@ def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label:
         raise RecipeError(
             f"data.system_prompt applies to conversational data only, and {label} is {settings.format}; "
             "remove it, or put the text into the prompts"
+        )
+    if settings.template_options:
+        raise RecipeError(
+            f"data.chat_template_kwargs apply to conversational data only, and {label} is {settings.format}; "
+            "remove them, or set chat_template_kwargs of the sources that have conversations"
         )
     if content == "text" and tokenizer.eos_token is None:
         raise ModelError(
@@ -253,6 +260,9 @@ def read_row(
     else:
         if settings.system_prompt is not None:
             pair = replace(pair, prompt=with_system_message(pair.prompt, settings.system_prompt))
+        if settings.template_options:
+            pair = replace(pair, template_options={**settings.template_options, **pair.template_options})
+        check_last_turn(pair, continues=settings.continues_turns)
         texts = apply_chat_template(pair, completions, tokenizer)
     for text in texts:
         if len(text) > _MAX_TEXT_CHARS:
