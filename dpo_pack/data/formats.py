@@ -128,25 +128,17 @@ def _conversation(row: Row) -> Pair:
     if "prompt" not in row:
         _check_last_turns(chosen, rejected)
         prompt_length = common
-    elif isinstance(row["prompt"], str) and not (
-        _holds_messages(row["prompt"]) and not _asks(chosen[:common], row["prompt"])
-    ):
-        if not _asks(chosen[:common], row["prompt"]):
-            detail = (
-                "prompt is text, but chosen and rejected do not both begin with a user message of that text"
-            )
-            raise BadRow("prompt_mismatch", detail)
+    elif any(m["role"] == "user" and m.get("content") == row["prompt"] for m in chosen[:common]):
         prompt_length = common
+    elif isinstance(row["prompt"], str) and not _holds_messages(row["prompt"]):
+        detail = "prompt is text, but chosen and rejected do not both begin with a user message of that text"
+        raise BadRow("prompt_mismatch", detail)
     else:
         prompt = _messages(row, "prompt")
         prompt_length = len(prompt)
         if chosen[:prompt_length] != prompt or rejected[:prompt_length] != prompt:
             return _pair(row, prompt, chosen, rejected)
     return _pair(row, chosen[:prompt_length], chosen[prompt_length:], rejected[prompt_length:])
-
-
-def _asks(messages: Sequence[Message], text: str) -> bool:
-    return any(message["role"] == "user" and message.get("content") == text for message in messages)
 
 
 def openai(row: Row) -> Row:
@@ -205,15 +197,16 @@ def _comparison(row: Row, column: str) -> float | None:
     if word.startswith(_TIES):
         raise BadRow("tie", f"{column} is {value[:40]!r}: neither answer is better")
     if (named := _FIRST_OR_SECOND.fullmatch(word)) is None:
-        numbers = "0 or 1" if column == "better" else "a number"
-        words = "first or second (also a or b, model_a or model_b), or tie"
-        raise BadRow("wrong_type", f"{column} is {value[:40]!r}; it can be {numbers}, or {words}")
-    return (
-        float(named[1] in ("b", "second")) if column == "better" else 1.0 - 2 * (named[1] in ("a", "first"))
-    )
+        words = "0 or first (also a, model_a), 1 or second (also b, model_b), or tie"
+        words = words if column == "better" else "a number, first or second (also a or b), or tie"
+        raise BadRow("wrong_type", f"{column} is {value[:40]!r}; it can be {words}")
+    is_second = named[1] in ("b", "second")
+    return float(is_second) if column == "better" or is_second else -1.0
 
 
-_FIRST_OR_SECOND = re.compile(r"\W*(?:[a-z]+[\W_]+)?(a|b|first|second)\W*")  # model_a, [[B]], Response B
+_FIRST_OR_SECOND = re.compile(  # model_a, [[B]], Response B
+    r"\W*(?:(?:model|answer|response|assistant|output|completion|conversation)[\W_]+)?(a|b|first|second)\W*"
+)
 _TIES = ("tie", "both", "neither", "equal", "draw", "same")
 
 
@@ -243,11 +236,8 @@ def chosen_and_rejected(row: Row) -> tuple[list[Message], list[Message]]:
 
 def alpaca_prompt(row: Row) -> list[Message]:
     """Returns the turns of `history`, and `instruction` and `input` with a line break between them."""
-    instruction, input, history = (
-        _text(row, "instruction"),
-        row.get("input"),
-        _as_list(row.get("history") or []),
-    )
+    instruction, input = _text(row, "instruction"), row.get("input")
+    history = _as_list(row.get("history") or [])
     if not isinstance(input, str | None):
         raise BadRow("wrong_type", f"input is {_kind(input)}, not text")
     turns = []

@@ -317,13 +317,9 @@ class Ingestion:
             return None
         if bad.reason == "nothing_scored" and self.format == "tokenized":
             return None
-        if (
-            bad.reason in _OTHER_COLUMNS
-            and self._is_in_most_rows(bad.reason)
-            and self.completion_tokens is None
-        ):
-            if line := self._columns_that_read():
-                return f"set {self.located.key}.columns: {line}, which reads the first row"
+        is_pair, may_help = self.completion_tokens is None, bad.reason in _OTHER_COLUMNS
+        if is_pair and may_help and self._is_in_most_rows(bad.reason) and (line := self._columns_that_read()):
+            return f"set {self.located.key}.columns: {line}, which reads the first row"
         return {
             "missing_column": f"name the column in {self.located.key}.columns",
             "no_common_prompt": f"name the column of the prompt in {self.located.key}.columns",
@@ -341,7 +337,7 @@ class Ingestion:
         }.get(bad.reason)
 
     def _columns_that_read(self) -> str | None:
-        """Returns a value of the recipe's `columns` with which the first row is a pair; None: none is found."""
+        """Returns a value of the recipe's `columns` with which the first row is a pair, if one is found."""
         row: dict[str, Any] = dict(next(iter(self.first_rows()), {}))
         given = {ours: theirs for ours, theirs in self.source.columns.items() if ours != "prompt"}
         prompt = self.source.columns.get("prompt") or "prompt"

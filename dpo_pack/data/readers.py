@@ -15,7 +15,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
@@ -258,14 +258,12 @@ def open_rows(
         with closing(read_rows(None, renames=False)) as rows:
             return [row for _, row in islice(rows, _FIRST_ROWS) if isinstance(row, dict)]
 
-    nested = names.nested
-    wanted = None
+    nested, wanted = names.nested, None
     if columns is not None:
-        present = {name for name, _ in columns}
-        added = {name: name.split(".")[0] for name in nested if name not in present}
-        wanted = names.select([*columns, *((name, "") for name, own in added.items() if own in present)])
-        owners = [own for own in (name.split(".")[0] for name in nested) if own in present]
-        wanted = list(dict.fromkeys([*(name for name in wanted if name in present), *owners]))
+        owners = {name for name, _ in columns}
+        inner = [(name, "") for name in nested if name.split(".")[0] in owners - {name}]
+        wanted = names.select([*columns, *(one for one in inner if one[0] not in owners)])
+        wanted = None if inner else wanted
     found = dict.fromkeys(name for name, _ in columns or ())
     used = dict(names.mapping)
     rows = read_rows(wanted, renames=True)
@@ -296,55 +294,44 @@ def _open_files(paths: Sequence[Path], names: ColumnNames) -> OpenRows:
     """Opens files of JSON or CSV as one source."""
 
     def read(columns: Sequence[str] | None) -> Iterator[tuple[int, Any]]:
-        rows = (row for path in paths for _, row in _rows_of(path, names.label))
-        return enumerate(rows, start=1)
+        return enumerate((row for path in paths for _, row in _rows_of(path, names.label)), start=1)
 
     return open_rows(read, names, "row")
 
 
 def _rows_of(path: Path, label: str) -> Iterator[tuple[int, Any]]:
-    if data_suffix(path).startswith(".csv"):
+    if ".csv" in data_suffix(path):
         with closing(_read_csv(path)) as records:
             header = next(records, (0, []))[1]
         return _csv_rows(path, header, None)
-    if data_suffix(path).startswith(".jsonl") or not _is_array(path, label):
-        return _read_json_lines(path)
-    return _read_json_array(path, label)
+    is_array = ".jsonl" not in data_suffix(path) and _is_array(path, label)
+    return _read_json_array(path, label) if is_array else _read_json_lines(path)
 
 
 def open_directory(paths: Sequence[Path], names: ColumnNames) -> OpenRows | None:
-    """Opens the data files of a directory as one source; None if they are not of one kind."""
-    suffixes = {data_suffix(path).removesuffix(".gz") for path in paths}
-    if suffixes and suffixes <= {".json", ".jsonl", ".csv"}:
-        return _open_files(paths, names)
-    if suffixes in ({".parquet"}, {".arrow"}):
-        return _open_columnar(paths, names, _parquet_table if ".parquet" in suffixes else _arrow_table)
-    return None
+    """Opens data files as one source; None if not all are JSON or CSV."""
+    is_text = all(data_suffix(path).startswith((".json", ".csv")) for path in paths)
+    return _open_files(paths, names) if paths and is_text else None
 
 
 def check_start(path: Path, label: str) -> None:
     """Raises DataError if a file is a Git LFS pointer, UTF-16, or one object around the rows."""
-    try:
+    start = b""
+    with suppress(*_FILE_ERRORS):  # whoever reads the rows says so
         with path.open("rb") as plain:
-            start = plain.read(64)
-        if start.startswith(b"version https://git-lfs"):
-            raise DataError(
-                f"{label} is a Git LFS pointer, not the data; run 'git lfs pull' in its repository"
-            )
-        if "." + data_suffix(path).split(".")[1] not in (".json", ".jsonl", ".csv"):
-            return
-        with _open_binary(path) as file:
-            start = file.read(1 << 16)
-    except _FILE_ERRORS:  # whoever reads the rows says so
-        return
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start[:4]:
-        raise DataError(f"{label} is UTF-16 text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)")
-    found = _ROWS_IN_OBJECT.match(start.decode(errors="replace").removeprefix("\ufeff"))
-    if found and ".csv" not in data_suffix(path):
-        raise DataError(
-            f"{label} is one JSON object that has the rows in its key {found[1]!r}, not a list of rows; save "
-            f"this list alone (jq '.{found[1]}' FILE)"
-        )
+            start = plain.read(1 << 12)
+        if data_suffix(path).endswith(".gz") and start.startswith(b"\x1f\x8b"):
+            with _open_binary(path) as file:
+                start = file.read(1 << 12)
+    what = ""
+    if start.startswith(b"version https://git-lfs"):
+        what = "a Git LFS pointer, not the data; run 'git lfs pull' in its repository"
+    elif start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        what = "UTF-16 text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+    elif ".json" in data_suffix(path) and (found := _ROWS_IN_OBJECT.match(start.decode(errors="replace"))):
+        what = f"one JSON object with the rows in {found[1]!r}; save this list alone (jq '.{found[1]}' FILE)"
+    if what:
+        raise DataError(f"{label} is {what}")
 
 
 # An object whose first value, simple ones aside, is a list of objects that look like rows.
@@ -372,42 +359,29 @@ def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
 
 
 def _open_columnar(
-    paths: Path | Sequence[Path],
-    names: ColumnNames,
-    open_table: Callable[[Path], AbstractContextManager[_Table]],
+    path: Path, names: ColumnNames, open_table: Callable[[Path], AbstractContextManager[_Table]]
 ) -> OpenRows:
     import pyarrow as pa
 
     errors = (*_FILE_ERRORS, pa.ArrowException)
-    paths = [paths] if isinstance(paths, Path) else paths
-    counts: list[int | None] = []
-    columns: dict[str, str] = {}
     try:
-        for path in paths:
-            with open_table(path) as (schema, num_rows, _):
-                fields = [(field.name, str(field.type)) for field in schema]
-                counts.append(num_rows)
-                columns |= fields if len(paths) > 1 else {}
+        with open_table(path) as (schema, num_rows, _):
+            pass
     except errors as error:
         raise _unreadable(names.label, "row", 0, error) from error
 
-    def batches(wanted: list[str]) -> Iterator[Any]:
-        for path in paths:
-            with open_table(path) as (schema, _, read_batches):
-                there = [name for name in wanted if name in schema.names]
-                for batch in read_batches(there):
-                    for part in _small_parts(batch.select(there)):
-                        nothing = [None] * part.num_rows
-                        values = columns_of(part)
-                        yield {name: values.get(name, nothing) for name in wanted}
+    def batches(columns: list[str]) -> Iterator[Any]:
+        with open_table(path) as (_, _, read_batches):
+            for batch in read_batches(columns):
+                for part in _small_parts(batch.select(columns)):
+                    yield columns_of(part)
 
-    every = list(columns.items()) or fields  # of one file with names that occur twice, if they do
     return open_rows(
-        lambda wanted: rows_of_columns(batches(list(wanted or dict(every)))),
+        lambda columns: rows_of_columns(batches(list(columns or schema.names))),
         names,
         "row",
-        columns=every,
-        num_rows=None if None in counts else sum(filter(None, counts)),
+        columns=[(field.name, str(field.type)) for field in schema],
+        num_rows=num_rows,
         errors=errors,
     )
 
@@ -416,53 +390,28 @@ def columns_of(table: Any) -> dict[str, list[Any]]:
     """Returns the values of each column of an Arrow table: maps as objects, JSON parsed, bytes as text."""
     columns = {}
     for field in table.schema:
-        values, decode = table.column(field.name).to_pylist(maps_as_pydicts="strict"), _decoder(field.type)
-        columns[field.name] = [decode(value) for value in values] if decode else values
+        values = table.column(field.name).to_pylist(maps_as_pydicts="strict")
+        if any(word in str(field.type) for word in ("json", "binary")):
+            values = [_decoded(value, field.type) for value in values]
+        columns[field.name] = values
     return columns
 
 
-def _decoder(kind: Any) -> Callable[[Any], Any] | None:
-    """Returns a function that decodes values of an Arrow type that hold JSON or bytes; None: none do."""
-    import pyarrow as pa
-    import pyarrow.types as types
-
-    if isinstance(kind, pa.JsonType):
-        return _json_value
-    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind):
-        return _text_of
-    if types.is_struct(kind):  # the bytes of an image stay
-        fields = {field.name: _decoder(field.type) for field in kind if field.name != "bytes"}
-        decoders = {name: decode for name, decode in fields.items() if decode}
-        return partial(_decode_fields, decoders) if decoders else None
-    if types.is_map(kind):
-        inner = _decoder(kind.item_type)
-        return inner and (lambda value: value and {key: inner(item) for key, item in value.items()})
-    if types.is_dictionary(kind):
-        return _decoder(kind.value_type)
-    if any(is_kind(kind) for is_kind in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
-        inner = _decoder(kind.value_type)
-        return inner and (lambda value: value and [inner(item) for item in value])
-    return None
-
-
-def _decode_fields(decoders: Mapping[str, Callable[[Any], Any]], value: Any) -> Any:
-    return value and {**value, **{name: decode(value[name]) for name, decode in decoders.items()}}
-
-
-def _text_of(value: bytes | None) -> str | bytes | None:
+def _decoded(value: Any, kind: Any) -> Any:
+    if isinstance(value, dict):
+        kinds = dict.fromkeys(value, kind.item_type) if str(kind).startswith("map") else {}
+        kinds = kinds or {name: kind.field(name).type for name in value if name != "bytes"}  # of an image
+        return {name: _decoded(inner, kinds.get(name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_decoded(inner, kind.value_type) for inner in value]
     try:
-        return value and value.decode()
+        if isinstance(value, bytes):
+            return value.decode() if kind is not None else value
+        return _JSON.decode(value) if isinstance(value, str) and "arrow.json" in str(kind) else value
     except UnicodeDecodeError:
         return value
-
-
-def _json_value(text: str | None) -> Any:
-    if text is None:
-        return None
-    try:
-        return _JSON.decode(text)
     except (ValueError, RecursionError) as error:
-        return BadRow("invalid_json", f"a column of type JSON has invalid JSON ({first_line(error)})", text)
+        return BadRow("invalid_json", f"a column of type JSON has invalid JSON ({first_line(error)})", value)
 
 
 def _small_parts(batch: Any) -> Iterator[Any]:

@@ -158,15 +158,11 @@ def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label:
                 "name a Jinja file in tokenizer.chat_template"
             )
         return
-    if settings.system_prompt is not None:
+    system_prompt = None if settings.system_prompt is None else "system_prompt"
+    if key := system_prompt or (settings.template_options and "chat_template_kwargs"):
         raise RecipeError(
-            f"data.system_prompt applies to conversational data only, and {label} is {settings.format}; "
+            f"data.{key} applies to conversational data only, and {label} is {settings.format}; "
             "remove it, or put the text into the prompts"
-        )
-    if settings.template_options:
-        raise RecipeError(
-            f"data.chat_template_kwargs apply to conversational data only, and {label} is {settings.format}; "
-            "remove them, or set chat_template_kwargs of the sources that have conversations"
         )
     if content == "text" and tokenizer.eos_token is None:
         raise ModelError(
