@@ -218,7 +218,7 @@ def _moved_boundary(pair: TokenizedPair, origin: Origin) -> Finding | None:
         )
     return (
         f"the prompt alone ends with {end}, which does not come before the completions",
-        "if the template has an option for this, set it in the column chat_template_kwargs; if not, name a "
+        "if the template has an option for this, set it in data.chat_template_kwargs; if not, name a "
         "template that writes the same before an answer as for a generation prompt (tokenizer.chat_template)",
     )
 

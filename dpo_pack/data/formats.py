@@ -6,10 +6,13 @@ its functions read are in FIELDS_OF_FORMAT of recipe/data.py. A new format needs
 in both. An option of a format is a key of SourceRecipe, in recipe/data.py too.
 """
 
+import ast
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -22,6 +25,9 @@ Row = Mapping[str, Any]
 
 _ASSISTANT_TURN = "\n\nAssistant:"
 _COMPLETIONS = ("chosen", "rejected")
+# The largest size of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV. A
+# parsed row can take 25 times as much memory.
+MAX_ROW_SIZE = 1 << 24
 _MIN_FLOAT32, _MAX_FLOAT32 = 1.1754944e-38, 3.4028234e38
 
 
@@ -122,20 +128,27 @@ def _conversation(row: Row) -> Pair:
     if "prompt" not in row:
         _check_last_turns(chosen, rejected)
         prompt_length = common
-    elif isinstance(row["prompt"], str):
-        users = [message for message in chosen[:common] if message["role"] == "user"]
-        if all(message.get("content") != row["prompt"] for message in users):
-            detail = (
-                "prompt is text, but chosen and rejected do not both begin with a user message of that text"
-            )
-            raise BadRow("prompt_mismatch", detail)
+    elif any(m["role"] == "user" and m.get("content") == row["prompt"] for m in chosen[:common]):
         prompt_length = common
+    elif isinstance(row["prompt"], str) and not _holds_messages(row["prompt"]):
+        detail = "prompt is text, but chosen and rejected do not both begin with a user message of that text"
+        raise BadRow("prompt_mismatch", detail)
     else:
         prompt = _messages(row, "prompt")
         prompt_length = len(prompt)
         if chosen[:prompt_length] != prompt or rejected[:prompt_length] != prompt:
             return _pair(row, prompt, chosen, rejected)
     return _pair(row, chosen[:prompt_length], chosen[prompt_length:], rejected[prompt_length:])
+
+
+def openai(row: Row) -> Row:
+    """Returns a row of OpenAI's fine-tuning on preferences under the columns of `conversational`."""
+    asked = _object_or_json(row, "input", dict) or {}
+    if "messages" not in asked:
+        raise BadRow("missing_column", "input has no messages")
+    chosen, rejected = _answer(row, "preferred_output"), _answer(row, "non_preferred_output")
+    given = {"prompt": asked["messages"], "tools": asked.get("tools"), "chosen": chosen, "rejected": rejected}
+    return {**row, **given}
 
 
 def tokenized(row: Row) -> Pair:
@@ -158,11 +171,9 @@ def compared(row: Row) -> tuple[list[Message], list[Message]]:
     """Returns the better and the worse of two answers. Raises BadRow for a tie.
 
     `preference` below 0 says that `first` is better, above 0 that `second` is (as in HelpSteer 2 and 3).
-    `better` is 0 if `first` is better, and 1 if `second` is (PKU-SafeRLHF).
+    `better` is 0 if `first` is better, and 1 if `second` is (PKU-SafeRLHF). Both may be words (model_a, tie).
     """
-    preference, better = (
-        None if row.get(name) is None else _number(row, name) for name in ("preference", "better")
-    )
+    preference, better = _comparison(row, "preference"), _comparison(row, "better")
     if preference is None and better is None:
         detail = "neither the column preference nor the column better says which answer is better"
         raise BadRow("missing_column" if "preference" not in row else "wrong_type", detail)
@@ -177,12 +188,35 @@ def compared(row: Row) -> tuple[list[Message], list[Message]]:
     return (second, first) if is_second_better.pop() else (first, second)
 
 
-def ranked(row: Row) -> tuple[list[Message], list[Message]]:
-    """Returns the best and the worst answer of `answers`, a list of `{answer, rank}` (Nectar; 1 is the best).
+def _comparison(row: Row, column: str) -> float | None:
+    """Returns the number in `preference` or `better`, or that of a word; None if the row has none."""
+    value = row.get(column)
+    if not isinstance(value, str) or math.isfinite(_as_float(value)):
+        return None if value is None else _number(row, column)
+    word = value.strip().lower()
+    if word.startswith(_TIES):
+        raise BadRow("tie", f"{column} is {value[:40]!r}: neither answer is better")
+    if (named := _FIRST_OR_SECOND.fullmatch(word)) is None:
+        words = "0 or first (also a, model_a), 1 or second (also b, model_b), or tie"
+        words = words if column == "better" else "a number, first or second (also a or b), or tie"
+        raise BadRow("wrong_type", f"{column} is {value[:40]!r}; it can be {words}")
+    is_second = named[1] in ("b", "second")
+    return float(is_second) if column == "better" or is_second else -1.0
 
-    Of answers with the same rank the first one in the list is taken. Raises BadRow if all ranks are equal.
+
+_FIRST_OR_SECOND = re.compile(  # model_a, [[B]], Response B
+    r"\W*(?:(?:model|answer|response|assistant|output|completion|conversation)[\W_]+)?(a|b|first|second)\W*"
+)
+_TIES = ("tie", "both", "neither", "equal", "draw", "same")
+
+
+def ranked(row: Row) -> tuple[list[Message], list[Message]]:
+    """Returns the best and the worst answer of `answers`, a list of `{answer, rank}`; the lowest is the best.
+
+    NeMo RL has `completion` in place of `answer`. Of answers with the same rank the first one in the list is
+    taken. Raises BadRow if all ranks are equal.
     """
-    answers = _value(row, "answers")
+    answers = _as_list(_value(row, "answers"))
     if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
         raise BadRow("wrong_type", "answers is not a list of {answer, rank} objects")
     if len(answers) < 2:
@@ -191,7 +225,8 @@ def ranked(row: Row) -> tuple[list[Message], list[Message]]:
     if min(ranks) == max(ranks):
         raise BadRow("tie", "all answers have the same rank")
     best, worst = (answers[ranks.index(rank)] for rank in (min(ranks), max(ranks)))
-    return _answer(best, "answer"), _answer(worst, "answer")
+    column = "completion" if "completion" in best and "answer" not in best else "answer"
+    return _answer(best, column), _answer(worst, column)
 
 
 def chosen_and_rejected(row: Row) -> tuple[list[Message], list[Message]]:
@@ -201,7 +236,8 @@ def chosen_and_rejected(row: Row) -> tuple[list[Message], list[Message]]:
 
 def alpaca_prompt(row: Row) -> list[Message]:
     """Returns the turns of `history`, and `instruction` and `input` with a line break between them."""
-    instruction, input, history = _text(row, "instruction"), row.get("input"), row.get("history") or []
+    instruction, input = _text(row, "instruction"), row.get("input")
+    history = _as_list(row.get("history") or [])
     if not isinstance(input, str | None):
         raise BadRow("wrong_type", f"input is {_kind(input)}, not text")
     turns = []
@@ -216,17 +252,32 @@ def alpaca_prompt(row: Row) -> list[Message]:
 def dialogue_prompt(row: Row, column: str) -> list[Message]:
     """Returns the messages of a column, which end before the answer. Their keys may be those of ShareGPT."""
     value = _value(row, column)
-    if isinstance(value, str) and column == "prompt":
+    if isinstance(value, str) and column == "prompt" and not _holds_messages(value):
         return _turns(value)
+    value = _as_list(value)
     if not isinstance(value, list):
         raise BadRow("wrong_type", f"{column} is {_kind(value)}, not a list of messages")
-    messages = [_message(message, column) for message in value]
-    if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+    return [_message(message, column) for message in value]
+
+
+def check_last_turn(pair: Pair, *, continues: bool = False, is_asked: bool = False) -> bool:
+    """Returns True if the completions go on with the prompt's last turn, which is the assistant's.
+
+    Raises BadRow if they would and may not (`continues`: data.continue_final_message), or if the prompt must
+    end with what somebody else says (`is_asked`).
+    """
+    last: Any = pair.prompt[-1] if isinstance(pair.prompt, list) and pair.prompt else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return False
+    completions: Any = [part[0] for part in (pair.chosen, pair.rejected) if part]
+    goes_on = not completions or any(message["role"] == "assistant" for message in completions)
+    goes_on = goes_on and not last.get("tool_calls")
+    if (goes_on and not continues) or (is_asked and not goes_on):
         detail = (
-            f"{column} ends with an answer already, so chosen and rejected cannot answer its last message"
+            "the prompt ends with an answer already, so chosen and rejected cannot answer its last message"
         )
         raise BadRow("answered_prompt", detail)
-    return messages
+    return goes_on
 
 
 def preference_prompt(row: Row) -> Pair:
@@ -238,7 +289,8 @@ def preference_prompt(row: Row) -> Pair:
 
 def conversational_prompt(row: Row, *, names_system: bool = False) -> Pair:
     """Reads the column `prompt` if it has messages. Else the prompt is the completions' common beginning."""
-    has_messages = isinstance(row.get("prompt"), list)
+    value = row.get("prompt")
+    has_messages = _holds_messages(value) if isinstance(value, str) else isinstance(_as_list(value), list)
     prompt = _messages(row, "prompt") if has_messages else _conversation(row).prompt
     pair = Pair(prompt=prompt, template_options=_template_options(row))
     return _with_system(row, pair) if names_system else pair
@@ -319,18 +371,27 @@ def _with_system(row: Row, pair: Pair) -> Pair:
 
 
 def _as_messages(
-    prompt: Callable[[Row], list[Message]],
+    prompt: Callable[[Row], list[Message] | None],
     completions: Callable[..., tuple[list[Message], list[Message]]] = chosen_and_rejected,
 ) -> dict[str, Any]:
-    """Makes the functions of a `Format` whose parts become messages. Only `completions` gets its options."""
+    """Makes the functions of a `Format` whose parts become messages. Only `completions` gets its options.
+
+    `prompt` returns None if the completions begin with the prompt.
+    """
 
     def read_pair(row: Row, **options: Any) -> Pair:
         chosen, rejected = completions(row, **options)
-        messages = {"prompt": prompt(row), "chosen": chosen, "rejected": rejected}
-        return _with_system(row, _conversation({**row, **messages}))
+        messages = {"chosen": chosen, "rejected": rejected}
+        if (asked := prompt(row)) is not None:
+            messages["prompt"] = asked
+        pair = _with_system(row, _conversation({**row, **messages}))
+        check_last_turn(pair, continues=True, is_asked=asked is not None)
+        return pair
 
     def read_prompt(row: Row, **options: Any) -> Pair:
-        return conversational_prompt({**row, "prompt": prompt(row)}, names_system=True)
+        if (asked := prompt(row)) is None:
+            return replace(read_pair(row, **options), chosen="", rejected="")
+        return conversational_prompt({**row, "prompt": asked}, names_system=True)
 
     return {"pair": read_pair, "prompt": read_prompt}
 
@@ -338,15 +399,55 @@ def _as_messages(
 def _answer(row: Row, column: str) -> list[Message]:
     value = _value(row, column)
     if isinstance(value, str):
-        return [{"role": "assistant", "content": value}]
-    if isinstance(value, list):
-        return [_message(message, column) for message in value]
+        if not _holds_messages(value):
+            return [{"role": "assistant", "content": value}]
+        value = _parsed(value)
+    if isinstance(listed := _as_list(value), list):
+        return [_message(message, column) for message in listed]
     if not isinstance(value, dict):
         raise BadRow("wrong_type", f"{column} is {_kind(value)}, neither text nor a message")
     message = _message(value, column)
     if message.get("role") != "assistant":
         raise BadRow("no_assistant_turn", f"{column} is a message of the role {message.get('role')!r}")
     return [message]
+
+
+def _parsed(text: str) -> Any:
+    """Returns the list or object that a text is in JSON or as Python prints it; the text if it is neither."""
+    if text.lstrip()[:1] not in ("[", "{") or len(text) > MAX_ROW_SIZE:
+        return text
+    for parse in (json.loads, ast.literal_eval):
+        with (
+            warnings.catch_warnings(action="ignore"),  # of wrong escapes
+            suppress(ValueError, SyntaxError, RecursionError, MemoryError),
+        ):
+            value = parse(text)
+            return value if isinstance(value, list | dict) else text
+    return text
+
+
+def _as_list(value: Any) -> Any:
+    """Returns the list that a text is (see `_parsed`), or that an object of lists is; others unchanged.
+
+    `datasets` once stored a list of messages as an object of lists, {role: [...], content: [...]}.
+    """
+    parsed = _parsed(value) if isinstance(value, str) else value
+    if isinstance(parsed, dict) and not {"role", "from", "rank"}.isdisjoint(parsed):
+        columns = {name: column for name, column in parsed.items() if column is not None}
+        if all(isinstance(column, list) for column in columns.values()):
+            with suppress(ValueError):  # the lists have different lengths
+                return [dict(zip(columns, item, strict=True)) for item in zip(*columns.values(), strict=True)]
+    return parsed if isinstance(parsed, list) else value
+
+
+def _holds_messages(text: Any) -> bool:
+    """Returns True if a text is a message or a list of messages, in JSON or as Python prints it."""
+    parsed = _parsed(text) if isinstance(text, str) else text
+    messages = _as_list(parsed) if isinstance(_as_list(parsed), list) else [parsed]
+    return bool(messages) and all(
+        isinstance(message, dict) and message.get("role", message.get("from")) in _ROLES
+        for message in messages
+    )
 
 
 def _message(value: Any, column: str) -> Any:
@@ -381,10 +482,21 @@ _SHAREGPT_ROLES = {
 }
 
 
+_ROLES = {*_SHAREGPT_ROLES, "developer", "function", "ipython"}
+
+
 def _is_conversation(row: Row) -> bool:
-    return "prompt_ids" not in row and any(
-        isinstance(row.get(column), list) for column in ("prompt", "chosen")
+    if "prompt_ids" in row:
+        return False
+    # A text prompt or one answer that happens to be JSON stays text.
+    return any(_is_list(row, column) for column in ("prompt", "chosen")) or all(
+        isinstance(row.get(column), str) and _holds_messages(row[column]) for column in _COMPLETIONS
     )
+
+
+def _is_list(row: Row, column: str) -> bool:
+    value = row.get(column)
+    return not isinstance(value, str) and isinstance(_as_list(value), list)
 
 
 def _has_texts(row: Row) -> bool:
@@ -402,9 +514,9 @@ def _is_compared(row: Row) -> bool:
 
 
 def _is_ranked(row: Row) -> bool:
-    answers = row.get("answers")
+    answers = _as_list(row.get("answers"))
     has_ranks = isinstance(answers, list) and bool(answers) and isinstance(answers[0], dict)
-    return has_ranks and "rank" in answers[0] and not _has_completions(row)  # type: ignore[index]
+    return has_ranks and "rank" in answers[0] and not _has_completions(row)
 
 
 def _has_completions(row: Row) -> bool:
@@ -490,7 +602,7 @@ def _text(row: Row, column: str) -> str:
 
 def _messages(row: Row, column: str) -> list[Message]:
     """Returns the messages. One without `content` (a tool call) gets `content: None`, as templates expect."""
-    value = _value(row, column)
+    value = _as_list(_value(row, column))
     if not isinstance(value, list):
         raise BadRow("wrong_type", f"{column} is {_kind(value)}, not a list of messages")
     if not value:
@@ -500,6 +612,8 @@ def _messages(row: Row, column: str) -> list[Message]:
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRow("wrong_type", f"message {number} of {column} is not a {{role, content}} object")
+        if isinstance(message.get("tool_calls"), str) and message["tool_calls"].strip():
+            message["tool_calls"] = _without_nulls(_object_or_json(message, "tool_calls", list), column)
         content = message.setdefault("content", None)
         if not (content is None or isinstance(content, str | list)):
             raise BadRow("wrong_type", f"the content of message {number} of {column} is {_kind(content)}")
@@ -550,14 +664,38 @@ def _without_nulls(value: Any, column: str) -> Any:
         return _drop_nulls(value)
     except RecursionError:
         raise BadRow("wrong_type", f"{column} is nested too deeply") from None
+    except TypeError:
+        path, leaf = next(_foreign_leaves(value, column))
+        detail = f"{path} is a {type(leaf).__name__} ({str(leaf)[:40]}), a type that JSON does not have"
+        raise BadRow("no_json_type", detail) from None
 
 
 def _drop_nulls(value: Any) -> Any:
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if kind is dict:
+        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    if kind is list:
+        return [_drop_nulls(inner) for inner in value]
     if isinstance(value, BadRow):  # the reader put this error in place of an invalid object
         raise value
+    raise TypeError
+
+
+_LEAVES = {str, int, float, bool, type(None)}  # transformers gives templates "<date>" in place of a date
+
+
+def _foreign_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yields the path and the value of each leaf that has no type of JSON."""
     if isinstance(value, dict):
-        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_drop_nulls(inner) for inner in value] if isinstance(value, list) else value
+        for key, inner in value.items():
+            yield from _foreign_leaves(inner, f"{path}.{key}")
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _foreign_leaves(inner, f"{path}.{number}")
+    elif type(value) not in _LEAVES:
+        yield path, value
 
 
 def _token_ids(row: Row, column: str) -> list[int]:
@@ -623,14 +761,15 @@ def _template_options(row: Row) -> dict[str, Any]:
 def _object_or_json(row: Row, column: str, kind: type) -> Any:
     value = row.get(column)
     if isinstance(value, str):
-        try:
-            value = json.loads(value)  # its nulls stay, because a person wrote them
-        except (ValueError, RecursionError):
-            raise BadRow("wrong_type", f"{column} is text but not JSON") from None
+        value = _parsed(value) if value.strip() else None  # its nulls stay, because a person wrote them
+        if isinstance(value, str):
+            raise BadRow("wrong_type", f"{column} is text but not JSON")
     else:
         value = _without_nulls(value, column)
     if value is not None and not isinstance(value, kind):
         raise BadRow("wrong_type", f"{column} is {_kind(value)}, not {_KINDS[kind]}")
+    if isinstance(value, list):  # some data sets have a JSON text for each tool
+        value = [_parsed(item) if isinstance(item, str) else item for item in value]
     return value
 
 
@@ -659,7 +798,10 @@ _COMPARED_COLUMNS = (
     },
     {**_PKU_SAFE_RLHF, "better": "better_response_id"},
     {**_PKU_SAFE_RLHF, "better": "safer_response_id"},
+    {"first": "conversation_a", "second": "conversation_b", "better": "winner"},  # LMArena
 )
+
+_NO_OUTPUTS = {"preferred_output": "", "non_preferred_output": ""}  # of OpenAI, where prompts suffice
 
 # Of all formats that match and can read a row, `format: auto` takes the first.
 FORMATS: dict[str, Format] = {
@@ -677,6 +819,13 @@ FORMATS: dict[str, Format] = {
         pair=conversational,
         prompt=conversational_prompt,
     ),
+    "openai": Format(
+        completion_columns=("preferred_output", "non_preferred_output"),
+        prompt_column="input",
+        matches=lambda row: "preferred_output" in row and "non_preferred_output" in row,
+        pair=lambda row: conversational(openai(row), names_system=True),
+        prompt=lambda row: conversational_prompt(openai({**_NO_OUTPUTS, **row}), names_system=True),
+    ),
     "transcript": Format(
         content="text",
         prompt_column=None,
@@ -686,12 +835,12 @@ FORMATS: dict[str, Format] = {
     ),
     "messages": Format(
         prompt_column="messages",
-        matches=lambda row: isinstance(row.get("messages"), list),
+        matches=lambda row: isinstance(_as_list(row.get("messages")), list),
         **_as_messages(lambda row: dialogue_prompt(row, "messages")),
     ),
     "sharegpt": Format(
         prompt_column="conversations",
-        matches=lambda row: isinstance(row.get("conversations"), list),
+        matches=lambda row: isinstance(_as_list(row.get("conversations")), list),
         **_as_messages(lambda row: dialogue_prompt(row, "conversations")),
     ),
     "alpaca": Format(
@@ -703,10 +852,11 @@ FORMATS: dict[str, Format] = {
         completion_columns=("first", "second"),
         known_columns=_COMPARED_COLUMNS,
         matches=_is_compared,
-        **_as_messages(lambda row: dialogue_prompt(row, "prompt"), compared),
+        **_as_messages(lambda row: dialogue_prompt(row, "prompt") if "prompt" in row else None, compared),
     ),
     "ranked": Format(
         completion_columns=("answers",),
+        known_columns=({"prompt": "context", "answers": "completions"},),  # NeMo RL
         matches=_is_ranked,
         **_as_messages(lambda row: dialogue_prompt(row, "prompt"), ranked),
     ),

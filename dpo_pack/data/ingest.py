@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from dpo_pack.data.faults import Origin, count_faults
-from dpo_pack.data.formats import FORMATS, BadRow, Pair, are_labels, possible_formats, texts_of_columns
-from dpo_pack.data.readers import TAKEN_ONCE, NumberedRow, OpenRows, missing_column
+from dpo_pack.data.formats import (
+    FORMATS,
+    BadRow,
+    Pair,
+    are_labels,
+    check_last_turn,
+    possible_formats,
+    texts_of_columns,
+)
+from dpo_pack.data.readers import TAKEN_ONCE, ColumnNames, NumberedRow, OpenRows, missing_column
 from dpo_pack.data.store import TokenStore
 from dpo_pack.data.tokenization import (
     DroppedRow,
@@ -32,6 +40,7 @@ _TRUNCATION_REASONS = (
     *("too_long", "prompt_too_long"),
     *("identical_after_truncation", "unscored_after_truncation"),
 )
+_OTHER_COLUMNS = ("wrong_type", "missing_column", "prompt_mismatch", "no_assistant_turn")  # may help then
 LISTED_ROWS = 100  # the most row numbers that a report lists for each reason
 _NAMED_COLUMNS = 20  # an error message names at most so many columns
 _DETECTION_ROWS = 1000  # `format: auto` looks for a readable row in so many rows
@@ -62,6 +71,7 @@ class Ingestion:
     row_word: str = "row"
     mapping: Mapping[str, str | None] = field(default_factory=dict)  # of the source, see OpenRows
     columns: Mapping[str, None] = field(default_factory=dict)  # of the source, see OpenRows
+    first_rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple  # of the source, see OpenRows
     rows_in_all: int | None = None  # None if it is not known before the end
     infers_prompts: bool = False  # the prompts are what chosen and rejected begin with
     num_rows: int = 0
@@ -81,6 +91,7 @@ class Ingestion:
         opened = self.located.open()
         self.row_word, self.rows_in_all = opened.row_word, opened.num_rows
         self.mapping, self.columns = opened.mapping, opened.columns
+        self.first_rows = opened.first_rows
         with closing(opened.rows):
             self.format, rows = self._known_format(opened.rows)
             self._check_columns_are_read()
@@ -96,6 +107,8 @@ class Ingestion:
                 scored_turns=self.data.scored_turns,
                 completion_tokens=self.completion_tokens,
                 format_options=FORMATS[self.format].options_of(self.source),
+                template_options={**self.data.chat_template_kwargs, **self.source.chat_template_kwargs},
+                continues_turns=self.data.continue_final_message,
             )
             check_tokenizer(self.tokenizer, settings, self.located.label)
             yield rows, settings
@@ -143,7 +156,9 @@ class Ingestion:
             reason: {"rows": count, f"{self.row_word}_numbers": self.dropped_rows[reason]}
             for reason, count in sorted(self.dropped_counts.items())
         }
-        read, characters = set(self._columns.values()), self.counts["characters"]
+        read = {*self._columns.values()}
+        read.update(column.split(".")[0] for column in self.source.columns.values() if column is not None)
+        characters = self.counts["characters"]
         missing = self.counts["characters_of_earlier_reasoning"] + self.counts["characters_cut"]
         in_tokens = {"characters_in_tokens": max(0.0, 1 - missing / characters)} if characters else {}
         return {
@@ -172,7 +187,9 @@ class Ingestion:
                 likely, format = likely or name, FORMATS[name]
                 read = format.pair if self.completion_tokens is None else format.prompt
                 with suppress(BadRow):
-                    pairs[name] = read(row, **format.options_of(self.source))
+                    pair = read(row, **format.options_of(self.source))
+                    check_last_turn(pair)
+                    pairs[name] = pair
             if not pairs:
                 continue
             first, *others = pairs
@@ -317,6 +334,9 @@ class Ingestion:
             f"{self.template or f'that of {self.tokenizer.name_or_path}'})"
         )
         is_of_template = bad.detail.startswith("the chat template")
+        is_pair, may_help = self.completion_tokens is None, bad.reason in _OTHER_COLUMNS
+        if is_pair and may_help and self._is_in_most_rows(bad.reason) and (line := self._columns_that_read()):
+            return f"set {self.located.key}.columns: {line}, which reads the first row"
         return {
             "role_not_written": f"map the role to one that the template writes, or {template}",
             "text_not_written": "put all text into the message's content, as text or as parts, whichever the "
@@ -330,7 +350,10 @@ class Ingestion:
             "template_error": f"if the rows are right, {template.replace('does', 'can render them')}",
             "missing_column": f"name the column in {self.located.key}.columns",
             "no_common_prompt": f"name the column of the prompt in {self.located.key}.columns",
-            "answered_prompt": f"name another column in {self.located.key}.columns, or set its format",
+            "answered_prompt": f"set data.continue_final_message: true if the answers go on with this "
+            f"message, or name another column in {self.located.key}.columns, or set its format",
+            "no_json_type": "store it as text; if the set has JSON lines, download them and name the file or "
+            f"directory in {self.located.key}.path, where they are read as they are written",
             "tie": "remove such rows",
             "rewritten_turns": "set data.scored_turns: all, or name a template that has "
             "{% generation %} marks in tokenizer.chat_template",
@@ -339,6 +362,23 @@ class Ingestion:
             "too_long": f"raise data.max_length{shorter} or choose another data.truncation",
             "prompt_too_long": "raise data.max_prompt_length or choose another data.truncation",
         }.get(bad.reason)
+
+    def _columns_that_read(self) -> str | None:
+        """Returns a value of the recipe's `columns` with which the first row is a pair, if one is found."""
+        row: dict[str, Any] = dict(next(iter(self.first_rows()), {}))
+        given = {ours: theirs for ours, theirs in self.source.columns.items() if ours != "prompt"}
+        prompt = self.source.columns.get("prompt") or "prompt"
+        keys = row[prompt] if isinstance(row.get(prompt), dict) else ()
+        candidates = [("prompt", f"{prompt}.{key}") for key in keys]
+        for ours, theirs in (*candidates, ("messages", prompt), ("instruction", prompt)):
+            columns = {**given, ours: theirs}
+            names = ColumnNames(mapping=columns, label=self.located.label, key=self.located.key)
+            renamed = names.rename(names.with_nested(row), columns)
+            for name in () if isinstance(renamed, BadRow) else possible_formats(renamed, columns):
+                with suppress(BadRow):
+                    FORMATS[name].pair(renamed)
+                    return "{" + ", ".join(f"{field}: {column}" for field, column in columns.items()) + "}"
+        return None
 
 
 def _refuse_without_prompt(numbered: NumberedRow, known: Container[str | None] | None) -> NumberedRow:

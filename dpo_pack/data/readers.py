@@ -15,14 +15,14 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from dpo_pack.data.formats import FORMATS, BadRow, holds_media, is_media_name
+from dpo_pack.data.formats import FORMATS, MAX_ROW_SIZE, BadRow, holds_media, is_media_name
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 from dpo_pack.system.errors import DataError, first_line
 
@@ -35,10 +35,7 @@ Columns = Sequence[tuple[str, str]]  # the names and types of columns, in Arrow'
 READ_ROWS = 100  # columnar files are decoded in batches of at most so many rows
 _FIRST_ROWS = 100  # so many rows show which columns a source has and what they hold
 _JSON_CHUNK_CHARS = 1 << 20
-# The largest size of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV. A
-# parsed row can take 25 times as much memory.
-_MAX_ROW_SIZE = 1 << 24
-
+_MAX_ROW_SIZE = MAX_ROW_SIZE
 
 # A column that the recipe's `columns` gives another of our names is not read under these names too.
 TAKEN_ONCE = {
@@ -115,10 +112,37 @@ class ColumnNames:
             else:
                 renamed[ours] = row[theirs]
         for column, value in row.items():
+            if isinstance(value, bytes):
+                detail = f"column {column!r} is binary, and its bytes are no UTF-8 text; only text is read"
+                return BadRow("media", detail, row)
             if column not in mapping.values() and holds_media(column, value):
                 detail = f"column {column!r} has images, video or audio, and only text is read"
                 return BadRow("media", detail, row)
         return renamed
+
+    def with_nested(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Returns the row with a column `input.messages` if `columns` names it: a key in the column input.
+
+        Raises DataError if the row has a column of this name too.
+        """
+        for theirs in self.nested:
+            column, *keys = theirs.split(".")
+            value = row.get(column)
+            for key in keys:
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None and theirs in row:
+                raise DataError(
+                    f"{self.label}: column {theirs!r} and key {'.'.join(keys)} of column {column!r} are both "
+                    f"there, and {self.key}.columns may mean either; rename one of them"
+                )
+            if value is not None:
+                row = {**row, theirs: value}
+        return row
+
+    @property
+    def nested(self) -> list[str]:
+        """The names in `columns` that may be those of keys in a column."""
+        return [theirs for theirs in self.mapping.values() if theirs is not None and "." in theirs]
 
     def select(self, columns: Columns) -> list[str]:
         """Returns the columns to read: those that a format reads, and those whose values must be checked.
@@ -221,6 +245,7 @@ def open_rows(
                 if not isinstance(row, dict | BadRow):
                     row = BadRow("not_an_object", f"no JSON object but a {type(row).__name__}", row)
                 elif renames and isinstance(row, dict):
+                    row = names.with_nested(row) if nested else row
                     mapping = mapping_of(tuple(row), not found)
                     found.update(dict.fromkeys(row))
                     used.update(mapping)
@@ -233,7 +258,12 @@ def open_rows(
         with closing(read_rows(None, renames=False)) as rows:
             return [row for _, row in islice(rows, _FIRST_ROWS) if isinstance(row, dict)]
 
-    wanted = None if columns is None else names.select(columns)
+    nested, wanted = names.nested, None
+    if columns is not None:
+        owners = {name for name, _ in columns}
+        inner = [(name, "") for name in nested if name.split(".")[0] in owners - {name}]
+        wanted = names.select([*columns, *(one for one in inner if one[0] not in owners)])
+        wanted = None if inner else wanted
     found = dict.fromkeys(name for name, _ in columns or ())
     used = dict(names.mapping)
     rows = read_rows(wanted, renames=True)
@@ -248,14 +278,68 @@ def _open_json_lines(path: Path, names: ColumnNames) -> OpenRows:
 
 def _open_json(path: Path, names: ColumnNames) -> OpenRows:
     """Opens a .json file: an array of objects, or JSON lines, which some data sets save as .json."""
+    is_array = _is_array(path, names.label)
+    return _open_files([path], names) if is_array else _open_json_lines(path, names)
+
+
+def _is_array(path: Path, label: str) -> bool:
     try:
         with _open_binary(path) as file:
-            start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+            return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     except _FILE_ERRORS as error:
-        raise _unreadable(names.label, "row", 0, error) from error
-    if not start.startswith(b"["):
-        return _open_json_lines(path, names)
-    return open_rows(lambda columns: _read_json_array(path, names.label), names, "row")
+        raise _unreadable(label, "row", 0, error) from error
+
+
+def _open_files(paths: Sequence[Path], names: ColumnNames) -> OpenRows:
+    """Opens files of JSON or CSV as one source."""
+
+    def read(columns: Sequence[str] | None) -> Iterator[tuple[int, Any]]:
+        return enumerate((row for path in paths for _, row in _rows_of(path, names.label)), start=1)
+
+    return open_rows(read, names, "row")
+
+
+def _rows_of(path: Path, label: str) -> Iterator[tuple[int, Any]]:
+    if ".csv" in data_suffix(path):
+        with closing(_read_csv(path)) as records:
+            header = next(records, (0, []))[1]
+        return _csv_rows(path, header, None)
+    is_array = ".jsonl" not in data_suffix(path) and _is_array(path, label)
+    return _read_json_array(path, label) if is_array else _read_json_lines(path)
+
+
+def open_directory(paths: Sequence[Path], names: ColumnNames) -> OpenRows | None:
+    """Opens data files as one source; None if not all are JSON or CSV."""
+    is_text = all(data_suffix(path).startswith((".json", ".csv")) for path in paths)
+    return _open_files(paths, names) if paths and is_text else None
+
+
+def check_start(path: Path, label: str) -> None:
+    """Raises DataError if a file is a Git LFS pointer, UTF-16, or one object around the rows."""
+    start = b""
+    with suppress(*_FILE_ERRORS):  # whoever reads the rows says so
+        with path.open("rb") as plain:
+            start = plain.read(1 << 12)
+        if data_suffix(path).endswith(".gz") and start.startswith(b"\x1f\x8b"):
+            with _open_binary(path) as file:
+                start = file.read(1 << 12)
+    what = ""
+    if start.startswith(b"version https://git-lfs"):
+        what = "a Git LFS pointer, not the data; run 'git lfs pull' in its repository"
+    elif start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        what = "UTF-16 text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+    elif ".json" in data_suffix(path) and (found := _ROWS_IN_OBJECT.match(start.decode(errors="replace"))):
+        what = f"one JSON object with the rows in {found[1]!r}; save this list alone (jq '.{found[1]}' FILE)"
+    if what:
+        raise DataError(f"{label} is {what}")
+
+
+# An object whose first value, simple ones aside, is a list of objects that look like rows.
+_ROWS_IN_OBJECT = re.compile(
+    r'\s*\{(?:\s*"[^"]*"\s*:\s*(?:"[^"]*"|[-\w.]+|\{[^{}]*\})\s*,)*'
+    r'\s*"(?!prompt|chosen|rejected|messages|conversation|answers|history|context|tools)([^"]+)"\s*:'
+    r'\s*\[\s*\{\s*"(?:id|prompt\w*|chosen|rejected|messages|conversations|instruction|question)"'
+)
 
 
 def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
@@ -290,7 +374,7 @@ def _open_columnar(
         with open_table(path) as (_, _, read_batches):
             for batch in read_batches(columns):
                 for part in _small_parts(batch.select(columns)):
-                    yield {name: part.column(name).to_pylist() for name in columns}
+                    yield columns_of(part)
 
     return open_rows(
         lambda columns: rows_of_columns(batches(list(columns or schema.names))),
@@ -300,6 +384,34 @@ def _open_columnar(
         num_rows=num_rows,
         errors=errors,
     )
+
+
+def columns_of(table: Any) -> dict[str, list[Any]]:
+    """Returns the values of each column of an Arrow table: maps as objects, JSON parsed, bytes as text."""
+    columns = {}
+    for field in table.schema:
+        values = table.column(field.name).to_pylist(maps_as_pydicts="strict")
+        if any(word in str(field.type) for word in ("json", "binary")):
+            values = [_decoded(value, field.type) for value in values]
+        columns[field.name] = values
+    return columns
+
+
+def _decoded(value: Any, kind: Any) -> Any:
+    if isinstance(value, dict):
+        kinds = dict.fromkeys(value, kind.item_type) if str(kind).startswith("map") else {}
+        kinds = kinds or {name: kind.field(name).type for name in value if name != "bytes"}  # of an image
+        return {name: _decoded(inner, kinds.get(name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_decoded(inner, kind.value_type) for inner in value]
+    try:
+        if isinstance(value, bytes):
+            return value.decode() if kind is not None else value
+        return _JSON.decode(value) if isinstance(value, str) and "arrow.json" in str(kind) else value
+    except UnicodeDecodeError:
+        return value
+    except (ValueError, RecursionError) as error:
+        return BadRow("invalid_json", f"a column of type JSON has invalid JSON ({first_line(error)})", value)
 
 
 def _small_parts(batch: Any) -> Iterator[Any]:

@@ -25,7 +25,10 @@ from dpo_pack.data.readers import (
     ColumnNames,
     NumberedRow,
     OpenRows,
+    check_start,
+    columns_of,
     data_suffix,
+    open_directory,
     open_rows,
     rows_of_columns,
 )
@@ -57,8 +60,19 @@ _MEDIA_TYPE = re.compile(r"\b(Image|Video|Audio|Pdf|Nifti)\(")  # column types o
 # The recipe keys that do not change a source's tokens. The name of a store is a hash of the other keys. So if
 # somebody forgets to list a key here, a new value makes a new store; it never finds tokens of an old value.
 # A hub data set's content, which `datasets` names, depends on config, data_dir and revision.
-_SOURCE_KEYS_BESIDE_TOKENS = {"path", "name", "weight", "config", "data_dir", "revision"}
-_DATA_KEYS_BESIDE_TOKENS = {"train", "eval", "shuffle", "num_workers", "scored_turns"}
+_SOURCE_KEYS_BESIDE_TOKENS = {
+    "path",
+    "name",
+    "weight",
+    "config",
+    "data_dir",
+    "revision",
+    "chat_template_kwargs",
+}
+_DATA_KEYS_BESIDE_TOKENS = {
+    *("train", "eval", "shuffle", "num_workers"),
+    *("scored_turns", "chat_template_kwargs", "continue_final_message"),  # see _store_key
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,11 +349,16 @@ def _store_key(ingestion: Ingestion, tokenizer_key: str) -> str:
     data, format = ingestion.data, FORMATS[ingestion.format]
     others = {option for other in FORMATS.values() for option in other.options}
     others.difference_update(format.options)
-    # Stores of earlier releases, which scored all turns, have no such key.
-    masks_turns = format.content == "messages" and data.scored_turns == "assistant"
+    # Stores of earlier releases, which scored all turns, have no such keys.
+    of_messages = {
+        "scored_turns": data.scored_turns if data.scored_turns == "assistant" else None,
+        "chat_template_kwargs": {**data.chat_template_kwargs, **ingestion.source.chat_template_kwargs},
+        "continue_final_message": data.continue_final_message,
+    }
+    is_conversation = format.content == "messages"
     return content_key(
         {
-            **({"scored_turns": data.scored_turns} if masks_turns else {}),
+            **{key: value for key, value in of_messages.items() if value and is_conversation},
             "version": TOKENIZATION_VERSION,
             "source": ingestion.located.fingerprint,
             "tokenizer": tokenizer_key,
@@ -377,6 +396,7 @@ def locate_source(
             reader = READERS.get(data_suffix(path))
             if reader is None:
                 raise DataError(f"{label}: no reader for this kind of file; there are: {', '.join(READERS)}")
+            check_start(path, label)
             fingerprint = "" if hash_memo is None else file_hash(path, hash_memo)
             open_source = partial(reader, path, names)
         elif path.is_dir():
@@ -397,6 +417,7 @@ def _find_directory(
     path: Path, split: str, names: ColumnNames, hash_memo: Path | None
 ) -> tuple[str, Callable[[], OpenRows]]:
     # `datasets` saved the directory, with or without splits, or it has data files.
+    files: list[Path] = []
     is_saved = True
     if (path / "dataset_dict.json").is_file():
         splits = sorted(child.name for child in path.iterdir() if (child / "state.json").is_file())
@@ -409,13 +430,37 @@ def _find_directory(
             raise RecipeError(f"{names.key}.split: {names.label} is saved without splits; leave split out")
     elif any(data_suffix(file) in READERS for file in path.rglob("*")):
         is_saved = False
+        files = _files_of_split(path, split)
+        for file in files:
+            check_start(file, str(file))
     else:
         suffixes = ", ".join(READERS)
         raise DataError(f"{names.label}: no data files in it ({suffixes}); correct {names.key}.path")
     fingerprint = "" if hash_memo is None else directory_hash(path, hash_memo)
-    return fingerprint, lambda: _open_dataset(
-        _load_dataset(str(path), split, names, is_saved=is_saved), names
-    )
+
+    def open_source() -> OpenRows:
+        opened = open_directory(files, names)
+        return opened or _open_dataset(_load_dataset(str(path), split, names, is_saved=is_saved), names)
+
+    return fingerprint, open_source
+
+
+def _files_of_split(path: Path, split: str) -> list[Path]:
+    """Returns the files of a directory's split as `datasets` finds them; none if `datasets` must read them.
+
+    `datasets` guesses types: of texts that look like dates in JSON, and of all values in CSV.
+    """
+    import datasets
+
+    try:
+        config = datasets.load_dataset_builder(str(path)).config
+    except Exception:  # `_load_dataset` says why
+        return []
+    options = vars(config)
+    if options.get("field") is not None or options.get("sep", ",") != ",":
+        return []
+    splits = {str(name): files for name, files in (config.data_files or {}).items()}
+    return [Path(file) for file in splits.get(split, ())]
 
 
 def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
@@ -429,7 +474,8 @@ def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
 
     def read(columns: Sequence[str] | None) -> Iterator[NumberedRow]:
         wanted = list(columns or dataset.column_names)
-        return rows_of_columns(dataset.select_columns(wanted).iter(batch_size=READ_ROWS))
+        tables = dataset.select_columns(wanted).with_format("arrow").iter(batch_size=READ_ROWS)
+        return rows_of_columns(map(columns_of, tables))
 
     columns = [(field.name, str(field.type)) for field in dataset.features.arrow_schema]
     return open_rows(read, names, "row", columns=columns, num_rows=len(dataset))

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from dpo_pack.data.formats import FORMATS, BadRow, Message, Pair, with_system_message
+from dpo_pack.data.formats import FORMATS, BadRow, Message, Pair, check_last_turn, with_system_message
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.store import (
     KEY_BYTES,
@@ -89,6 +89,8 @@ class TokenizationSettings:
     scored_turns: str = "assistant"  # or "all"; of conversations
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     format_options: Mapping[str, Any] = field(default_factory=dict)  # see Format.options
+    template_options: Mapping[str, Any] = field(default_factory=dict)  # of the recipe; those of a row win
+    continues_turns: bool = False  # data.continue_final_message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -178,9 +180,10 @@ def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label:
                 "name a Jinja file in tokenizer.chat_template"
             )
         return
-    if settings.system_prompt is not None:
+    system_prompt = None if settings.system_prompt is None else "system_prompt"
+    if key := system_prompt or (settings.template_options and "chat_template_kwargs"):
         raise RecipeError(
-            f"data.system_prompt applies to conversational data only, and {label} is {settings.format}; "
+            f"data.{key} applies to conversational data only, and {label} is {settings.format}; "
             "remove it, or put the text into the prompts"
         )
     if content == "text" and tokenizer.eos_token is None:
@@ -271,6 +274,9 @@ def read_row(
     else:
         if settings.system_prompt is not None:
             pair = replace(pair, prompt=with_system_message(pair.prompt, settings.system_prompt))
+        if settings.template_options:
+            pair = replace(pair, template_options={**settings.template_options, **pair.template_options})
+        check_last_turn(pair, continues=settings.continues_turns)
         fit = suited(pair, tokenizer)
         written = fit.pair
         sides = (written.chosen, written.rejected) if is_pair else ()

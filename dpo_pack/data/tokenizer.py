@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dpo_pack.data.formats import BadRow, Message, Pair
+from dpo_pack.data.formats import BadRow, Message, Pair, check_last_turn
 from dpo_pack.data.store import TokenWeights
 from dpo_pack.system.errors import ModelError, first_line
 
@@ -120,17 +120,20 @@ def rendering() -> Iterator[None]:
 
 
 def apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Returns the texts of the prompt, before an answer, and of the prompt with each of `completions`."""
+    """Returns the texts of the prompt, before an answer, and of the prompt with each of `completions`.
+
+    If the completions go on with the last turn of the prompt, the prompt ends within this turn.
+    """
     prompt: Any = pair.prompt
     options = {**pair.template_options, "tokenize": False}
+    goes_on = check_last_turn(pair, continues=True)
+    end = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
+    wholes = [conversation(prompt, completion, goes_on) for completion in completions]
     try:
         with rendering():
             return (
-                tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **options),
-                *(
-                    tokenizer.apply_chat_template(prompt + completion, **options)
-                    for completion in completions
-                ),
+                tokenizer.apply_chat_template(prompt, **end, **options),
+                *(tokenizer.apply_chat_template(messages, **options) for messages in wholes),
             )
     except BadRow as bad:
         messages = [message for part in (prompt, *completions) for message in part]
@@ -141,6 +144,21 @@ def apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Token
             "a template that tests `message.content`, not `message.content is not none`, can render the row"
         )
         raise BadRow(bad.reason, detail) from bad
+
+
+def conversation(prompt: list[Message], completion: list[Message], goes_on: bool) -> list[Message]:
+    """Returns the messages of both; with `goes_on`, the last one and the first one are one message."""
+    if not goes_on or not completion:
+        return prompt + completion
+    begun, rest = prompt[-1], completion[0]
+    contents = [message["content"] for message in (begun, rest) if message["content"] is not None]
+    repeated = {key for key in begun.keys() & rest.keys() - {"content"} if begun[key] != rest[key]}
+    if repeated or len(set(map(type, contents))) > 1:
+        what = f"another {min(repeated)}" if repeated else "a content of another kind"
+        detail = f"a completion goes on with the last message of the prompt, but has {what}"
+        raise BadRow("wrong_type", detail)
+    content = contents[0] + contents[1] if len(contents) == 2 else next(iter(contents), None)
+    return [*prompt[:-1], {**begun, **rest, "content": content}, *completion[1:]]
 
 
 def template_opens_turn(pair: Pair, tokenizer: Tokenizer) -> bool:
@@ -180,15 +198,16 @@ def assistant_weights(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer) ->
                 f"the tokenizer ({type(tokenizer).__name__}) does not say where tokens are in a text, which "
                 "is needed to score only what the assistant says; set data.scored_turns: all"
             )
-        options = {**pair.template_options}
+        options, goes_on = {**pair.template_options}, check_last_turn(pair, continues=True)
+        messages = conversation(prompt, completion, goes_on)
         with rendering():
             if _MARK.search(tokenizer.get_chat_template(None, options.get("tools"))):
                 encoding = tokenizer.apply_chat_template(
-                    prompt + completion, return_dict=True, return_assistant_tokens_mask=True, **options
+                    messages, return_dict=True, return_assistant_tokens_mask=True, **options
                 )
                 weights.append(np.array(encoding["assistant_masks"], dtype=np.float32))
                 continue
-            spans = _turns(prompt + completion, len(prompt), text, column, options, tokenizer)
+            spans = _turns(messages, len(prompt) - goes_on, text, column, options, tokenizer)
         encoding = tokenizer([text], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         begins, ends = np.array(encoding["offset_mapping"][0], dtype=np.int64).T
         scored = np.zeros(len(begins), dtype=np.float32)

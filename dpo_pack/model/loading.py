@@ -83,7 +83,16 @@ def load_tokenizer(
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ModelError(f"tokenizer.chat_template: cannot read {chat_template}: {reason}") from error
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    try:  # as data/ calls it; those of mistral-common take other arguments and have no templates
+        tokenizer(["a"], add_special_tokens=False, return_token_type_ids=False, verbose=False)["input_ids"][0]
+        if tokenizer.chat_template is None or chat_template is not None:
+            asked: Any = [{"role": "user", "content": "a"}]
+            tokenizer.apply_chat_template(asked, chat_template="{{ messages[0].content }}", tokenize=False)
+        assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    except Exception as error:  # of any class's code
+        lacks = f"the tokenizer of {path}, a {type(tokenizer).__name__}, lacks what dpo-pack needs"
+        remedy = "set tokenizer.path to a directory or hub id with tokenizer.json"
+        raise ModelError(f"{recipe_key}: {lacks} (Jinja templates, for instance); {remedy}") from error
     return tokenizer
 
 

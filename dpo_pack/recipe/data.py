@@ -1,7 +1,7 @@
 """The `data` and `packing` sections of a recipe: the pairs, and which pairs share a row (a forward pass)."""
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from annotated_types import Ge, Le, MinLen
 from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag
@@ -15,6 +15,7 @@ _MESSAGE_FIELDS = ("system", "weight", "tools", "chat_template_kwargs")
 FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
     "preference": ("prompt", "chosen", "rejected", "weight"),
     "conversational": ("prompt", "chosen", "rejected", *_MESSAGE_FIELDS),
+    "openai": ("input", "preferred_output", "non_preferred_output", *_MESSAGE_FIELDS),
     "transcript": ("chosen", "rejected", "weight"),
     "tokenized": (
         "prompt_ids", "chosen_ids", "rejected_ids", "chosen_weights", "rejected_weights", "weight"
@@ -31,6 +32,27 @@ if TYPE_CHECKING:
 else:
     RowField = Literal[tuple({field: 1 for fields in FIELDS_OF_FORMAT.values() for field in fields})]
     FormatName = Literal["auto", *FIELDS_OF_FORMAT]
+
+
+TemplateOptions = Annotated[dict[str, Any], types.Allowed("a mapping from names to values")]
+# What dpo-pack itself sets, or takes from a row.
+_NO_OPTIONS = {
+    *(
+        "conversation",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    *("return_assistant_tokens_mask", "messages"),
+}
+
+
+def _wrong_options(options: Iterable[str]) -> Iterator[types.Problem]:
+    for name in sorted(_NO_OPTIONS.intersection(options)):
+        yield f"chat_template_kwargs.{name}", "dpo-pack sets it; only variables of the template are options"
 
 
 class SourceRecipe(types.Section):
@@ -55,8 +77,11 @@ class SourceRecipe(types.Section):
         dict[RowField, types.Name | None],
         types.Allowed(f"a mapping from {', '.join(get_args(RowField))} to column names"),
     ] = Field(default_factory=dict)
-    """Columns that have other names, e.g. {prompt: question, chosen: better}. {prompt: null}: no column is
-    the prompt, and the prompt is what chosen and rejected both begin with."""
+    """Columns that have other names, e.g. {prompt: question, chosen: better}; input.messages is the key
+    messages of the objects in column input. {prompt: null}: no column is the prompt, and the prompt is what
+    chosen and rejected both begin with."""
+    chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
+    """Options of the chat template for this source, beside those of data.chat_template_kwargs."""
     max_pairs: types.Count | None = None
     """Use at most this many pairs; null: all."""
     weight: types.PositiveNumber = 1.0
@@ -69,6 +94,7 @@ class SourceRecipe(types.Section):
         return "system" in self.columns
 
     def broken_rules(self) -> Iterator[types.Problem]:
+        yield from _wrong_options(self.chat_template_kwargs)
         columns = list(self.columns.values())
         for field, column in self.columns.items():
             if column is None and field != "prompt":
@@ -136,6 +162,12 @@ class DataRecipe(types.Section):
     """Rows that are not valid pairs: stop the run (error), or leave them out, count and list them (skip)."""
     system_prompt: str | None = None
     """System message for conversations that have none."""
+    chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
+    """Options of the chat template, e.g. {enable_thinking: false}. Those of a source and of a row's column
+    chat_template_kwargs win."""
+    continue_final_message: bool = False
+    """true: if a prompt ends with an assistant's message, the completions go on with it, as one message.
+    false: such prompts are bad rows."""
     scored_turns: Literal["assistant", "all"] = "assistant"
     """assistant: of a completion of several messages only what the assistant says is scored; tool results and
     turns of the user are not. all: every token after the prompt is scored, as TRL does."""
@@ -153,9 +185,11 @@ class DataRecipe(types.Section):
         if self.max_prompt_length and self.max_prompt_length >= self.max_length:
             limit = f"data.max_length ({self.max_length}), to leave room for a completion"
             yield "max_prompt_length", f"must be below {limit}, not {self.max_prompt_length}"
+        yield from _wrong_options(self.chat_template_kwargs)
         talks = any("system" in FIELDS_OF_FORMAT.get(source.format, ("system",)) for source in self.train)
-        if self.system_prompt is not None and not talks:
-            yield "system_prompt", "no source of data.train has conversations, which have one; leave it out"
+        for key in ("system_prompt", "chat_template_kwargs", "continue_final_message"):
+            if getattr(self, key) and not talks:
+                yield key, "no source of data.train has conversations, which have one; leave it out"
         for part, sources in (("train", self.train), ("eval", self.eval_sources)):
             names = [source.name for source in sources]
             for index, name in enumerate(names):

@@ -273,6 +273,8 @@ class Recipe(types.Section):
             yield "checkpoint.metric", f"{kind} run has no {metric}; it has {', '.join(known)}"
 
     def _broken_online_rules(self, online: OnlineRecipe) -> Iterator[types.Problem]:
+        if self.data.continue_final_message:
+            yield "data.continue_final_message", "judges get whole messages; leave it out of an online run"
         generator, max_steps, stale = online.generator.type, self.train.max_steps, online.max_staleness_steps
         if max_steps is None:
             yield "train.max_steps", "an online run needs it, because the number of its pairs is unknown"

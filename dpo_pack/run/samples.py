@@ -7,11 +7,11 @@ nothing that a training step reads.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -240,8 +240,9 @@ def sample_models(
                 f"sample: {path} has another tokenizer than {expected}; sample them with two commands"
             )
     room = min(most_prompt_tokens(known.config, settings.max_new_tokens) for known in facts.values())
+    options = recipe.data.chat_template_kwargs
     if texts:
-        prompts = [("prompt", _prompt(text, tokenizer, most_tokens=room)) for text in texts]
+        prompts = [("prompt", _prompt(text, tokenizer, options, most_tokens=room)) for text in texts]
     else:
         data = prepare_data(recipe, tokenizer, console, takes_prompts=True)
         prompts = sample_prompts(data, tokenizer, num=num or settings.num, most_tokens=room)
@@ -305,7 +306,9 @@ def _has_another_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase, trusts
     return own.get_vocab() != tokenizer.get_vocab()
 
 
-def _prompt(text: str, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) -> Prompt:
+def _prompt(
+    text: str, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], *, most_tokens: int
+) -> Prompt:
     """Returns the prompt `text` in tokens: in the tokenizer's chat template if it has one, else as it is."""
     if tokenizer.chat_template is None:
         ids = tokenizer([text])["input_ids"][0]
@@ -314,7 +317,9 @@ def _prompt(text: str, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) 
         turns = [{"role": "user", "content": text}]
         try:
             with bounded_template("mend it, or give a model with another"):
-                rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+                rendered = tokenizer.apply_chat_template(
+                    turns, add_generation_prompt=True, tokenize=False, **options
+                )
         except ModelError:
             raise
         except Exception as error:  # a template is a program that came with the model

@@ -384,7 +384,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         found.append(f"output_dir: {run.root}, {state}")
     budget = recipe.packing.token_budget
     longest_row = max(budget, _reference_budget(recipe.reference.token_budget, budget, device))
-    policy: ModelFacts | None = None
+    models: list[ModelFacts] = []
     for key, path in (("model.path", recipe.model.path), ("reference.path", recipe.reference.path)):
         with step():
             if path is not None:
@@ -392,15 +392,18 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
                 found += _check_facts(
                     model, device, key, max_length=recipe.data.max_length, longest_row=longest_row
                 )
-                policy = policy or model
+                models.append(model)
     with step():
-        if policy is not None:
-            check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
+        if models and models[0].recipe_key == "model.path":
+            check_accelerate_config(models[0], cpu_offload=recipe.distributed.cpu_offload)
     for number, judge in enumerate(() if online is None else online.judges):
         if judge.path is not None:
             key, trusts = f"online.judges.{number}.path", recipe.model.trust_remote_code
             with step():
                 config = load_config(judge.path, revision=None, trust_remote_code=trusts, recipe_key=key)
+                load_tokenizer(
+                    judge.path, revision=None, trust_remote_code=trusts, chat_template=None, recipe_key=key
+                )
                 found.append(f"{key}: {judge.path}, {config.model_type}")
     most = None if online is None else online.max_new_tokens
     with step():
@@ -419,7 +422,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
                 with step():
                     key = f"data.{part}.{number}"
                     rows = load(source, key, tokenizer=tokenizer, max_new_tokens=most, max_rows=CHECKED_ROWS)
-                    _check_source(f"{key}: {source.path}", rows, most, policy, tokenizer, found)
+                    _check_source(f"{key}: {source.path}", rows, most, models, tokenizer, found)
     return found, wrong
 
 
@@ -456,7 +459,7 @@ def _check_source(
     label: str,
     loaded: LoadedSource,
     max_new_tokens: int | None,
-    policy: ModelFacts | None,
+    models: Sequence[ModelFacts],
     tokenizer: Tokenizer,
     found: list[str],
 ) -> None:
@@ -469,10 +472,10 @@ def _check_source(
     found.extend(f"  {note}" for note in source_notes(counts))
     columns = f"  {columns_sentence(loaded.columns_read, counts['columns_not_read'])}"
     found.extend([] if columns in found else [columns])
-    if policy is not None:
-        tables = [PairTable.of([loaded.store])]
-        longest = longest_sequence(tables) + (max_new_tokens or 0)
-        check_positions(policy.config, longest)
-        if policy.is_packed:
-            check_rows(policy.config, longest_sequence=longest, longest_row=2 * longest)
-        check_tokens(policy, tokenizer, tables)
+    tables = [PairTable.of([loaded.store])]
+    longest = longest_sequence(tables) + (max_new_tokens or 0)
+    for model in models:
+        check_positions(model.config, longest)
+        if model.is_packed:
+            check_rows(model.config, longest_sequence=longest, longest_row=2 * longest)
+        check_tokens(model, tokenizer, tables)

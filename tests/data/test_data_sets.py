@@ -13,7 +13,7 @@ import yaml
 from support.tiny_run import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 
-from dpo_pack.data.formats import FORMATS, BadRow, possible_formats
+from dpo_pack.data.formats import FORMATS, BadRow, check_last_turn, possible_formats
 from dpo_pack.data.sources import Data, load_data
 from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.system.errors import DataError, RecipeError
@@ -233,7 +233,7 @@ def test_a_row_of_a_popular_data_set_has_one_reading(name: str, tmp_path: Path) 
 def test_messages_that_hold_the_chosen_answer_are_not_the_prompt() -> None:
     row = {"messages": [ASK, GOOD], "chosen": GOOD, "rejected": BAD}
     with pytest.raises(BadRow, match="answered_prompt"):
-        FORMATS["messages"].pair(row)
+        check_last_turn(FORMATS["messages"].pair(row))
 
 
 @pytest.mark.parametrize(("chosen", "rejected"), [(GOOD, BAD), ("good", "bad"), ([GOOD], [BAD])])

@@ -126,7 +126,8 @@ VALUES: dict[str, Any] = {
     "output_dir": "out", "seed": 7, "model.path": "e/f", "model.trust_remote_code": True,
     "model.gradient_checkpointing": True, "model.compile": True, "tokenizer.path": "e/f",
     "reference.path": "e/f", "data.max_length": 640, "data.max_prompt_length": 32,
-    "data.system_prompt": "Be kind.", "data.shuffle": False, "loss.beta": 0.3, "loss.label_smoothing": 0.1,
+    "data.system_prompt": "Be kind.", "data.chat_template_kwargs": {"enable_thinking": False},
+    "data.shuffle": False, "loss.beta": 0.3, "loss.label_smoothing": 0.1,
     "loss.f_alpha": 0.3, "loss.ld_alpha": 0.4, "loss.discopop_tau": 0.1, "loss.simpo_gamma": 1.3,
     "loss.router_aux_coef": 0.02, "optim.lr": 3e-6, "optim.warmup_ratio": 0.2, "optim.weight_decay": 0.1,
     "optim.eps": 1e-6, "optim.min_lr_ratio": 0.1, "train.eval_every_steps": 5, "checkpoint.keep": 3,
@@ -254,6 +255,7 @@ READ: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     ],
     "llamafactory": [
         ({"finetuning_type": "full"}, {"model.lora": None}),
+        ({"enable_thinking": False}, {"data.chat_template_kwargs": {"enable_thinking": False}}),
         ({"lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.1, "use_rslora": True, "lora_target": "q, v"},
          {"model.lora": LORA}),
         ({"lora_rank": 4}, {"model.lora.alpha": 8, "model.lora.target_modules": "all-linear"}),

@@ -18,7 +18,7 @@ from support.whole_runs import assert_same_run, at_step, checkpoint_steps, text,
 
 from dpo_pack import trainer as train_module
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run import checkpoint, export
+from dpo_pack.run import checkpoint, checkpoint_files, export
 from dpo_pack.run.run_dir import RunDir, input_fingerprints
 from dpo_pack.system import files
 from dpo_pack.system.errors import CacheError, RunError

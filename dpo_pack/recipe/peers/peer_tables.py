@@ -325,6 +325,7 @@ READERS: dict[str, Callable[[Any, Settings], Any]] = {
     "fraction": lambda value, s: {"fraction": value} if value < 1 else Outcome(absent="it is no part of 1"),
     "last_word": lambda value, s: str(value).rsplit(".", 1)[-1].lower(),
     "dpo_only": lambda value, s: value if s["rl"] == "dpo" else Outcome(unneeded="only dpo reads it"),
+    "thinking": lambda value, s: {"enable_thinking": value},
     "sync": lambda value, s: {"every_steps": s["ref_model_sync_steps"], "mixup": s["ref_model_mixup_alpha"]},
     "cutoff": lambda value, s: Outcome(values={"": value, "data.truncation": "completion_right"}),
 }  # fmt: skip

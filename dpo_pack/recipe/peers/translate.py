@@ -93,6 +93,11 @@ class _Draft:
         self.values: dict[str, Any] = {"data.scored_turns": "all"}
         self.comments: defaultdict[str, list[str]] = defaultdict(list)
         self.comments["data.scored_turns"] = [f"{self.table['name']} too scores every token after the prompt"]
+        if peer == "trl":
+            self.values["data.continue_final_message"] = True
+            self.comments["data.continue_final_message"] = [
+                "TRL does so with prompts that end with an answer"
+            ]
         self.unneeded: defaultdict[str, list[str]] = defaultdict(list)  # by the reason
         self.absent: defaultdict[str, list[str]] = defaultdict(list)  # by what differs
 

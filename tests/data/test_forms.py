@@ -1,0 +1,230 @@
+"""What a row says is the same whatever form it has on its way: types of values, JSON text, other layouts."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.tiny_run import write_rows
+from support.tiny_tokenizer import tiny_tokenizer
+
+from dpo_pack.data.formats import FORMATS, BadRow, Pair
+from dpo_pack.data.ingest import Ingestion
+from dpo_pack.data.sources import locate_source
+from dpo_pack.data.tokenization import TokenizationSettings, read_row
+from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
+from dpo_pack.system.errors import DataError, RecipeError
+
+TOKENIZER: Any = tiny_tokenizer(chat_template=True)
+
+
+def said(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def call(**arguments: Any) -> list[dict[str, Any]]:
+    return [said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": arguments}}])]
+
+
+ASK, GOOD, BAD = said("user", "why"), said("assistant", "good"), said("assistant", "bad")
+CALLS: list[dict[str, Any]] = [
+    {"prompt": [ASK], "chosen": call(day="2024-05-02", n="007"), "rejected": [BAD]},
+    {"prompt": [ASK], "chosen": call(expr=2.5, n=3), "rejected": [BAD]},
+]
+
+
+def pairs_of(path: Path | str, data: dict[str, Any] | None = None, **source: Any) -> list[Pair]:
+    recipe = SourceRecipe.model_validate({"path": str(path), **source})
+    ingestion = Ingestion(
+        located=locate_source(recipe, "data.train.0", None),
+        source=recipe,
+        data=DataRecipe.model_validate({"train": str(path), **(data or {})}),
+        tokenizer=TOKENIZER,
+    )
+    with ingestion.start() as (rows, settings):
+        return [kept.pair for batch in ingestion.batches(rows, settings) for kept in batch.kept]
+
+
+def rows_file(tmp_path: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    write_rows(tmp_path / name, list(rows))
+    return tmp_path / name
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "saved", "files"])
+def test_values_keep_their_type_in_every_kind_of_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    expected = pairs_of(rows_file(tmp_path, *CALLS))
+    assert [pair.chosen[0]["tool_calls"][0]["function"]["arguments"] for pair in expected] == [  # type: ignore
+        {"day": "2024-05-02", "n": "007"},
+        {"expr": 2.5, "n": 3},
+    ]
+    made = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train")
+    assert "Json" in repr(made.features["chosen"])
+    if name == "files":
+        rows_file(tmp_path, CALLS[0], name="files/a.jsonl")
+        rows_file(tmp_path, CALLS[1], name="files/b.jsonl")
+    elif name == "saved":
+        made.save_to_disk(tmp_path / name)
+    elif name == "rows.parquet":
+        made.to_parquet(tmp_path / name)
+    else:
+        table = made.with_format("arrow")[:]
+        with pa.ipc.new_stream(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    assert pairs_of(tmp_path / name) == expected
+
+
+def test_maps_are_objects_and_bytes_are_text(tmp_path: Path) -> None:
+    options = pa.array([[("enable", "yes")]], pa.map_(pa.string(), pa.string()))
+    columns = {"prompt": [[ASK]], "chosen": [[GOOD]], "rejected": [[BAD]]}
+    pq.write_table(pa.table({**columns, "chat_template_kwargs": options}), tmp_path / "a.parquet")
+    assert pairs_of(tmp_path / "a.parquet")[0].template_options == {"enable": "yes"}
+    table = pa.table({"prompt": [b"why"], "chosen": [b" good"], "rejected": [b" bad"]})
+    pq.write_table(table, tmp_path / "b.parquet")
+    assert pairs_of(tmp_path / "b.parquet")[0].chosen == " good"
+    pq.write_table(table.set_column(1, "chosen", [[b"\xff\xfe"]]), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match="'chosen' is binary, and its bytes are no UTF-8 text"):
+        pairs_of(tmp_path / "c.parquet")
+
+
+def test_a_leaf_that_json_does_not_have_is_a_bad_row_that_names_the_key() -> None:
+    row = {"prompt": [ASK], "chosen": call(day=date(2024, 5, 2)), "rejected": [BAD]}
+    with pytest.raises(
+        BadRow, match=r"chosen.0.tool_calls.0.function.arguments.day is a date \(2024-05-02\)"
+    ):
+        FORMATS["conversational"].pair(row)
+
+
+LISTS = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
+WHOLE = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {key: json.dumps(value) for key, value in LISTS.items()},
+        {key: json.dumps(value) for key, value in WHOLE.items()},
+        {key: repr(value) for key, value in LISTS.items()},
+        {"messages": json.dumps([ASK]), "chosen": "good", "rejected": "bad"},
+        {key: {k: [m[k] for m in value] for k in ("role", "content")} for key, value in LISTS.items()},
+        {
+            "input": {"messages": [ASK], "tools": []},
+            "preferred_output": [GOOD],
+            "non_preferred_output": [BAD],
+        },
+        {
+            "context": [ASK],
+            "completions": [{"rank": 1, "completion": [BAD]}, {"rank": 0, "completion": [GOOD]}],
+        },
+        {"conversation_a": WHOLE["rejected"], "conversation_b": WHOLE["chosen"], "winner": "model_b"},
+        {"prompt": "why", "first": "good", "second": "bad", "better": "A"},
+        {"prompt": "why", "first": "bad", "second": "good", "preference": "second"},
+    ],
+)
+def test_rows_of_other_forms_are_the_same_pair(row: dict[str, Any], tmp_path: Path) -> None:
+    (pair,) = pairs_of(rows_file(tmp_path, row))
+    assert (pair.prompt, pair.chosen, pair.rejected) == ([ASK], [GOOD], [BAD])
+
+
+def test_text_that_happens_to_be_json_stays_text(tmp_path: Path) -> None:
+    row = {"prompt": json.dumps([ASK]), "chosen": '["a"]', "rejected": '{"b": 1}'}
+    (pair,) = pairs_of(rows_file(tmp_path, row))
+    assert (pair.prompt, pair.chosen) == (row["prompt"], row["chosen"])
+
+
+@pytest.mark.parametrize(
+    ("word", "says"), [("tie (bothbad)", "tie"), ("neither", "tie"), ("model_c", "0 or first .* 1 or second")]
+)
+def test_words_that_name_no_answer_are_refused_or_ties(word: str, says: str) -> None:
+    with pytest.raises(BadRow, match=says):
+        FORMATS["compared"].pair({"prompt": "why", "first": "a", "second": "b", "better": word})
+
+
+def test_columns_may_name_a_key_in_a_column(tmp_path: Path) -> None:
+    row = {"input": {"messages": [ASK]}, "good": [GOOD], "bad": [BAD]}
+    columns = {"prompt": "input.messages", "chosen": "good", "rejected": "bad"}
+    (expected,) = pairs_of(rows_file(tmp_path, row), columns=columns)
+    assert expected.prompt == [ASK]
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    assert pairs_of(tmp_path / "a.parquet", columns=columns) == [expected]
+    exact = {"input.messages": [ASK], "good": [GOOD], "bad": [BAD]}
+    assert pairs_of(rows_file(tmp_path, exact, name="b.jsonl"), columns=columns) == [expected]
+    with pytest.raises(DataError, match="'input.messages' and key messages of column 'input' are both"):
+        pairs_of(rows_file(tmp_path, {**row, **exact}, name="c.jsonl"), columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({**LISTS, "chosen": "good", "rejected": "bad"}, "{messages: prompt}"),
+        ({**LISTS, "prompt": "why"}, "{instruction: prompt}"),
+        ({"prompt": "why", "chosen": GOOD, "rejected": BAD}, "{instruction: prompt}"),
+        ({**LISTS, "prompt": {"messages": [ASK]}}, "{prompt: prompt.messages}"),
+    ],
+)
+def test_an_error_has_the_line_that_reads_the_rows(row: dict[str, Any], line: str, tmp_path: Path) -> None:
+    path = rows_file(tmp_path, row)
+    with pytest.raises(DataError, match=f"set data.train.0.columns: {line}, which reads"):
+        pairs_of(path)
+    field, column = line.strip("{}").split(": ")
+    assert [pair.prompt for pair in pairs_of(path, columns={field: column})] == [[ASK]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "Git LFS pointer"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "Git LFS pointer"),
+        ("a.csv", "prompt,chosen,rejected\n".encode("utf-16"), "UTF-16 text; save it as UTF-8"),
+        ("a.json", b'{"version": 1,\n "data": [\n {"id": 1}]}', "with the rows in 'data'"),
+    ],
+)
+def test_files_are_called_what_they_are(name: str, content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        pairs_of(tmp_path / name)
+
+
+def test_template_options_come_from_the_recipe_the_source_and_the_row() -> None:
+    settings = TokenizationSettings(
+        format="conversational",
+        system_prompt=None,
+        limits=None,  # type: ignore[arg-type]
+        template_options={"a": 1, "b": 2},
+    )
+    pair, _ = read_row({**LISTS, "chat_template_kwargs": {"b": 3}}, settings, TOKENIZER)
+    assert pair.template_options == {"a": 1, "b": 3}
+    with pytest.raises(Exception, match="chat_template_kwargs.tokenize"):
+        DataRecipe.model_validate({"train": "a.jsonl", "chat_template_kwargs": {"tokenize": True}})
+
+
+def test_template_options_on_text_are_refused(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, {"prompt": "why", "chosen": " a", "rejected": " b"})
+    with pytest.raises(RecipeError, match="data.chat_template_kwargs applies to conversational data only"):
+        pairs_of(path, {"chat_template_kwargs": {"a": 1}}, chat_template_kwargs={"a": 1})
+
+
+def test_a_prompt_that_ends_with_an_answer_is_refused_or_goes_on_as_one_turn(tmp_path: Path) -> None:
+    begun = {"prompt": [ASK, said("assistant", "be")], "chosen": [GOOD], "rejected": [BAD]}
+    path = rows_file(tmp_path, begun)
+    with pytest.raises(DataError, match="answered_prompt.*set data.continue_final_message: true"):
+        pairs_of(path)
+    settings = TokenizationSettings(
+        format="conversational",
+        system_prompt=None,
+        limits=None,  # type: ignore[arg-type]
+        continues_turns=True,
+    )
+    _, (prompt, chosen, _) = read_row(begun, settings, TOKENIZER)
+    _, (_, whole, _) = read_row({**LISTS, "chosen": [said("assistant", "begood")]}, settings, TOKENIZER)
+    assert prompt.endswith("be") and chosen == whole and chosen.startswith(prompt)
+    assert len(pairs_of(path, {"continue_final_message": True})) == 1
