@@ -334,8 +334,9 @@ class Ingestion:
             f"{self.template or f'that of {self.tokenizer.name_or_path}'})"
         )
         is_of_template = bad.detail.startswith("the chat template")
-        is_pair, may_help = self.completion_tokens is None, bad.reason in _OTHER_COLUMNS
-        if is_pair and may_help and self._is_in_most_rows(bad.reason) and (line := self._columns_that_read()):
+        # Where the first row is read as it is, other columns are no remedy for the rest.
+        of_all_pairs = self.completion_tokens is None and self.num_kept == 0 and self.source.format == "auto"
+        if of_all_pairs and bad.reason in _OTHER_COLUMNS and (line := self._columns_that_read()):
             return f"set {self.located.key}.columns: {line}, which reads the first row"
         return {
             "role_not_written": f"map the role to one that the template writes, or {template}",

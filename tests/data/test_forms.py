@@ -22,6 +22,10 @@ from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
 
 TOKENIZER: Any = tiny_tokenizer(chat_template=True)
+TOKENIZER.chat_template = TOKENIZER.chat_template.replace(
+    "(message.content or '')",
+    "(message.content or '') + (message.tool_calls | tojson if message.tool_calls else '')",
+)
 
 
 def said(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -201,8 +205,8 @@ def test_template_options_come_from_the_recipe_the_source_and_the_row() -> None:
         limits=None,  # type: ignore[arg-type]
         template_options={"a": 1, "b": 2},
     )
-    pair, _ = read_row({**LISTS, "chat_template_kwargs": {"b": 3}}, settings, TOKENIZER)
-    assert pair.template_options == {"a": 1, "b": 3}
+    read = read_row(1, {**LISTS, "chat_template_kwargs": {"b": 3}}, settings, TOKENIZER)
+    assert read.pair.template_options == {"a": 1, "b": 3}
     with pytest.raises(Exception, match="chat_template_kwargs.tokenize"):
         DataRecipe.model_validate({"train": "a.jsonl", "chat_template_kwargs": {"tokenize": True}})
 
@@ -224,7 +228,7 @@ def test_a_prompt_that_ends_with_an_answer_is_refused_or_goes_on_as_one_turn(tmp
         limits=None,  # type: ignore[arg-type]
         continues_turns=True,
     )
-    _, (prompt, chosen, _) = read_row(begun, settings, TOKENIZER)
-    _, (_, whole, _) = read_row({**LISTS, "chosen": [said("assistant", "begood")]}, settings, TOKENIZER)
+    prompt, chosen, _ = read_row(1, begun, settings, TOKENIZER).texts
+    _, whole, _ = read_row(1, {**LISTS, "chosen": [said("assistant", "begood")]}, settings, TOKENIZER).texts
     assert prompt.endswith("be") and chosen == whole and chosen.startswith(prompt)
     assert len(pairs_of(path, {"continue_final_message": True})) == 1

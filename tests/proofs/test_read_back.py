@@ -142,7 +142,7 @@ def test_run_json_says_whether_the_export_is_verified(
     trainer.train(recipe, Console(quiet=True), overwrite=True)
     assert info() == ("finished", True, None)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "read_back", lambda job: {"failure": "x.safetensors is wrong", "error": None})
+        patch.setattr(export, "read_back", lambda job: {"failure": "x.safetensors is wrong", "error": None})
         with pytest.raises(RunError, match="export.verify: .*x.safetensors is wrong"):
             trainer.train(recipe, Console(quiet=True), overwrite=True)
     assert info() == ("finished", False, "x.safetensors is wrong")
