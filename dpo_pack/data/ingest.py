@@ -317,8 +317,8 @@ class Ingestion:
             return None
         if bad.reason == "nothing_scored" and self.format == "tokenized":
             return None
-        is_pair, may_help = self.completion_tokens is None, bad.reason in _OTHER_COLUMNS
-        if is_pair and may_help and self._is_in_most_rows(bad.reason) and (line := self._columns_that_read()):
+        may_help = self.source.format == "auto" and self.num_kept == 0 and bad.reason in _OTHER_COLUMNS
+        if self.completion_tokens is None and may_help and (line := self._columns_that_read()):
             return f"set {self.located.key}.columns: {line}, which reads the first row"
         return {
             "missing_column": f"name the column in {self.located.key}.columns",
