@@ -377,9 +377,10 @@ def test_the_statistics_of_metrics_are_computed_on_logged_steps_alone_and_change
     quiet = ("data.eval=[]", "train.eval_every_steps=null", "packing.token_budget=512", "train.max_steps=6")
     runs = {every: tmp_path / f"every-{every}" for every in (1, 3)}
     for every, directory in runs.items():
-        measured.clear()
-        train(make_recipe(assets, directory, *quiet, f"logging.every_steps={every}"), console)
-        assert measured[-6:] == [step % every == 0 for step in range(1, 7)]  # a row each
+        steps: list[bool] = []
+        recipe = make_recipe(assets, directory, *quiet, f"logging.every_steps={every}")
+        train(recipe, console, after_step=lambda _: steps.append(measured[-1]))  # noqa: B023
+        assert steps == [step % every == 0 for step in range(1, 7)]  # a row each
     all_lines, some_lines = (timeless(directory, "train") for directory in runs.values())
     assert some_lines == [line for line in all_lines if line["step"] in (3, 6)]
     assert all(torch.equal(weights(runs[1])[name], found) for name, found in weights(runs[3]).items())

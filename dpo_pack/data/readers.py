@@ -112,7 +112,7 @@ class ColumnNames:
             else:
                 renamed[ours] = row[theirs]
         for column, value in row.items():
-            if isinstance(value, bytes):
+            if isinstance(value, bytes) and any(column in fields for fields in FIELDS_OF_FORMAT.values()):
                 detail = f"column {column!r} is binary, and its bytes are no UTF-8 text; only text is read"
                 return BadRow("media", detail, row)
             if column not in mapping.values() and holds_media(column, value):

@@ -78,6 +78,8 @@ def put_in_place(temporary: Path, path: Path) -> None:
     Where the file system refuses to rename, it copies the files, the newest last: the one that says that a
     checkpoint or a store is whole.
     """
+    if path.is_dir() and not temporary.is_dir():  # else the directory would be taken for an old file
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
         sync(part)
     replaced = path_aside(path)

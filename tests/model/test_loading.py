@@ -97,7 +97,7 @@ def test_json_of_a_model_with_other_content_is_one_line(
 )
 @pytest.mark.parametrize("reads", ["weights", "headers"])
 def test_tensors_that_the_config_does_not_name_are_told(
-    name: str, config: dict[str, int], message: str | None, reads: str, tmp_path: Path
+    name: str, config: dict[str, Any], message: str | None, reads: str, tmp_path: Path
 ) -> None:
     model = tiny_model("llama", **config)
     model.save_pretrained(tmp_path)

@@ -18,6 +18,7 @@ from support.tiny_run import tiny_run
 from dpo_pack import trainer
 from dpo_pack.proofs import read_back
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run import export
 from dpo_pack.system.errors import RunError
 
 pytestmark = [

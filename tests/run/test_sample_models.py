@@ -65,7 +65,7 @@ def test_a_recipe_has_the_prompts_of_a_model_and_num_says_how_many(assets: Path,
 )
 def test_the_eos_that_a_tokenizer_adds_is_not_continued(ids: list[int], expected: list[int]) -> None:
     tokenizer: Any = Mock(return_value={"input_ids": [ids]}, chat_template=None, eos_token_id=2)
-    assert samples._prompt("a text", tokenizer, most_tokens=4).ids.tolist() == expected
+    assert samples._prompt("a text", tokenizer, {}, most_tokens=4).ids.tolist() == expected
 
 
 def _no_model(run: Path, tmp_path: Path) -> list[str]:

@@ -46,7 +46,7 @@ def take_step(
 def state(network: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Copies of parameters, moments and step counts."""
     moments = [v for values in optimizer.state_dict()["state"].values() for v in values.values()]
-    return [tensor.clone() for tensor in [*network.state_dict().values(), *moments]]
+    return [torch.as_tensor(value).clone() for value in [*network.state_dict().values(), *moments]]
 
 
 def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
