@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import support.online_judges as online_judges
 import torch
 from rich.console import Console
-from support import online_judges
 from support.marks import slow
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_online import online_recipe
