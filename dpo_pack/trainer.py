@@ -19,14 +19,15 @@ For DPO (`loss.type: sigmoid`, losses/contrastive.py), pi and ref are the summed
 
 Words: the `model` has the weights. The `scorer` (model/scorer.py) computes the log-probs of a row with them;
 clipping, the optimizer and forward passes without gradients use it. The `policy` is the scorer as all ranks
-run it together: forward passes that need gradients call it. The reference's log-probs were computed earlier
-and come with the batch, or a reference model computes them in each step (training/references.py).
+run it together: forward passes that need gradients call it. The reference's log-probs come with the batch,
+from the run's reference.parquet, or a reference model computes them in each step (training/references.py).
 
 A *place* is a point from which a run can resume: it holds the step, the length of metrics.jsonl and the state
-of the source of batches. An *idle row* has a gradient of zero. A rank computes an idle row when it has no row
-left but another rank still has one, because each pass needs all ranks.
+of the source of batches, not the weights. An *idle row* has a gradient of zero. A rank computes an idle row
+when it has no row left but another rank still has one, because each pass needs all ranks.
 
-Legend: P pairs of a row; [2 P] holds chosen, rejected, chosen, rejected, ...
+A run that goes on: `find_run` names its newest checkpoint, `load_checkpoint` fills the state from it, and
+`write_first_files` removes what an earlier process wrote after it. Legend: P pairs of a row.
 """
 
 from __future__ import annotations

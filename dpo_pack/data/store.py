@@ -1,4 +1,4 @@
-"""Keys of content, and stores: tokenised pairs on disk, read through a memory map.
+"""Hashes of content; stores, which are tokenised pairs on disk; and tables of the pairs of several stores.
 
 The caches find their entries by keys that depend on content only, not on a location or a time.
 

@@ -8,7 +8,7 @@ chosen `7 8 9`, rejected `7 5`:
                     shared   chosen's  rejected's tail
     row position    0  1  2  3  4      5
     input_ids       1  2  7  8  9      5
-    position_ids    0  1  2  3  4      3               restart behind the shared part
+    position_ids    0  1  2  3  4      3               go on at the length of the shared part
     segment 0       queries 0 1 2 3 4, keys 0 1 2 3 4     its first 3 tokens are shared
     segment 1       queries 5,         keys 0 1 2 5    so gathered keys are 0 1 2 3 4 0 1 2 5
     logit_index     1  2  3  1  2                      row positions whose hidden states

@@ -43,7 +43,7 @@ class TokenStatistics(NamedTuple):
     entropy: Tensor  # nats
     is_top1: Tensor  # 1.0 where the target has the largest logit
     mean_logit: Tensor  # over the vocabulary
-    log_sum_squares: Tensor  # log sum_v p(v)^2, nats: the expected probability of a sampled token
+    log_sum_squares: Tensor  # log sum_v p(v)^2, nats: the log of the expected probability of a sampled token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The size of a pair: its tokens in a row, alone or merged, and its floating-point operations (FLOPs).
+"""Groups of token ids, and sizes of pairs: tokens in a row, alone or merged, and operations (FLOPs).
 
 W weights of the model multiply every token, H weights are those of the output head, and for each attention
 layer A = heads x (query/key dimension + value dimension). A forward pass costs

@@ -87,7 +87,7 @@ class JudgeRecipe(types.Section):
     """function: how often a call that raises is repeated; a prompt for which it still raises is left out."""
 
     def broken_rules(self) -> Iterator[types.Problem]:
-        keys = {"function": "function", "path": "reward_model"}
+        keys = {"function": "function", "path": "reward_model", "retries": "function"}
         keys |= dict.fromkeys(("endpoint", "instructions", "max_new_tokens", "temperature", "verdict"), "llm")
         for key, judge_type in keys.items():
             if self.type == judge_type and not self.is_changed(key):

@@ -24,7 +24,10 @@ LOWER_IS_BETTER = frozenset({"loss"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossDeclaration:
-    """What a loss reads and needs. The checks of the `loss` section and dpo_pack/losses/ use this."""
+    """What a loss reads and needs, for the checks of the `loss` section.
+
+    `LOSSES` of dpo_pack/losses/ says again what a loss needs; a test compares them.
+    """
 
     options: tuple[str, ...] = ()  # keys of section `loss` that it reads, besides beta
     needs_reference: bool = True
@@ -152,7 +155,8 @@ class LossRecipe(types.Section):
         has_own = any(types.MODULE_FUNCTION.fullmatch(name) for name in names)  # it may use all options
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield "type", f"'{name}' is given twice; add up their weights"
-        for option in () if has_own else ("label_smoothing", "discopop_tau", "simpo_gamma", "cpo_alpha"):
+        options = dict.fromkeys(o for declared in LOSS_DECLARATIONS.values() for o in declared.options)
+        for option in () if has_own else options:
             is_used = any(option in LOSS_DECLARATIONS[name].options for name in names)
             if self.is_changed(option) and not is_used:
                 yield option, f"not used by loss.type {losses}, only by {losses_with(option)}"

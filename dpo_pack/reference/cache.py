@@ -8,7 +8,7 @@ precision are in one directory, a namespace (`model/fingerprint.py`), of Parquet
     <cache_dir>/reference/<namespace>/used.json              paths of models that used it, and when
     <cache_dir>/reference/<namespace>/part-<sha256>.parquet
 
-        key          16 bytes, `data/keys.py`'s sequence_key
+        key          16 bytes, `sequence_key` of data/store.py
         logps_sum    float64, nats
         num_tokens   int32, tokens of the completion
         token_logps  list of float32, one for each token; only if a loss needed them

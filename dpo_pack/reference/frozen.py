@@ -1,4 +1,4 @@
-"""The reference log-probs of a run, copied from the cache at the start of the run and never changed.
+"""The reference log-probs of a run, copied from the cache when it begins. No value changes later.
 
 Legend: P pairs, U different sequences, N completion tokens of a row.
 """

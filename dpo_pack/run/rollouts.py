@@ -160,13 +160,13 @@ def build_judge(setup: Setup) -> Judge:
         for number, settings in enumerate(_section(setup).judges):
             key = f"online.judges.{number}"
             judge: Judge
-            if settings.function is not None:
+            if settings.type == "function" and settings.function is not None:
                 function = load_function(settings.function, f"{key}.function")
                 judge = FunctionJudge(name=settings.function, function=function, retries=settings.retries)
-            elif settings.path is not None:
+            elif settings.type == "reward_model" and settings.path is not None:
                 judge = _reward_model(setup, settings.path, f"{key}.path")
             else:
-                assert settings.endpoint is not None
+                assert settings.type == "llm" and settings.endpoint is not None
                 judge = LlmJudge(
                     endpoint=_endpoint(setup, settings.endpoint, f"{key}.endpoint"),
                     recipe_key=key,

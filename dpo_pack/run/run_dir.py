@@ -48,7 +48,7 @@ _MOST_SHOWN = 30  # characters of a recipe's value
 
 @dataclass(slots=True, kw_only=True)
 class RunDir:
-    """The files of one run, and the content of `run.json`. Only rank 0 writes; the other ranks go on."""
+    """The files of one run, and the content of `run.json`. Only rank 0 writes; the others do not wait."""
 
     root: Path
     checkpoint: Path | None  # the run resumes from it; None if the run begins at step 0

@@ -1,7 +1,7 @@
 """The values that a run remembers: what changes while it trains, what identifies it, and where it can go on.
 
-`judge` finds the best evaluation of a run and so decides when early stopping ends it. A checkpoint holds the
-standing, so a resumed run ends at the same step as a run that was not interrupted.
+`Standing` holds the evaluations so far; `judge` updates it, and `Selection.stops` ends the run early. A
+checkpoint holds it, so a resumed run ends at the same step as a run that was not interrupted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks before clients of the Hugging Face hub ask for half a minute, as for a mistyped path."""
+"""The Hugging Face hub: what is a hub id, quick checks before a slow client is called, and uploads."""
 
 import contextlib
 import logging

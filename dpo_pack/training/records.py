@@ -1,7 +1,7 @@
 """What a run records of its steps: metrics.jsonl, the trackers that the recipe names, and pairs.parquet.
 
-A step only keeps the table of numbers that it computes anyway, see training/metrics.py. The tables of many
-steps are written as one file of the directory pairs.parquet, complete or absent. A checkpoint first writes
+pairs.parquet: a step only keeps the table of numbers that it computes anyway, see training/metrics.py. The
+tables of many steps are written as one file of this directory, complete or absent. A checkpoint first writes
 what is in memory, and a resumed run first removes the lines of steps after its checkpoint.
 """
 

@@ -1,8 +1,8 @@
-"""The sources of the reference log-probs of a step's pairs, and the check that cached ones are the policy's.
+"""The sources of the reference log-probs of a step's pairs, and the check of cached ones against the policy.
 
 The training loop asks a `Reference` for a batch's log-probs and for its updates. There are two kinds:
 
-- `CachedReference`: the rows already have log-probs from the cache; nothing is computed.
+- `CachedReference`: the rows already have log-probs from the run's reference.parquet, or the loss needs none.
 - `LiveReference`: a reference model scores the rows of each step. Online runs need this kind, because the
   cache has no log-probs of new pairs. It can also follow the policy (TR-DPO, Gorbatovski et al. 2024, arXiv
   2404.09656): every `follow_every` steps,
