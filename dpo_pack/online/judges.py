@@ -110,7 +110,8 @@ _WINS = {"a": 1.0, "first": 1.0, "b": 0.0, "second": 0.0, "t": 0.5, "tie": 0.5}
 _NAME = "(?:answer|response|assistant|model|output|option|completion|candidate)"
 _LABEL = (
     r"(?:(?:my|the|an?|final|overall|better|best|preferred|winning)\s+)*"
-    rf"(?:{_NAME}|verdict|winner|choice|decision|judge?ment|preference|result|conclusion|better|best|preferred)"
+    rf"(?:{_NAME}|verdict|winner|choice|decision|judge?ment|preference|result|conclusion"
+    r"|better|best|preferred)"
 )
 _BETTER = (
     r"\s+(?:wins|is\s+(?:(?:clearly|slightly|significantly|much|overall|the)\s+)*"
@@ -120,8 +121,9 @@ _BETTER = (
 _LETTER = r"(?-i:[AB]\b|(?<=\()[ab](?=\)))"  # lower case may be an article
 _TIE = (
     r"(?:(?:it|this)(?:['\u2019]s|\s+is)\s+)?(?:an?\s+)?(?:(?-i:T)|tied?|draw|equal|both)\b"
-    rf"|(?:both\s+|they\s+|the\s+(?:two\s+)?)?(?:{_NAME}s?\s+)?(?:A\s+and\s+B\s+)?are\s+(?:about\s+|roughly\s+)?"
-    rf"(?:equal(?:ly\s+\w+)?|tied|the\s+same)|neither(?:\s+(?:{_NAME}\s+)?is\s+better)?|no\s+(?:clear\s+)?winner"
+    rf"|(?:both\s+|they\s+|the\s+(?:two\s+)?)?(?:{_NAME}s?\s+)?(?:A\s+and\s+B\s+)?are\s+"
+    r"(?:about\s+|roughly\s+)?(?:equal(?:ly\s+\w+)?|tied|the\s+same)"
+    rf"|neither(?:\s+(?:{_NAME}\s+)?is\s+better)?|no\s+(?:clear\s+)?winner"
 )
 _STATEMENT = re.compile(
     r"[^\w?]*(?:(?:so|thus|hence|therefore|overall|finally|in\s+conclusion)\W+)?"

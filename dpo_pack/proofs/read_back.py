@@ -28,7 +28,8 @@ def main() -> None:
             types = {}  # of tensors, by file and name
             for file in sorted(directory.glob("*.safetensors")):
                 with safe_open(file, framework="pt") as opened:
-                    types[file.name] = {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
+                    names = list(opened.keys())
+                    types[file.name] = {name: opened.get_slice(name).get_dtype() for name in names}
             failure = _wrong_file(directory, types, job)
             if failure is None:
                 model = _read(directory, job)
