@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.full_disk import no_file_beyond
 from support.tiny_run import tiny_run
 from support.whole_runs import assert_same_run, at_step, checkpoint_steps, text, whole_run
 
@@ -66,8 +67,33 @@ def once(pairs: records.PairLog, lines: Any) -> bool:
     return refused.count(pairs) == 1 and lines["step"][-1].as_py() == 8
 
 
+def full_at(name: str) -> Any:
+    """The disk is full when the export writes the file `name`."""
+
+    def change(save: Any) -> Any:
+        def act(loaded: Any, tokenizer: Any, target: Path, **settings: Any) -> Any:
+            if name == "model.safetensors":  # transformers removes what has this name
+                with no_file_beyond(10_000):
+                    return save(loaded, tokenizer, target, **settings)
+            (target / name).symlink_to("/dev/full")
+            return save(loaded, tokenizer, target, **settings)
+
+        return act
+
+    return change
+
+
 refused: list[records.PairLog] = []
+EXPORTED = (
+    "model.safetensors",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "README.md",
+)
 FAILURES = {
+    **{f"a full disk at {name}": (export, "save_model", full_at(name), ()) for name in EXPORTED},
     "a full disk": (export, "_write_model", raising(FULL), ()),
     "a library's error": (export, "save_model", raising(ValueError("no such type")), ()),
     "the last pairs": (records.PairLog, "_write", raising(FULL, where=once), ()),
