@@ -307,3 +307,17 @@ def test_tensorboard_shows_each_step_once_after_a_crash(assets: Path, tmp_path: 
     shown = events.EventAccumulator(str(tmp_path / "run" / "trackers" / "run")).Reload()
     for tag, steps in (("train/loss", range(1, 9)), ("eval/loss", range(0, 9, 2))):
         assert Counter(event.step for event in shown.Scalars(tag)) == Counter(steps)
+
+
+def test_a_finished_run_with_a_constant_rate_goes_on_as_if_it_had_been_longer(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    constant = ("optim.schedule=constant", "train.eval_every_steps=4", "checkpoint.every_steps=4")
+    train(whole_run(assets, tmp_path / "long", *constant), Console(quiet=True))
+    short = ("train.epochs=1", "train.max_steps=4", *constant)
+    train(whole_run(assets, tmp_path / "run", *short), Console(quiet=True))
+    with pytest.raises(RunError, match="to train on from its model"):  # its steps depend on their number
+        train(whole_run(assets, tmp_path / "run", *constant, "optim.schedule=linear"), console)
+    train(whole_run(assets, tmp_path / "run", *constant), console)
+    assert "Going on after step 4 of 8" in text(console)
+    assert_same_run(tmp_path / "long", tmp_path / "run")
