@@ -47,6 +47,17 @@ def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     }
 
 
+def only_goes_on(old: Recipe, new: Recipe) -> bool:
+    """Whether `new` only trains for more steps, and no earlier step depends on their number."""
+    optim, changed = new.optim, changed_values(old, new)
+    if not optim.schedule.startswith("constant") or (optim.warmup_steps is None and optim.warmup_ratio > 0):
+        return False
+    if new.train.early_stopping is not None or new.checkpoint.load_best:
+        return False
+    are_more = all(most is None or (least is not None and most > least) for least, most in changed.values())
+    return bool(changed) and set(changed) <= {"train.epochs", "train.max_steps"} and are_more
+
+
 def _what_trains(recipe: Recipe, *, stops_early: bool) -> Tree:
     tree = recipe.model_dump(mode="json")
     tree["loss"]["type"] = [{"type": name, "weight": weight} for name, weight in recipe.loss.terms]

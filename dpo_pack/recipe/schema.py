@@ -64,7 +64,8 @@ class ModelRecipe(types.Section):
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     unused_tensors: Literal["error", "warn"] = "error"
-    """What to do if the checkpoint has tensors that the model of its config.json does not use."""
+    """What to do if the checkpoint has tensors that the model of its config.json does not use; warn: the
+    exported model lacks them. Rotary buffers and layers that predict further tokens get a line only."""
     quantize: Literal["int8", "nf4"] | None = None
     """Quantise the frozen base of an adapter while it is loaded, with bitsandbytes; nf4: QLoRA, 4 bits a
     weight. A reference at reference.path is quantised only if it is an adapter. See docs/lora.md."""
@@ -160,7 +161,8 @@ class ExportRecipe(types.Section):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the exported weights; auto: the checkpoint's, where it is narrower than the type in which the
-    weights were trained; an adapter keeps its type. A finished run is exported anew by `--overwrite` only."""
+    weights were trained; an adapter keeps its type. A finished run is exported anew with `checkpoint.resume`
+    and one of its checkpoints."""
     verify: Literal["auto", "full", "tensors", "none"] = "auto"
     """Read the export as its users do, in a process of its own, and compare it with what was trained:
     tensors: each tensor, bit for bit; full: also log-probs of up to four sequences; auto: full, where the

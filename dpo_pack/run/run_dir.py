@@ -7,7 +7,7 @@ import functools
 import os
 import shlex
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import dpo_pack
 from dpo_pack.data.store import content_key, directory_hash, file_hash
 from dpo_pack.model.fingerprint import weights_fingerprint
-from dpo_pack.recipe.changes import changed_values
+from dpo_pack.recipe.changes import changed_values, only_goes_on
 from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, dump_recipe, load_recipe
 from dpo_pack.recipe.text import show
 from dpo_pack.reference.cache import default_cache_directory
@@ -162,27 +162,15 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     if resume == "never":
         raise RunError(f"output_dir: {root} holds a run ({info['status']}); {ways_out}")
     is_finished = info["status"] == "finished"
-    if is_finished and found and _trains_on(root, recipe, last_step=step_of(found[-1]), info=info):
-        return RunDir(root=root, checkpoint=found[-1], is_finished=False, info=info)
+    if is_finished and found and step_of(found[-1]) == info["totals"]["steps"]:
+        with contextlib.suppress(RecipeError):  # `_refuse_changes` says what is wrong
+            if only_goes_on(load_recipe(root / RECIPE_FILE), recipe):
+                return RunDir(root=root, checkpoint=found[-1], is_finished=False, info=info)
     further = f"{way_on(recipe)}; or " if is_finished else ""
     _refuse_changes(root, recipe, f"{further}{ways_out}", is_finished=is_finished)
     if is_finished:
         _require_model(root, found, ways_out)
     return RunDir(root=root, checkpoint=found[-1] if found else None, is_finished=is_finished, info=info)
-
-
-def _trains_on(root: Path, recipe: Recipe, *, last_step: int, info: Mapping[str, Any]) -> bool:
-    """Whether the recipe only gives a finished run more steps, of which its earlier steps did not depend."""
-    optim, depends = recipe.optim, recipe.train.early_stopping is not None or recipe.checkpoint.load_best
-    depends = depends or not optim.schedule.startswith("constant")
-    if depends or (optim.warmup_steps is None and optim.warmup_ratio > 0):
-        return False
-    with contextlib.suppress(RecipeError):  # `_refuse_changes` says what is wrong
-        changed = changed_values(load_recipe(root / RECIPE_FILE), recipe)
-        are_more = all(new is None or (old is not None and new > old) for old, new in changed.values())
-        only_more = set(changed) <= {"train.epochs", "train.max_steps"} and are_more
-        return bool(changed) and only_more and last_step == info["totals"]["steps"]
-    return False
 
 
 def way_on(recipe: Recipe) -> str:
