@@ -236,9 +236,18 @@ def _send_as_cast(layer: Any, dtype: torch.dtype) -> None:
 
 
 def _cast_shard(
-    shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh, outer_size: torch.Size, *others: Any
+    shard: Tensor,
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+    outer_size: torch.Size,
+    outer_stride: tuple[int, ...],
+    module: nn.Module,
+    mp_policy: Any,
 ) -> tuple[tuple[Tensor, ...], None]:
-    """Returns this rank's shard in `dtype`, filled up with zeros because all ranks must send equal sizes."""
+    """Returns this rank's shard in `dtype`, filled up with zeros because all ranks must send equal sizes.
+
+    torch counts the parameters that are not given, so all five have names.
+    """
     num_lines = -(-outer_size[0] // mesh.size(-1))
     sent = shard.new_zeros((num_lines, *outer_size[1:]), dtype=dtype)
     sent[: len(shard)] = shard
