@@ -168,10 +168,13 @@ def _complete_config(file: Path, config: PretrainedConfig, *, is_tied: bool) -> 
         # Of several kinds, by type of layer, transformers 5 would read the one kind in `rope_scaling` only.
         if isinstance(rope, dict) and not any(isinstance(kind, dict) for kind in rope.values()):
             part.update({key: old[key] for key in _OLD_ROPE_KEYS if key in old})
-    again = type(config).from_dict(copy.deepcopy(values)).get_text_config().to_dict()
-    if again.get("rope_parameters") != config.get_text_config().to_dict().get("rope_parameters"):
-        values = before
-    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for content in (values, before):
+        file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        read, trained = (
+            one.get_text_config().to_dict() for one in (type(config).from_json_file(str(file)), config)
+        )
+        if read.get("rope_parameters") == trained.get("rope_parameters"):
+            return
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: int | None = None) -> None:

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 import dpo_pack
 from dpo_pack.data.store import content_key, directory_hash, file_hash
 from dpo_pack.model.fingerprint import weights_fingerprint
+from dpo_pack.model.shape import router_balance
 from dpo_pack.recipe.changes import changed_values, only_goes_on
 from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, dump_recipe, load_recipe
 from dpo_pack.recipe.text import show
@@ -28,6 +31,7 @@ from dpo_pack.run.checkpoint_files import (
     saved_counters,
     step_of,
 )
+from dpo_pack.run.models import resolve_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RecipeError, RunError
 from dpo_pack.system.files import (
@@ -162,7 +166,7 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     if resume == "never":
         raise RunError(f"output_dir: {root} holds a run ({info['status']}); {ways_out}")
     is_finished = info["status"] == "finished"
-    if is_finished and found and step_of(found[-1]) == info["totals"]["steps"]:
+    if is_finished and found and step_of(found[-1]) == info.get("totals", {}).get("steps"):
         with contextlib.suppress(RecipeError):  # `_refuse_changes` says what is wrong
             if only_goes_on(load_recipe(root / RECIPE_FILE), recipe):
                 return RunDir(root=root, checkpoint=found[-1], is_finished=False, info=info)
@@ -329,7 +333,9 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str, *, is_finished: b
     if is_finished and then != now:
         # 0 and null differ for some mixtures of experts only, so `changed_values` does not compare these two.
         # A run that is not finished finds the difference in its checkpoint.
-        changed["loss.router_aux_coef"] = (then, now)
+        model = resolve_model(recipe, torch.device("cpu"))
+        if router_balance(model.architecture, None) is not None:
+            changed["loss.router_aux_coef"] = (then, now)
     if changed:
         differences = []
         for key, values in changed.items():

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from dpo_pack.data.tokenizer import end_of_turn
 from dpo_pack.model.fingerprint import stored_dtype
 from dpo_pack.model.loading import load_model
-from dpo_pack.model.saving import find_beyond, save_model
+from dpo_pack.model.saving import _complete_config, find_beyond, is_tied, save_model
 from dpo_pack.model.scorer import Precision
 
 CHATML = (
@@ -66,3 +66,15 @@ def test_what_readers_find_in_a_saved_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("value", "found"), [(1e5, "a"), (6e4, None), (float("inf"), None)])
 def test_values_beyond_a_type_are_found(value: float, found: str | None) -> None:
     assert find_beyond({"a": torch.tensor([1.0, -value])}, torch.float16) == found
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mamba2", "bamba", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5_text"]
+)
+def test_the_config_of_every_kind_of_model_is_read_as_it_was(family: str, tmp_path: Path) -> None:
+    """Some have values that JSON lacks, as infinity, or rotary parameters by type of layer."""
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    before = AutoConfig.from_pretrained(tmp_path).to_dict()
+    _complete_config(tmp_path / "config.json", model.config, is_tied=is_tied(model))
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() == before
