@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 _Job = dict[str, Any]
 
@@ -63,9 +64,9 @@ def _wrong_file(directory: Path, types: dict[str, dict[str, str]], job: _Job) ->
 
 def _read(directory: Path, job: _Job) -> Any:
     options = {"trust_remote_code": job["trust_remote_code"]}
+    auto: Any = getattr(transformers, job["auto_class"])
     if job["base"] is None:
-        read: Any = AutoModelForCausalLM.from_pretrained
-        model, info = read(directory, dtype="auto", output_loading_info=True, **options)
+        model, info = auto.from_pretrained(directory, dtype="auto", output_loading_info=True, **options)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[kind]:
                 raise ValueError(f"{kind.replace('_', ' ')}, the first: {min(map(str, info[kind]))}")
@@ -75,12 +76,12 @@ def _read(directory: Path, job: _Job) -> Any:
     options |= {"revision": job["revision"]}
     dtype = getattr(torch, job["parameters"])
     if job["sequences"]:
-        base = AutoModelForCausalLM.from_pretrained(job["base"], dtype=dtype, **options)
+        base = auto.from_pretrained(job["base"], dtype=dtype, **options)
     else:  # the adapter alone is compared, so the base's weights are not read
         config = AutoConfig.from_pretrained(job["base"], **options)
         with torch.device("meta"):
             del options["revision"]
-            base = AutoModelForCausalLM.from_config(config, dtype=dtype, **options).to_empty(device="cpu")
+            base = auto.from_config(config, dtype=dtype, **options).to_empty(device="cpu")
     return PeftModel.from_pretrained(base, str(directory)).get_base_model()
 
 

@@ -28,7 +28,7 @@ import dpo_pack
 from dpo_pack.data.tokenizer import end_of_turn
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.fingerprint import HEADER_NAMES, stored_dtype, tensor_digest
-from dpo_pack.model.loading import load_config, load_model, load_tokenizer
+from dpo_pack.model.loading import auto_class, load_config, load_model, load_tokenizer
 from dpo_pack.model.lora import SavedAdapter, read_adapter, require_peft
 from dpo_pack.model.parallel import full_state, is_sharded
 from dpo_pack.model.saving import (
@@ -95,6 +95,7 @@ def _write_model(
     """Creates and fills `directory`; `settings` are those of `save_model`."""
     directory.mkdir()
     saved = save_model(loaded, tokenizer, directory, **settings)
+    card = card.replace("AutoModelForCausalLM", _auto_class(loaded))
     if needs_transformers_5(directory):
         card = card.replace("# pip install transformers", '# pip install "transformers>=5"', 1)
     (directory / "README.md").write_text(card, encoding="utf-8")
@@ -103,6 +104,11 @@ def _write_model(
         with dispensable("chmod"):
             shutil.copymode(directory / "README.md", weights)
     return saved
+
+
+def _auto_class(loaded: LoadedModel) -> str:
+    name: str = auto_class(loaded.model.config, "model.path").__name__
+    return name
 
 
 def name_turn_end(
@@ -152,6 +158,7 @@ def read_back_job(
     autocast = scorer.autocast or scorer.gather_dtype
     return {
         "directory": str(directory),
+        "auto_class": _auto_class(loaded),
         "base": None if loaded.adapter is None else loaded.adapter.base,
         "revision": revision,
         "trust_remote_code": trust_remote_code,

@@ -9,13 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from support.ten_families import TEN
+from support.tiny_models import tiny_config, tiny_model
 from support.tiny_run import tiny_run
+from support.tiny_tokenizer import tiny_tokenizer
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from dpo_pack import trainer
+from dpo_pack.model.loading import load_model
+from dpo_pack.model.lora import LoraSettings
+from dpo_pack.model.saving import save_model
+from dpo_pack.model.scorer import Precision
+from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import read_back
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run import export
@@ -152,3 +162,71 @@ def test_run_json_says_whether_the_export_is_verified(
 def test_it_never_imports_dpo_pack() -> None:
     assert "import dpo_pack" not in (source := Path(read_back.__file__).read_text()), source
     assert "from dpo_pack" not in source and torch.__name__ in source
+
+
+def saved_checkpoint(family: str, directory: Path) -> Path:
+    """A tiny checkpoint; "gemma3": text model and tower for images."""
+    if family == "gemma3":
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
+        sizes = {"image_size": 28, "patch_size": 14}
+        config = Gemma3Config(
+            text_config=tiny_config("gemma3_text").to_dict(), vision_config={**vision, **sizes}
+        )
+        model: Any = Gemma3ForConditionalGeneration(config)
+    else:
+        model = tiny_model(family)
+    model.save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lora",
+    [None, LoraSettings(r=2, alpha=4, dropout=0.0, target_modules="all-linear", seed=0)],
+    ids=["whole", "lora"],
+)
+@pytest.mark.parametrize("family", [*TEN, "gemma3"])
+def test_readers_of_every_kind_of_model_find_what_was_trained(
+    family: str, lora: LoraSettings | None, tmp_path: Path
+) -> None:
+    """After a change of every trained tensor, in a process of its own."""
+    path = saved_checkpoint(family, tmp_path / "base")
+    loaded = load_model(
+        str(path),
+        revision=None,
+        trust_remote_code=False,
+        precision=Precision(parameters=torch.float32, autocast=None),
+        attention="auto",
+        packed=family != "mamba",
+        gradient_checkpointing=False,
+        device=torch.device("cpu"),
+        recipe_key="model.path",
+        adapter=lora,
+    )
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.01 * torch.randn_like(parameter)
+    saved = save_model(loaded, tiny_tokenizer(), tmp_path / "model")
+    ids = np.arange(5, 12, dtype=np.int32)
+    groups = [
+        Group(context=ids, completions=(ids[:4], ids[2:])),
+        Group(context=ids[:3], completions=(ids, ids[1:])),
+    ]
+    job = export.read_back_job(
+        loaded,
+        tmp_path / "model",
+        saved,
+        groups,
+        revision=None,
+        trust_remote_code=False,
+        device=torch.device("cpu"),
+    )
+    found = export.read_back(job)
+    assert found is not None and found["failure"] is None and len(job["sequences"]) == 4
