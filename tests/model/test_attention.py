@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from dpo_pack.model.attention import (
     AttentionNeeds,
     backend_obstacle,
     select_backend,
+    trial_obstacle,
 )
 from dpo_pack.model.attention.flash import flash_attn_attention
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
@@ -146,6 +148,22 @@ def test_attention_by_flex_equals_a_softmax_written_out(
     assert_as_written_out("flex", window, special, dtype=torch.float32, size=size, bound=1e-5)
 
 
+# torch hides this one of its own from people, and not from a filter that makes warnings errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("special", ["softcap", *slow("sinks")])
+def test_flex_as_it_is_compiled_on_cuda_equals_a_softmax_written_out(
+    special: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention import flex_attention as torch_flex
+
+    compiled = flex._kernel.__wrapped__
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(flex, "_kernel", functools.cache(lambda device_type: compiled("cuda")))
+    torch._dynamo.reset()
+    assert_as_written_out("flex", 6, special, dtype=torch.float32, size=8, bound=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 1, 6, 1000])
 def test_flex_visits_the_blocks_that_hold_a_visible_key_and_no_other_ones(
     window: int | None, monkeypatch: pytest.MonkeyPatch
@@ -163,29 +181,49 @@ def test_flex_visits_the_blocks_that_hold_a_visible_key_and_no_other_ones(
     assert torch.equal(found, expected) and not expected.all()
 
 
-def test_flex_is_for_softcaps_and_sinks_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_is_for_softcaps_and_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {"device": CUDA, "dtype": torch.bfloat16}
     assert "neither softcaps nor sinks" in str(backend_obstacle("flex", PLAIN, **asked))
     special = [replace(PLAIN, has_softcap=True), replace(PLAIN, has_sinks=True)]
-    monkeypatch.setattr(attention, "flex_obstacle", lambda *needs: None)
+    monkeypatch.setattr(attention, "compiler_obstacle", lambda device: None)
     assert {select_backend("auto", needs, **asked).name for needs in special} == {"flex"}
-    monkeypatch.setattr(attention, "flex_obstacle", lambda *needs: "it does not run")
-    choice = select_backend("auto", special[1], **asked)
-    assert choice.name == "sdpa" and "not flex: it does not run" in choice.reason
     assert backend_obstacle("flex", special[0], device=CPU, dtype=torch.bfloat16) == "it needs a CUDA device"
 
 
-def test_what_flex_raises_when_it_is_tried_is_its_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise RuntimeError("no such kernel\nand so on")
+@pytest.mark.parametrize("name", ["torch_varlen", "flash_attn", "flex"])
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_a_kernel_that_fails_on_a_small_row_is_not_chosen_and_the_choice_says_why(
+    name: str, fails_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = replace(PLAIN, has_softcap=name == "flex", has_window=True)
+    seen: list[AttentionOptions] = []
 
-    flex.flex_obstacle.cache_clear()
-    monkeypatch.setattr(flex, "_kernel", lambda device_type: fail)
-    assert (
-        flex.flex_obstacle(CPU, torch.float32, 8, 8)
-        == "FlexAttention does not run on this device (no such kernel)"
+    def fail(*grads: Tensor) -> None:
+        torch.set_deterministic_debug_mode("error")  # as the hook before the kernel does
+        raise RuntimeError("no kernel image is available\nand so on")
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, segments: Any, options: AttentionOptions) -> Tensor:
+        seen.append(options)
+        out = query + key + value
+        fail() if fails_in == "forward" else out.register_hook(fail)
+        return out
+
+    use_stand_ins(monkeypatch)
+    monkeypatch.setattr(attention, "compiler_obstacle", lambda device: None)
+    for other in BACKENDS:
+        monkeypatch.setitem(BACKENDS, other, kernel)
+    trial_obstacle.cache_clear()
+    assert trial_obstacle(name, needs, CPU, torch.float32) == (
+        "its kernel does not run on this device (no kernel image is available)"
     )
-    flex.flex_obstacle.cache_clear()
+    assert seen[0].window is not None and (seen[0].softcap is not None) == needs.has_softcap
+    assert torch.get_deterministic_debug_mode() == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    monkeypatch.setattr(attention, "trial_obstacle", lambda *asked: "it fails")
+    choice = select_backend("auto", needs, device=CUDA, dtype=torch.bfloat16)
+    assert choice.name == "sdpa" and f"not {name}: it fails" in choice.reason
+    trial_obstacle.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -240,6 +278,7 @@ def test_torch_varlen_is_usable_on_new_devices_of_cuda(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr("torch.version.hip", hip)
+    monkeypatch.setattr(attention, "trial_obstacle", lambda *asked: None)
     assert words in str(backend_obstacle("torch_varlen", PLAIN, device=CUDA, dtype=torch.bfloat16))
 
 

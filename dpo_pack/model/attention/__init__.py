@@ -23,13 +23,15 @@ from transformers import AttentionInterface
 from dpo_pack.model.attention.flash import (
     flash_attn_attention,
     flash_attn_obstacle,
+    keeps_deterministic_mode,
     supports_window_and_scale,
     torch_varlen_attention,
 )
-from dpo_pack.model.attention.flex import flex_attention, flex_obstacle
+from dpo_pack.model.attention.flex import flex_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
-from dpo_pack.system.errors import UnsupportedModelError
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_segments
+from dpo_pack.model.compiling import compiler_obstacle
+from dpo_pack.system.errors import UnsupportedModelError, first_line, is_out_of_memory
 
 # Names containing "flash", "sdpa", "flex_attention", "/" or "paged|" have a meaning in transformers.
 ATTENTION_NAME = "dpo_pack_rows"
@@ -180,10 +182,44 @@ def backend_obstacle(
         return None
     if device.type != "cuda":
         return "it needs a CUDA device"
-    if name == "flex":
-        if not (needs.has_softcap or needs.has_sinks):
-            return "the model has neither softcaps nor sinks, and only models with these need it"
-        return flex_obstacle(device, dtype, needs.head_dim, needs.value_head_dim)
+    if name != "flex":
+        obstacle = _flash_obstacle(name, needs, device, dtype)
+    elif needs.has_softcap or needs.has_sinks:
+        obstacle = compiler_obstacle(device)
+    else:
+        obstacle = "the model has neither softcaps nor sinks, and only models with these need it"
+    if obstacle is None and torch.cuda.is_available():
+        obstacle = trial_obstacle(name, needs, device, dtype)
+    return obstacle
+
+
+@functools.cache
+def trial_obstacle(name: str, needs: AttentionNeeds, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns why backend `name` fails on `device`, or None: tried on a small row, forward and backward.
+
+    A build may lack kernels of this GPU, of softcaps or of backward passes; a large head, shared memory.
+    """
+    states = torch.ones(8, 1, needs.head_dim, dtype=dtype, device=device, requires_grad=True)
+    values = torch.ones(8, 1, needs.value_head_dim, dtype=dtype, device=device, requires_grad=True)
+    options = AttentionOptions(
+        scale=1.0,
+        window=4 if needs.has_window else None,
+        softcap=1.0 if needs.has_softcap else None,
+        sinks=torch.zeros(1, device=device) if needs.has_sinks else None,
+    )
+    try:
+        with torch.enable_grad(), keeps_deterministic_mode():
+            segments = make_segments((3, 5), (3, 5), device)
+            BACKENDS[name](states, states, values, segments, options).sum().backward()
+            values.cpu()  # waits: kernels may fail after their launch
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return f"its kernel does not run on this device ({first_line(error)})"
+    return None
+
+
+def _flash_obstacle(name: str, needs: AttentionNeeds, device: torch.device, dtype: torch.dtype) -> str | None:
     capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (8, 0)
     if capability < (8, 0):  # for example V100 and T4
         return "FlashAttention needs compute capability 8.0, and the device has {}.{}".format(*capability)

@@ -8,8 +8,10 @@ Legend: T tokens of the row, K keys of all segments (see segments.py), H heads, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,6 +61,16 @@ def torch_varlen_attention(
     assert isinstance(out, Tensor)  # it returns a tuple only if the caller asks for the logsumexp
     _make_backward_deterministic(out)
     return out
+
+
+@contextlib.contextmanager
+def keeps_deterministic_mode() -> Iterator[None]:
+    """Context of a backward pass that may fail: the mode is torch's again, also if the kernel has raised."""
+    before = torch.get_deterministic_debug_mode()
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 def _make_backward_deterministic(out: Tensor) -> None:

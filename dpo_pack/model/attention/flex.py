@@ -23,11 +23,8 @@ from dpo_pack.model.attention.segments import (
     AttentionOptions,
     RowSegments,
     as_autocast,
-    make_segments,
     on_device,
 )
-from dpo_pack.model.compiling import compiler_obstacle
-from dpo_pack.system.errors import first_line
 
 _BLOCK = 128
 
@@ -63,31 +60,18 @@ def flex_attention(
 
 
 @functools.cache
-def flex_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> str | None:
-    """Returns why FlexAttention cannot be used on `device`, or None when it can: tried on a small row,
-    because large heads in fp32 can need more shared memory than a GPU has."""
-    if obstacle := compiler_obstacle(device):
-        return obstacle
-    segments = make_segments((3, 5), (3, 5), device)
-    states = torch.ones(8, 1, head_dim, dtype=dtype, device=device, requires_grad=True)
-    values = torch.ones(8, 1, value_head_dim, dtype=dtype, device=device, requires_grad=True)
-    options = AttentionOptions(scale=1.0, window=None, softcap=1.0, sinks=None)
-    try:
-        with torch.enable_grad():
-            flex_attention(states, states, values, segments, options).sum().backward()
-    except Exception as error:
-        return f"FlexAttention does not run on this device ({first_line(error)})"
-    return None
-
-
-@functools.cache
 def _kernel(device_type: str) -> Callable[..., Any]:
     """Returns FlexAttention, compiled on CUDA. Elsewhere torch computes it without a fused kernel."""
     from torch.nn.attention import flex_attention as torch_flex
 
     plain: Callable[..., Any] = torch_flex.flex_attention
-    # Without `fullgraph`, torch may compute all T x K logits of attention and say nothing.
-    return torch.compile(plain, dynamic=True, fullgraph=True) if device_type == "cuda" else plain
+    if device_type != "cuda":
+        return plain
+    # Without `fullgraph`, torch may compute all T x K logits of attention and say nothing. A softcap must be
+    # a constant of the code: torch cannot compile a backward pass with a symbolic number in a score.
+    constants = torch._dynamo.config.patch(specialize_float=True)
+    compiled: Callable[..., Any] = constants(torch.compile(plain, dynamic=True, fullgraph=True))
+    return compiled
 
 
 def _block_mask(segments: RowSegments, window: int | None, device: torch.device) -> Any:
