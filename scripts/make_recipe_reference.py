@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from dpo_pack.recipe.changes import EARLY_STOPPING_KEYS, NEUTRAL_KEYS, ROW_LAYOUT_KEYS
 from dpo_pack.recipe.load import default_in_yaml
 from dpo_pack.recipe.mistakes import nested_sections
-from dpo_pack.recipe.peers.peer_tables import PEERS, Row, as_word, read_table, rows_of
+from dpo_pack.recipe.peers.peer_tables import PEERS, PeerKey, as_word, read_table, rows_of
 from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.types import Section, allowed_values
 
@@ -166,7 +166,7 @@ def peers() -> str:
     return "\n".join(parts)
 
 
-def _here(row: Row) -> str:
+def _here(row: PeerKey) -> str:
     values = [f"{theirs}: {as_word(ours)}" for theirs, ours in row.values.items() if theirs != as_word(ours)]
     remark = "; ".join(filter(None, (", ".join(values), row.remark)))
     keys = ", ".join(f"`{key}`" for key in row.ours) or row.kind

@@ -45,7 +45,7 @@ class TransformersGenerator:
     unless the batch is one sequence.
     """
 
-    policy: CompletionLogps
+    scorer: CompletionLogps
     tokenizer: PreTrainedTokenizerBase
     sampling: SamplingSettings
     seed: int
@@ -66,9 +66,9 @@ class TransformersGenerator:
                     continue
             batches.append([place])
         completions: dict[int, Completion] = {}
-        ends = end_tokens(self.policy.model, self.tokenizer)  # `generating` hides the generation config
+        ends = end_tokens(self.scorer.model, self.tokenizer)  # `generating` hides the generation config
         written = progress_bar(self.console, "Generating", len(sequences), "completions")
-        with generating(self.policy.model), written as bar:
+        with generating(self.scorer.model), written as bar:
             for batch in batches:
                 batch_completions = self._complete([sequences[place] for place in batch], ends)
                 completions.update(zip(batch, batch_completions, strict=True))
@@ -81,7 +81,7 @@ class TransformersGenerator:
     @torch.no_grad()
     def _complete(self, sequences: Sequence[tuple[Draw, int]], ends: set[int]) -> list[Completion]:
         sampling, pad = self.sampling, 0  # masked; the tokenizer's pad id may be too large for the model
-        model: Any = self.policy.model
+        model: Any = self.scorer.model
         prompts = [torch.tensor(draw.prompt.ids, dtype=torch.int64) for draw, _ in sequences]
         ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")  # [B, longest]
         ones = [torch.ones_like(prompt) for prompt in prompts]
@@ -114,8 +114,8 @@ class TransformersGenerator:
             # A rank with shorter completions goes on, because every forward needs all ranks.
             synced_gpus=is_sharded(model),
         )
-        with self.policy.autocasting(self.device):
-            answers = self.policy.with_own_weights(generate)[:, prompt_tokens:]
+        with self.scorer.autocasting(self.device):
+            answers = self.scorer.with_own_weights(generate)[:, prompt_tokens:]
         return [
             completion_of(written, self.tokenizer, ends=ends, stop=sampling.stop, stop_end=stop_end)
             for written, stop_end in zip(answers.cpu().numpy().astype(np.int32), stops.ends, strict=True)

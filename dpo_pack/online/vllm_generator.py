@@ -184,7 +184,7 @@ class VllmGenerator:
     """Draws n completions for each prompt from the current policy, each by a request with its own seed."""
 
     engine: VllmEngine
-    policy: CompletionLogps
+    scorer: CompletionLogps
     tokenizer: PreTrainedTokenizerBase
     sampling: SamplingSettings
     seed: int
@@ -193,10 +193,10 @@ class VllmGenerator:
         if not draws:
             return []
         self.engine.take_weights(
-            checkpoint_tensors(self.policy.model, has_adapter=self.policy.adapter is not None)
+            checkpoint_tensors(self.scorer.model, has_adapter=self.scorer.adapter is not None)
         )
         sampling, n = self.sampling, self.sampling.completions_per_prompt
-        ends = end_tokens(self.policy.model, self.tokenizer)
+        ends = end_tokens(self.scorer.model, self.tokenizer)
         options = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -245,7 +245,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 def prove_agreement(
     engine: VllmEngine,
-    policy: CompletionLogps,
+    scorer: CompletionLogps,
     prompt: npt.NDArray[np.int32],
     *,
     max_new_tokens: int,
@@ -265,9 +265,9 @@ def prove_agreement(
     written = np.array(output.token_ids, dtype=np.int32)
     steps = zip(written.tolist(), output.logprobs, strict=True)
     theirs = torch.tensor([logprobs[token].logprob for token, logprobs in steps], dtype=torch.float64)  # [L]
-    row = proof_row(policy, [Group(context=start, completions=(written,))], engine.device)
+    row = proof_row(scorer, [Group(context=start, completions=(written,))], engine.device)
     with torch.no_grad():
-        logps_of_row: RowLogps = policy(row)
+        logps_of_row: RowLogps = scorer(row)
     ours = logps_of_row.token_logps.double().cpu()  # [L] computed as in training
     difference = float((ours - theirs).abs().mean())
     if not difference <= TOLERANCES[dtype]:  # `not <=` is true for NaN, too

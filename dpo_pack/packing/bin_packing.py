@@ -14,8 +14,7 @@ import numpy as np
 
 from dpo_pack.packing.lengths import FloatArray, IntArray
 
-Row = IntArray
-BinPacker = Callable[[IntArray, int], list[Row]]
+BinPacker = Callable[[IntArray, int], list[IntArray]]
 
 # The algorithm of `packing.mode: padded`; the size of a pair is then `PairLengths.padded_tokens`.
 PADDED = "padded"
@@ -33,7 +32,7 @@ BALANCE_TOLERANCE = 1.01
 MAX_SWAPS = 10_000_000
 
 
-def best_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[Row]:
+def best_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[IntArray]:
     """Puts each item, longest first, into the fullest row that has room for the item; O(n log n).
 
     At most 11/9 x the fewest possible rows, plus 4 (Johnson et al. 1974, "Worst-case performance bounds for
@@ -54,7 +53,7 @@ def best_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[Row]:
     return [np.array(row, dtype=np.int64) for row in rows]
 
 
-def first_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[Row]:
+def first_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[IntArray]:
     """Puts each item, longest first, into the earliest row that has room for the item; O(n x rows)."""
     order = np.argsort(-row_tokens, kind="stable")
     rows: list[list[int]] = [[] for _ in order]  # enough for one item in each
@@ -66,10 +65,10 @@ def first_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[Row]:
     return [np.array(row, dtype=np.int64) for row in rows if row]
 
 
-def next_fit(row_tokens: IntArray, token_budget: int) -> list[Row]:
+def next_fit(row_tokens: IntArray, token_budget: int) -> list[IntArray]:
     """Fills rows in the given order; the first item that does not fit begins the next row; O(rows log n)."""
     ends = np.cumsum(row_tokens, dtype=np.int64)
-    rows: list[Row] = []
+    rows: list[IntArray] = []
     begin = 0
     while begin < len(ends):
         tokens_before = ends[begin] - row_tokens[begin]
@@ -79,7 +78,7 @@ def next_fit(row_tokens: IntArray, token_budget: int) -> list[Row]:
     return rows
 
 
-def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[Row]:
+def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[IntArray]:
     """Cuts pairs into right-padded batches that together compute the fewest tokens; O(n x pairs in a row).
 
     padded_tokens: [n], from `PairLengths.padded_tokens`. A row of k pairs costs k x the largest of their
@@ -99,7 +98,7 @@ def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[Row]:
         best = int(np.argmin(costs))
         least[end] = costs[best] + ROW_OVERHEAD_TOKENS
         begins[end] = first + best
-    rows: list[Row] = []
+    rows: list[IntArray] = []
     end = num_pairs
     while end > 0:
         begin = int(begins[end])
@@ -108,7 +107,7 @@ def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[Row]:
     return rows[::-1]
 
 
-def pack_sequences_longest_first(row_tokens: IntArray, token_budget: int) -> list[Row]:
+def pack_sequences_longest_first(row_tokens: IntArray, token_budget: int) -> list[IntArray]:
     """Packs n items by next fit over decreasing lengths, for a pass without gradients.
 
     The row with the most tokens comes first, so that a pass for which memory is too small fails at once.
@@ -125,7 +124,7 @@ def fewest_rows_possible(row_tokens: IntArray, token_budget: int) -> int:
     return int(is_oversize.sum()) - int(-row_tokens[~is_oversize].sum() // token_budget)
 
 
-def pack_window(tokens: IntArray, order: IntArray, token_budget: int, algorithm: str) -> list[Row]:
+def pack_window(tokens: IntArray, order: IntArray, token_budget: int, algorithm: str) -> list[IntArray]:
     """Packs a window (part of an epoch, for `packing.scope: epoch`); returns rows in their training order.
 
     tokens: [n] of the window's items, in the order of the epoch. order: the window's pairs in that order, [n]
@@ -140,7 +139,7 @@ def pack_window(tokens: IntArray, order: IntArray, token_budget: int, algorithm:
     return [rows[i] for i in np.argsort(order[: len(rows)], kind="stable").tolist()]
 
 
-def _evenly_filled(tokens: IntArray, token_budget: int) -> list[Row]:
+def _evenly_filled(tokens: IntArray, token_budget: int) -> list[IntArray]:
     """Packs items into about `fewest_rows_possible` rows with similar token counts and lengths.
 
     Each item, longest first, goes to the emptiest row, so that steps are alike. If this needs too many more

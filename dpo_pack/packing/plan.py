@@ -17,7 +17,6 @@ from dpo_pack.packing.bin_packing import (
     BIN_PACKERS,
     PADDED,
     ROW_OVERHEAD_TOKENS,
-    Row,
     equalize_rows,
     pack_window,
     padded_rows,
@@ -28,7 +27,7 @@ from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray, PairSize
 # A part of every plan's fingerprint. Raise it if a change of code gives other steps or rows.
 PLAN_VERSION = 4
 
-StepRows = tuple[tuple[Row, ...], ...]  # the rows of each rank; a row is an array of pairs
+StepRows = tuple[tuple[IntArray, ...], ...]  # the rows of each rank; a row is an array of pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,7 +92,7 @@ class PackingPlan:
         overhead = ROW_OVERHEAD_TOKENS * sum(costs) / tokens
         return [cost + overhead * len(rows) for cost, rows in zip(costs, ranks, strict=True)]
 
-    def _finished_rows(self, step: int) -> list[Row]:
+    def _finished_rows(self, step: int) -> list[IntArray]:
         assert self.row_begins is not None
         first, end = np.searchsorted(self.row_begins, self.step_begins[step : step + 2]).tolist()
         begins = self.row_begins[first : end + 1].tolist()
@@ -178,7 +177,7 @@ class PlanSettings:
     def _rows_of_epoch(self, sizes: PairSizes, order: IntArray) -> tuple[IntArray, IntArray]:
         """Scope epoch: returns the pairs in the order of their rows, [E], and the row begins, [rows + 1]."""
         assert self.rows_per_step is not None and self.rows_per_step >= 1 and self.algorithm != PADDED
-        rows: list[Row] = []
+        rows: list[IntArray] = []
         for begin in range(0, len(order), self.window_pairs):
             window = order[begin : begin + self.window_pairs]
             items = sizes.items_of(window, self.token_budget)

@@ -71,7 +71,7 @@ _COUNTERS = (  # the fields that TrainState and Counters share
 
 def run_identity(
     setup: Setup,
-    policy: LoadedModel,
+    loaded: LoadedModel,
     source: BatchSource,
     selection: Selection | None,
     *,
@@ -92,7 +92,7 @@ def run_identity(
     }
     if setup.recipe.train.early_stopping is not None:
         fingerprints["held-out data"] = data.eval_fingerprint
-    if policy.adapter is not None:  # checkpoints of such a run hold the adapter alone
+    if loaded.adapter is not None:  # checkpoints of such a run hold the adapter alone
         fingerprints["base model"] = facts.namespace["weights"]
     if setup.recipe.optim.name == "adafactor":  # once its rate was relative to each tensor's size
         fingerprints["meaning of optim.lr for adafactor (it is absolute now)"] = "absolute"

@@ -39,12 +39,12 @@ from dpo_pack.training.references import CachedReference, Reference
 
 def evaluate_sets(
     setup: Setup,
-    policy: CompletionLogps,
+    scorer: CompletionLogps,
     reference: Reference,
     *,
     between_rows: Callable[[], None] = lambda: None,
 ) -> Iterator[HeldOutResult]:
-    """Yields `policy`'s result on each held-out set. All ranks must take part.
+    """Yields `scorer`'s result on each held-out set. All ranks must take part.
 
     `between_rows` is called before each row, equally often on every rank.
     """
@@ -55,7 +55,7 @@ def evaluate_sets(
         builder = row_builder(setup, pairs, reference)
         with progress_bar(setup.console, f"Evaluating {name}", pairs.num_pairs, "pairs") as bar:
             values = evaluate_pairs(
-                policy,
+                scorer,
                 builder,
                 setup.objective,
                 token_budget=setup.reference_token_budget,
@@ -69,7 +69,7 @@ def evaluate_sets(
             builder,
             setup.objective,
             source_names=sources or (name,),
-            dtype=policy.compute_dtype,
+            dtype=scorer.compute_dtype,
             seed=recipe.seed,
         )
 
@@ -175,9 +175,9 @@ def evaluate_models(
         facts = resolve_model(recipe, setup.device, str(path), recipe_key="--model")
         check_model(facts, setup.device)
         check_data(setup, facts)
-        policy = load_proved(setup, facts).scorer
-        results.append({r.name: r for r in evaluate_sets(setup, policy, reference)})
-        del policy
+        scorer = load_proved(setup, facts).scorer
+        results.append({r.name: r for r in evaluate_sets(setup, scorer, reference)})
+        del scorer
     return results
 
 

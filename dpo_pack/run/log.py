@@ -160,17 +160,17 @@ def initial_loss(objective: Objective, table: PairTable, loss_names: Sequence[st
     return float(weighted_losses(objective, pair, mean_chosen_tokens=1.0))
 
 
-def describe_run(setup: Setup, policy: LoadedModel, plan: PackingPlan | None, *, num_steps: int) -> None:
+def describe_run(setup: Setup, loaded: LoadedModel, plan: PackingPlan | None, *, num_steps: int) -> None:
     """Prints the policy, the steps, and notes on surprising settings. `plan`: of the first epoch, if any."""
     recipe, console, facts = setup.recipe, setup.console, setup.policy_facts
-    optim, packing, precision, attention = recipe.optim, recipe.packing, facts.precision, policy.attention
-    parameters = list(policy.scorer.parameters())
+    optim, packing, precision, attention = recipe.optim, recipe.packing, facts.precision, loaded.attention
+    parameters = list(loaded.scorer.parameters())
     num_trained = sum(p.numel() for p in parameters if p.requires_grad)
     num_parameters = sum(p.numel() for p in parameters)
     if facts.quantize is not None:  # two weights of 4 bits count as one element
         num_parameters = facts.num_parameters + num_trained
     size = f"{format_count(num_parameters)} parameters"
-    if policy.adapter is not None:
+    if loaded.adapter is not None:
         size += f", of which the adapter's {format_count(num_trained)} are trained"
     numbers = str(precision.parameters)
     if facts.quantize is not None:
@@ -184,16 +184,16 @@ def describe_run(setup: Setup, policy: LoadedModel, plan: PackingPlan | None, *,
     warm_up = f", {warmup:,} steps of warm-up" if warmup else ", no warm-up"
     console.print(
         f"Policy: {recipe.model.path}, {size}, {numbers.replace('torch.', '')} on {setup.device}; "
-        f"attention: {attention.name}{'; layers: compiled' if policy.scorer.is_compiled else ''}"
+        f"attention: {attention.name}{'; layers: compiled' if loaded.scorer.is_compiled else ''}"
     )
-    for note in () if policy.adapter is None else policy.adapter.notes:
+    for note in () if loaded.adapter is None else loaded.adapter.notes:
         console.print(note)
     # On a GPU a slower attention backend costs money, so the reason is always printed there.
     say_why = console.print if setup.device.type == "cuda" else functools.partial(print_detail, console)
     say_why(f"  attention is {attention.name}: {attention.reason}")
-    if policy.not_compiled is not None:
-        say_why(f"  torch.compile failed, so the model runs uncompiled: {policy.not_compiled}")
-    for kernel in policy.kernels:
+    if loaded.not_compiled is not None:
+        say_why(f"  torch.compile failed, so the model runs uncompiled: {loaded.not_compiled}")
+    for kernel in loaded.kernels:
         say_why(f"  recurrent layers: {kernel}")
     rows, pairs = f"{packing.rows_per_step} rows", f"{packing.pairs_per_step} pairs"
     console.print(
@@ -201,8 +201,8 @@ def describe_run(setup: Setup, policy: LoadedModel, plan: PackingPlan | None, *,
         f"{packing.mode} rows of up to {packing.token_budget:,} tokens; "
         f"loss {loss}, beta {recipe.loss.beta:g}, lr {optim.lr:g} {optim.schedule}{warm_up}"
     )
-    if routes_tokens(policy.model.config):
-        console.print(router_sentence(policy.model, recipe.loss.router_aux_coef, facts.balance))
+    if routes_tokens(loaded.model.config):
+        console.print(router_sentence(loaded.model, recipe.loss.router_aux_coef, facts.balance))
     is_slow = precision.activations == torch.bfloat16 and setup.device.type == "cpu"
     if is_slow and bfloat16_instructions() == ():
         console.print(

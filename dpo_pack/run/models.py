@@ -367,7 +367,7 @@ OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.03, "adafactor": 0.02}
 LOW_BITS_BYTES = 2.0  # the low halves of AdamW's fp32 master weights, if parameters are bfloat16
 
 
-def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) -> Strategy:
+def choose_strategy(recipe: Recipe, facts: ModelFacts, device: torch.device) -> Strategy:
     """Returns the recipe's strategy for the ranks of this run. Every rank must call it. Raises RecipeError.
 
     `auto` shards a model if a whole copy, its gradients and its optimizer state would leave too little memory
@@ -384,7 +384,7 @@ def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) ->
         return ALONE
     name, reason, needs_copies = settings.strategy, "distributed.strategy", why_not_sharded(recipe)
     if is_set("ACCELERATE_USE_FSDP"):
-        if name == "ddp" or needs_copies is not None or policy.quantization is not None:
+        if name == "ddp" or needs_copies is not None or facts.quantization is not None:
             raise RecipeError(
                 "distributed.strategy: accelerate's configuration asks for FSDP2, but this run needs a whole "
                 "model in each process; set distributed_type: MULTI_GPU in accelerate's configuration"
@@ -393,7 +393,7 @@ def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) ->
     if name == "auto":
         has_second = recipe.reference.sync is not None
         name, reason = (
-            _by_size(policy, device, optimizer=recipe.optim.name, has_second=has_second)
+            _by_size(facts, device, optimizer=recipe.optim.name, has_second=has_second)
             if needs_copies is None
             else ("ddp", needs_copies)
         )
@@ -418,13 +418,13 @@ def choose_strategy(recipe: Recipe, policy: ModelFacts, device: torch.device) ->
     )
 
 
-def check_accelerate_config(policy: ModelFacts, *, cpu_offload: bool) -> None:
+def check_accelerate_config(facts: ModelFacts, *, cpu_offload: bool) -> None:
     """Raises RecipeError if the file of `accelerate config` asks for what the recipe does not.
 
     `accelerate launch` writes its configuration into environment variables. dpo-pack takes devices, processes
     and FSDP2 from it; the recipe sets everything else.
     """
-    mixed, computed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), policy.precision.activations
+    mixed, computed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), facts.precision.activations
     if mixed != "no" and (mixed != "bf16" or computed != torch.bfloat16):
         remedy = "set model.autocast: bfloat16" if mixed == "bf16" else "dpo-pack has no such type"
         raise RecipeError(
@@ -434,9 +434,9 @@ def check_accelerate_config(policy: ModelFacts, *, cpu_offload: bool) -> None:
         )
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     offloads, checkpoints = is_set("FSDP_OFFLOAD_PARAMS"), is_set("FSDP_ACTIVATION_CHECKPOINTING")
-    is_checkpointed = policy.gradient_checkpointing is not False
+    is_checkpointed = facts.gradient_checkpointing is not False
     for key, name, is_refused in (
-        ("model.compile", f"dynamo_backend: {backend}", backend != "no" and policy.compile is not True),
+        ("model.compile", f"dynamo_backend: {backend}", backend != "no" and facts.compile is not True),
         ("distributed.cpu_offload", "fsdp_offload_params: true", offloads and not cpu_offload),
         (
             "model.gradient_checkpointing",
@@ -452,14 +452,14 @@ def check_accelerate_config(policy: ModelFacts, *, cpu_offload: bool) -> None:
 
 
 def _by_size(
-    policy: ModelFacts, device: torch.device, *, optimizer: str, has_second: bool
+    facts: ModelFacts, device: torch.device, *, optimizer: str, has_second: bool
 ) -> tuple[Literal["ddp", "fsdp2"], str]:
     """`has_second`: a reference that follows the policy lies beside it, with frozen weights."""
-    if policy.quantization is not None:
+    if facts.quantization is not None:
         return "ddp", "quantised weights are not sharded"
-    count = policy.num_parameters
-    is_adapted = policy.new_adapter is not None or policy.adapter is not None
-    precision = policy.precision
+    count = facts.num_parameters
+    is_adapted = facts.new_adapter is not None or facts.adapter is not None
+    precision = facts.precision
     state = training_bytes(
         num_trained=0 if is_adapted else count,  # an adapter is too small to matter
         num_frozen=count * (is_adapted + has_second),
@@ -467,8 +467,8 @@ def _by_size(
         frozen_bytes=precision.parameters.itemsize,
         optimizer=optimizer,
     )
-    needed = sum(state) + state.gradients * (num_gradients(policy.config) - 1)
-    if precision.casts_weights and not policy.gradient_checkpointing:
+    needed = sum(state) + state.gradients * (num_gradients(facts.config) - 1)
+    if precision.casts_weights and not facts.gradient_checkpointing:
         needed += 2.0 * count
     memory = -ranks.largest_numbers(-available_memory(device).total)[0]  # of the smallest device
     what = (

@@ -57,25 +57,25 @@ def row_builder(
 
 
 def offline_source(
-    recipe: Recipe, data: Data, policy: ModelFacts, *, device: torch.device = CPU, equal_rows: bool = False
+    recipe: Recipe, data: Data, facts: ModelFacts, *, device: torch.device = CPU, equal_rows: bool = False
 ) -> OfflineSource:
     """Returns the source of global batches. Its first epoch is planned; it has no reference log-probs yet.
 
     With `equal_rows` all ranks compute the same number of rows.
     """
     table, lengths = data.train, pair_lengths(data.train)
-    if not policy.is_packed:
+    if not facts.is_packed:
         row_costs = lengths.padded_tokens().astype(np.float64)
     else:
-        row_costs = pair_flops(policy.shape, lengths, share_prompt=recipe.shares_prompts)
+        row_costs = pair_flops(facts.shape, lengths, share_prompt=recipe.shares_prompts)
     builder = RowBuilder(
         table=table,
         reference=None,
-        is_packed=policy.is_packed,
+        is_packed=facts.is_packed,
         share_prompt=recipe.shares_prompts,
         device=device,
-        merging=prompt_merging(table, policy.shape) if recipe.packing.merge_prompts else None,
-        counts_copies=policy.balance is not None,
+        merging=prompt_merging(table, facts.shape) if recipe.packing.merge_prompts else None,
+        counts_copies=facts.balance is not None,
     )
     return OfflineSource(
         builder=builder,
@@ -182,11 +182,11 @@ def resume_reference(setup: Setup, frozen: Path) -> tuple[FrozenReference, float
 
 
 def prepare_reference(
-    setup: Setup, policy: LoadedModel | None = None, *, tables: Sequence[PairTable] | None = None
+    setup: Setup, loaded: LoadedModel | None = None, *, tables: Sequence[PairTable] | None = None
 ) -> ReferencePass:
     """Computes every reference log-prob that the cache lacks for the recipe's pairs (or for `tables`).
 
-    If the starting policy is the reference and the caller has loaded it, the caller passes it as `policy`.
+    If the starting policy is the reference and the caller has loaded it, the caller passes it as `loaded`.
     Otherwise this function loads the reference if something is missing, and frees it before it returns.
     """
     facts, console = setup.reference_facts, setup.console
@@ -210,7 +210,7 @@ def prepare_reference(
     if todo:
         tokens = per_token or any(table.has_token_weights.any() for table in tables)
         begun = time.monotonic()
-        _compute_missing(setup, cache, work, policy, per_token=tokens)
+        _compute_missing(setup, cache, work, loaded, per_token=tokens)
         seconds = time.monotonic() - begun
         rate = todo / max(seconds, 1e-9)
         console.print(f"Reference pass: {todo:,} sequences in {format_seconds(seconds)}, {rate:,.0f}/s")
@@ -225,11 +225,11 @@ def prepare_reference(
 
 
 def _compute_missing(
-    setup: Setup, cache: ReferenceCache, work: ReferenceWork, policy: LoadedModel | None, *, per_token: bool
+    setup: Setup, cache: ReferenceCache, work: ReferenceWork, loaded: LoadedModel | None, *, per_token: bool
 ) -> None:
     facts, token_budget = setup.reference_facts, setup.reference_token_budget
     cache.check_writable()
-    loaded = policy or load_proved(setup, facts)
+    loaded = loaded or load_proved(setup, facts)
     settings = PassSettings(
         token_budget=token_budget,
         share_prompt=setup.recipe.packing.share_prompt,

@@ -30,7 +30,7 @@ from dpo_pack.training.references import LiveReference
 
 
 def build_online(
-    setup: Setup, policy: LoadedModel, *, directory: Path
+    setup: Setup, loaded: LoadedModel, *, directory: Path
 ) -> tuple[OnlineSource, WinRate | None]:
     """Returns the source of batches, and the evaluation on the prompts of `data.eval` (None without prompts).
 
@@ -42,7 +42,7 @@ def build_online(
     judge, seed = build_judge(setup), recipe.seed
     source = OnlineSource(
         setup.data,
-        generator=_generator(setup, policy),
+        generator=_generator(setup, loaded),
         judge=judge,
         pairing=PairingSettings(
             method=online.pairing.type,
@@ -66,7 +66,7 @@ def build_online(
     )
     if not held_out:
         return source, None
-    return source, WinRate(held_out, _policy_generator(setup, policy, 1), judge, seed=seed)
+    return source, WinRate(held_out, _policy_generator(setup, loaded, 1), judge, seed=seed)
 
 
 def check_generator(setup: Setup) -> None:
@@ -85,10 +85,10 @@ def check_generator(setup: Setup) -> None:
         )
 
 
-def _generator(setup: Setup, policy: LoadedModel) -> Generator:
+def _generator(setup: Setup, loaded: LoadedModel) -> Generator:
     online = _section(setup)
     if online.generator.type == "vllm":
-        return _vllm_generator(setup, policy)
+        return _vllm_generator(setup, loaded)
     if online.generator.endpoint is not None:
         return HttpGenerator(
             endpoint=_endpoint(setup, online.generator.endpoint, "online.generator.endpoint"),
@@ -96,16 +96,16 @@ def _generator(setup: Setup, policy: LoadedModel) -> Generator:
             sampling=_sampling(setup),
             seed=setup.recipe.seed,
         )
-    return _policy_generator(setup, policy, online.completions_per_prompt)
+    return _policy_generator(setup, loaded, online.completions_per_prompt)
 
 
-def _vllm_generator(setup: Setup, policy: LoadedModel) -> VllmGenerator:
+def _vllm_generator(setup: Setup, loaded: LoadedModel) -> VllmGenerator:
     """Starts vLLM with the policy's weights; proves that vLLM and the policy compute the same log-probs."""
     recipe, online = setup.recipe, _section(setup)
     prompts = setup.data.prompts
     dtype = setup.policy_facts.precision.activations
     engine = start_engine(
-        policy.model,
+        loaded.model,
         setup.tokenizer,
         dtype=dtype,
         device=setup.device,
@@ -113,10 +113,10 @@ def _vllm_generator(setup: Setup, policy: LoadedModel) -> VllmGenerator:
         gpu_memory_utilization=online.generator.gpu_memory_utilization,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    engine.take_weights(checkpoint_tensors(policy.model, has_adapter=policy.adapter is not None))
+    engine.take_weights(checkpoint_tensors(loaded.model, has_adapter=loaded.adapter is not None))
     difference = prove_agreement(
         engine,
-        policy.scorer,
+        loaded.scorer,
         prompts[0].ids,
         max_new_tokens=online.max_new_tokens,
         dtype=dtype,
@@ -126,7 +126,7 @@ def _vllm_generator(setup: Setup, policy: LoadedModel) -> VllmGenerator:
     )
     return VllmGenerator(
         engine=engine,
-        policy=policy.scorer,
+        scorer=loaded.scorer,
         tokenizer=setup.tokenizer,
         sampling=_sampling(setup),
         seed=recipe.seed,
@@ -134,11 +134,11 @@ def _vllm_generator(setup: Setup, policy: LoadedModel) -> VllmGenerator:
 
 
 def _policy_generator(
-    setup: Setup, policy: LoadedModel, completions_per_prompt: int
+    setup: Setup, loaded: LoadedModel, completions_per_prompt: int
 ) -> TransformersGenerator:
     online = _section(setup)
     return TransformersGenerator(
-        policy=policy.scorer,
+        scorer=loaded.scorer,
         tokenizer=setup.tokenizer,
         sampling=replace(_sampling(setup), completions_per_prompt=completions_per_prompt),
         seed=setup.recipe.seed,
@@ -206,19 +206,19 @@ def _endpoint(setup: Setup, endpoint: EndpointRecipe, key: str) -> Endpoint:
     return Endpoint(**settings, api_key=key_of_api, recipe_key=key, console=setup.console)
 
 
-def live_reference(setup: Setup, policy: LoadedModel) -> LiveReference:
+def live_reference(setup: Setup, loaded: LoadedModel) -> LiveReference:
     """Returns the reference: the policy without its new adapter, or a second model. The weights of the second
     model are frozen or (with `reference.sync`) follow the policy."""
     recipe, online = setup.recipe, _section(setup)
     if recipe.reference.sync is not None:
         return load_moving_reference(setup)
-    if recipe.reference.path is None and policy.adapter is not None and policy.adapter.is_new:
+    if recipe.reference.path is None and loaded.adapter is not None and loaded.adapter.is_new:
         if online.offload_reference:
             raise ModelError(
                 "online.offload_reference: with model.lora the reference is the policy without its adapter, "
                 "so there is no second model to offload; leave online.offload_reference out"
             )
-        return LiveReference(model=policy, device=setup.device, is_offloaded=False)
+        return LiveReference(model=loaded, device=setup.device, is_offloaded=False)
     model = load_second_model(setup)
     return LiveReference(model=model, device=setup.device, is_offloaded=online.offload_reference)
 

@@ -55,7 +55,7 @@ class Sample:
 
 
 def complete(
-    policy: CompletionLogps,
+    scorer: CompletionLogps,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[SourcedPrompt],
     device: torch.device,
@@ -66,7 +66,7 @@ def complete(
 ) -> list[str]:
     """Returns the completion of each prompt as text, with special tokens but without the one that ends it."""
     generator = TransformersGenerator(
-        policy=policy,
+        scorer=scorer,
         tokenizer=tokenizer,
         sampling=SamplingSettings(completions_per_prompt=1, max_new_tokens=max_new_tokens, temperature=0.0),
         seed=0,
@@ -87,17 +87,17 @@ def complete(
 class Sampler:
     """Writes the samples of a run, on rank 0. Ranks that share a model in shards generate together."""
 
-    def __init__(self, setup: Setup, policy: CompletionLogps, path: Path) -> None:
+    def __init__(self, setup: Setup, scorer: CompletionLogps, path: Path) -> None:
         """Chooses the prompts. `path`: samples.jsonl. Prints why there are no samples, if there are none."""
-        self.setup, self.policy, self.path = setup, policy, path
+        self.setup, self.scorer, self.path = setup, scorer, path
         self.prompts: list[SourcedPrompt] = []
         settings = setup.recipe.logging.samples
         if settings is None:
             return
-        room = most_prompt_tokens(policy.model.config, settings.max_new_tokens)
+        room = most_prompt_tokens(scorer.model.config, settings.max_new_tokens)
         self.prompts = sample_prompts(setup.data, setup.tokenizer, num=settings.num, most_tokens=room)
-        if not policy.model.can_generate():
-            self._give_up(f"{type(policy.model).__name__} cannot generate")
+        if not scorer.model.can_generate():
+            self._give_up(f"{type(scorer.model).__name__} cannot generate")
         elif not self.prompts:
             self._give_up(f"no prompt leaves the model room for {settings.max_new_tokens} tokens")
 
@@ -123,12 +123,12 @@ class Sampler:
         written = read_samples(self.path)
         is_due = bool(self.prompts) and all(sample.step != step for sample in written)
         # Rank 0 says whether all generate: it alone knows the file, and errors of the disk.
-        chosen = ranks.first_says if is_sharded(self.policy.model) else ranks.of_first
+        chosen = ranks.first_says if is_sharded(self.scorer.model) else ranks.of_first
         if not chosen(is_due):
             return
         try:
             completions = complete(
-                self.policy,
+                self.scorer,
                 setup.tokenizer,
                 self.prompts,
                 setup.device,

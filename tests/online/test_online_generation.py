@@ -51,7 +51,7 @@ def generator(
     policy: CompletionLogps, sampling: SamplingSettings = PLAIN, *, token_budget: int = 10_000, seed: int = 0
 ) -> TransformersGenerator:
     return TransformersGenerator(
-        policy=policy,
+        scorer=policy,
         tokenizer=tiny_tokenizer(),
         sampling=sampling,
         seed=seed,

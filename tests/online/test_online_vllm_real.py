@@ -90,13 +90,13 @@ def engine(policy: LoadedModel) -> VllmEngine:
 
 def by_vllm(policy: LoadedModel, engine: VllmEngine, sampling: SamplingSettings, seed: int = 0) -> Generator:
     return VllmGenerator(
-        engine=engine, policy=policy.scorer, tokenizer=tiny_tokenizer(), sampling=sampling, seed=seed
+        engine=engine, scorer=policy.scorer, tokenizer=tiny_tokenizer(), sampling=sampling, seed=seed
     )
 
 
 def by_policy(policy: LoadedModel, sampling: SamplingSettings) -> Generator:
     return TransformersGenerator(
-        policy=policy.scorer,
+        scorer=policy.scorer,
         tokenizer=tiny_tokenizer(),
         sampling=sampling,
         seed=0,

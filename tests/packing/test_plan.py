@@ -15,7 +15,6 @@ from dpo_pack.packing.bin_packing import (
     BIN_PACKERS,
     PADDED,
     ROW_OVERHEAD_TOKENS,
-    Row,
     best_fit_decreasing,
     first_fit_decreasing,
     next_fit,
@@ -37,11 +36,11 @@ def ints(values: list[int]) -> IntArray:
     return np.array(values, dtype=np.int64)
 
 
-def as_lists(rows: list[Row]) -> list[list[int]]:
+def as_lists(rows: list[IntArray]) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
-def flat_pairs(step: tuple[tuple[Row, ...], ...]) -> list[int]:
+def flat_pairs(step: tuple[tuple[IntArray, ...], ...]) -> list[int]:
     return [pair for rows in step for row in rows for pair in row.tolist()]
 
 

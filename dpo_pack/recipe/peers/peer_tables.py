@@ -25,7 +25,7 @@ FOLDER = "#folder"  # the setting that is the directory of the peer's file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PeerKey:
     """What becomes of a key of a peer."""
 
     name: str  # for readers: TRL's name of the key, if TRL has a key of the same meaning
@@ -45,29 +45,29 @@ def read_table(peer: str) -> Mapping[str, Any]:
 
 
 @functools.cache
-def rows_of(peer: str) -> Mapping[str, Row]:
+def rows_of(peer: str) -> Mapping[str, PeerKey]:
     """Returns a peer's keys, those that all have among them; * in a key is any text."""
     rows, table = {} if peer == "transformers" else dict(rows_of("transformers")), read_table(peer)
     for name, ours in table["renamed"].items():
-        rows[name] = Row(name=name, kind="renamed", ours=(ours,))
+        rows[name] = PeerKey(name=name, kind="renamed", ours=(ours,))
     for kind in ("keys", "keys if on"):
         for names, (ours, how, *remark) in table[kind].items():
             for name in names.split():
                 described = {"reader": how} if isinstance(how, str) else {"values": how}
-                rows[name] = Row(
+                rows[name] = PeerKey(
                     name=name, kind=kind, ours=tuple(ours.split()), remark="".join(remark), **described
                 )
     for kind in ("not needed", "no counterpart"):
         for why, names in table[kind].items():
-            rows |= {name: Row(name=name, kind=kind, ours=(), remark=why) for name in names.split()}
+            rows |= {name: PeerKey(name=name, kind=kind, ours=(), remark=why) for name in names.split()}
     others = rows if peer in ("transformers", "trl") else rows_of("trl")
     return rows | {name: others[same] for name, same in table["same"].items()}
 
 
-def find_row(peer: str, name: str) -> Row:
+def find_row(peer: str, name: str) -> PeerKey:
     """Returns the row of a key, else of the first pattern that fits it, else one that says it is unknown."""
     fitting = (row for key, row in rows_of(peer).items() if "*" in key and fnmatchcase(name, key))
-    unknown = Row(name=name, kind="no counterpart", ours=(), remark="dpo-pack does not know this key")
+    unknown = PeerKey(name=name, kind="no counterpart", ours=(), remark="dpo-pack does not know this key")
     return rows_of(peer).get(name) or next(fitting, unknown)
 
 
