@@ -79,6 +79,9 @@ def compile_layers(
     # several kinds of layers. By default it compiles 8 at most, and runs further variants uncompiled.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.suppress_errors = falls_back
+    # On CUDA this fusion puts guards on the number of tokens, so rows of other lengths would compile again.
+    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # not in torch 2.10
+        torch._inductor.config.triton.mix_order_reduction = False
     # DDP reduces gradients layer by layer anyway, so to cut a layer's code at DDP's buckets gains nothing.
     torch._dynamo.config.optimize_ddp = False
     # On CUDA inductor recommends TF32, but proofs in fp32 would fail with TF32, and autocast is in bf16.

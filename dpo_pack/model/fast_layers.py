@@ -23,6 +23,7 @@ import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from dpo_pack.model.compiling import text_model
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
@@ -97,6 +98,46 @@ def _onednn_product() -> Callable[..., Tensor] | None:
     except AttributeError:
         return None
     return product
+
+
+class _CastExperts:
+    """Experts whose weights are in another dtype; all else is theirs."""
+
+    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
+        self.experts = experts
+        self.dtype = dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.experts, name)
+        return value.to(self.dtype) if name.endswith("_proj") else value
+
+
+def _experts(module: Any, hidden: Tensor, *routing: Tensor) -> Tensor:
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        module = _CastExperts(module, torch.get_autocast_dtype(device))
+    out: Tensor = grouped_mm_experts_forward(module, hidden, *routing)
+    return out
+
+
+def cast_experts() -> None:
+    """Makes experts compute in autocast's dtype. Autocast has no rule for transformers' grouped product, and
+    on CUDA torch computes it in fp32 one expert after another, and waits for the device each time."""
+    ALL_EXPERTS_FUNCTIONS["grouped_mm"] = _experts
+
+
+def experts_note(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns a line for the user if torch computes experts one after another on this GPU; else None."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if major in (9, 10) and dtype == torch.bfloat16:
+        return None
+    what = f"in {str(dtype).removeprefix('torch.')} on compute capability {major}.{minor}"
+    return (
+        f"Warning: torch computes experts {what} one after another, several times slower than together: that "
+        "takes bfloat16 (model.autocast) on an H100, H200 or B200"
+    )
 
 
 # For each family: the options of liger-kernel that we switch on.

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from dpo_pack.model.config import rotary_kinds
+from dpo_pack.model.config import rotary_kinds, routes_tokens
 from dpo_pack.model.loading import load_errors
 from dpo_pack.model.quantize import Quantization
 from dpo_pack.model.scorer import Precision
@@ -89,6 +89,8 @@ def reference_namespace(
     }
     if precision.gathered is not None:  # without it no key, so that other namespaces stay the same
         namespace["gathered"] = str(precision.gathered).removeprefix("torch.")
+    if precision.autocast is not None and routes_tokens(config):
+        namespace["experts"] = namespace["autocast"]  # once they were in the parameters' dtype
     if quantize is not None:
         namespace["quantized"] = quantize
     if adapter is not None:

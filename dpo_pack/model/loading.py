@@ -37,8 +37,14 @@ from dpo_pack.model.attention import (
     select_backend,
 )
 from dpo_pack.model.compiling import keep_products, text_model
-from dpo_pack.model.config import attention_needs, check_packs, own_attention, replace_settings
-from dpo_pack.model.fast_layers import apply_liger, speed_up_linears, trim_last_layer
+from dpo_pack.model.config import attention_needs, check_packs, own_attention, replace_settings, routes_tokens
+from dpo_pack.model.fast_layers import (
+    apply_liger,
+    cast_experts,
+    experts_note,
+    speed_up_linears,
+    trim_last_layer,
+)
 from dpo_pack.model.load_report import check_report, check_tied, whole_reports
 from dpo_pack.model.logps import WantedStatistics
 from dpo_pack.model.lora import LoraSettings, attach_adapter
@@ -148,6 +154,9 @@ def load_model(
             path, config, weights_on, recipe_key=recipe_key, revision=revision, tensors=tensors,
             refuses_unused=refuses_unused, **options,
         )  # fmt: skip
+    if routes_tokens(config):
+        cast_experts()
+        notes += filter(None, [experts_note(device, precision.activations)])
     trained = [*text_model(model).parameters(), *model.get_output_embeddings().parameters()]
     for parameter in set(model.parameters()).difference(trained):
         parameter.requires_grad_(False)  # of towers, which pairs of texts do not reach

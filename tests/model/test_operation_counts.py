@@ -6,6 +6,8 @@ a change makes a number smaller, write the smaller number here.
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,17 @@ import transformers
 from packaging.version import Version
 from support.marks import slow
 from support.operation_counts import Costs, layer_costs, row_costs
+from support.reference_pairs import load_scorer
+from support.tiny_models import VOCABULARY, tiny_model
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpo_pack.model.scorer as scorer_module
 from dpo_pack.model.attention import BACKENDS
+from dpo_pack.model.compiling import compile_layers
+from dpo_pack.model.fast_layers import experts_note
+from dpo_pack.model.layout import packed_row
+from dpo_pack.proofs.rows import proof_groups
 
 pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.23"), reason="the numbers are those of transformers 5.23"
@@ -79,3 +88,39 @@ def test_an_added_cast_and_a_read_of_the_host_are_noticed(monkeypatch: pytest.Mo
     monkeypatch.setattr(scorer_module, "sequence_sums", reading)
     with pytest.raises(DataDependentOutputException):
         row_costs("llama", num_layers=2, **BF16)
+
+
+@pytest.mark.parametrize("compiles", [False, *slow(True)])
+def test_experts_compute_in_the_dtype_of_autocast_and_all_at_once(
+    compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    scorer = load_scorer(tmp_path)
+    scorer.autocast = torch.bfloat16
+    if compiles:
+        monkeypatch.setattr(torch._dynamo.config, "suppress_errors", False)
+        compile_layers(scorer.model, backend="eager")
+    kinds: Counter[str] = Counter()
+
+    class Experts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "grouped_mm" in func.name():
+                kinds.update(f"{func.name()} {tensor.dtype}" for tensor in args[:2])
+            return func(*args, **(kwargs or {}))
+
+    row = packed_row(proof_groups(VOCABULARY), torch.device("cpu"), share_prompt=True)
+    with Experts():
+        scorer(row).sums.sum().backward()
+    assert kinds == {"aten::_grouped_mm torch.bfloat16": 24}  # forward, both gradients
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "warns"),
+    [((9, 0), torch.bfloat16, False), ((9, 0), torch.float32, True), ((8, 9), torch.bfloat16, True)],
+)
+def test_a_gpu_that_computes_experts_one_by_one_is_named(
+    capability: tuple[int, int], dtype: torch.dtype, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert (experts_note(torch.device("cuda"), dtype) is not None) == warns
