@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from dpo_pack.data.store import pair_lengths
+from dpo_pack.model.attention.segments import MAX_MASK_BYTES
 from dpo_pack.model.config import attention_needs, count_experts, routes_tokens
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HEAD_BOUNDS
@@ -101,6 +102,7 @@ class MemoryFacts:
     row_tokens: int  # of the largest row; padding counts as tokens
     row_keys: int  # keys that attention reads; a shared prompt counts once for each of its completions
     row_scored: int  # completion tokens
+    mask_bytes: float = 0.0  # of the masks of `sdpa`, which all layers use
     device: torch.device
     precision: Precision
     optimizer: str = "adamw"
@@ -140,6 +142,7 @@ def estimate_memory(facts: MemoryFacts) -> dict[str, float]:
         "gathered weights": gathered,
         "weights cast": num_cast * shape.layer_parameters * 2.0 if precision.casts_weights else 0.0,
         "activations": activations,
+        "masks": facts.mask_bytes,
         # The gradients of a layer's activations are about as large as the activations.
         "working memory": max(_head_bytes(facts), layer),
         "overhead": float(OVERHEAD_BYTES[facts.device.type]),
@@ -223,6 +226,7 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
     `plan` is the plan of the first epoch; None if the run is online. All ranks must call it.
     """
     recipe, policy, mesh = setup.recipe, setup.policy_facts, setup.strategy.mesh
+    mask_bytes = 0.0
     if plan is None:  # the pairs do not exist yet: the largest row possible
         assert recipe.online is not None
         longest_pair = 2 * (longest_sequence(setup.tables) + recipe.online.max_new_tokens)
@@ -234,6 +238,11 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
         tokens = keys = plan.sizes.tokens_in(pairs)
         if policy.is_packed and recipe.shares_prompts:
             keys = int(lengths.row_tokens(share_prompt=False).sum())
+            if setup.device.type == "cpu" or policy.attention == "sdpa":  # numbers on a CPU, and bools
+                own = lengths.row_tokens(share_prompt=True) - lengths.prompt - lengths.chosen
+                masks = np.unique(own * (lengths.prompt + lengths.rejected))  # of rejected completions
+                width = policy.precision.activations.itemsize if setup.device.type == "cpu" else 1
+                mask_bytes = float(np.minimum(masks * width, MAX_MASK_BYTES).sum()) * (1 + 1 / width)
         scored = int(lengths.completion_tokens().sum())
     lora_rank = None if recipe.model.lora is None else recipe.model.lora.r
     if lora_rank is None and policy.adapter is not None:
@@ -244,6 +253,7 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
         row_tokens=tokens,
         row_keys=keys,
         row_scored=scored,
+        mask_bytes=mask_bytes,
         device=setup.device,
         precision=policy.precision,
         optimizer=recipe.optim.name,

@@ -28,7 +28,7 @@ from dpo_pack.model.attention import (
     trial_obstacle,
 )
 from dpo_pack.model.attention.flash import flash_attn_attention
-from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
+from dpo_pack.model.attention.segments import MAX_MASK_BYTES, AttentionOptions, RowSegments
 from dpo_pack.model.compiling import compiler_obstacle
 from dpo_pack.model.layout import packed_row
 from dpo_pack.packing.lengths import Group
@@ -121,7 +121,11 @@ def assert_as_written_out(
 
 @pytest.mark.parametrize("window", [None, 1, 6, 1000])
 @pytest.mark.parametrize("special", ["", "softcap", "sinks", "narrow values"])
-def test_attention_by_sdpa_equals_a_softmax_written_out(window: int | None, special: str) -> None:
+@pytest.mark.parametrize("mask_bytes", [MAX_MASK_BYTES, 20])
+def test_attention_by_sdpa_equals_a_softmax_written_out(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, special: str, mask_bytes: int
+) -> None:
+    monkeypatch.setattr("dpo_pack.model.attention.segments.MAX_MASK_BYTES", mask_bytes)
     # Sinks are summed in fp32, as their models do; the rest is float64 throughout.
     bound = 1e-5 if special in ("sinks", "softcap") else 1e-12
     assert_as_written_out("sdpa", window, special, dtype=torch.float64, size=8, bound=bound)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import dpo_pack.model.attention.sdpa as sdpa
+import dpo_pack.model.attention.segments as of_segments
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
 from dpo_pack.model.layout import packed_row
 from dpo_pack.packing.lengths import Group
@@ -72,11 +73,26 @@ MANY = ((5, 9, 4), (12, 1, 30), (20, 6, 6), (3, 17, 2), (8, 8, 8))
 def test_attention_by_segments_on_a_cpu_equals_torch_s_public_call_in_values_and_gradients(
     monkeypatch: pytest.MonkeyPatch, window: int | None, kv_heads: int, dtype: torch.dtype
 ) -> None:
-    segments = make_segments(*MANY)
-    ours = attend(segments, states(segments, dtype, kv_heads), window)
+    def every_tensor(is_blocked: bool) -> list[Tensor]:
+        # Blocks of few queries, as if the masks were larger than they may be.
+        monkeypatch.setattr(of_segments, "MAX_MASK_BYTES", 300 if is_blocked else 1 << 26)
+        segments = make_segments(*MANY)
+        return attend(segments, states(segments, dtype, kv_heads), window)
+
+    ours = [every_tensor(is_blocked) for is_blocked in (False, True)]
     monkeypatch.setattr(sdpa, "_cpu_kernel", lambda: None)
-    for mine, public in zip(ours, attend(segments, states(segments, dtype, kv_heads), window), strict=True):
-        torch.testing.assert_close(mine, public, rtol=1e-5, atol=1e-6)
+    public = every_tensor(False)
+    for result in (*ours, every_tensor(True)):
+        for mine, expected in zip(result, public, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_long_second_completion_needs_no_mask_of_its_length_squared(window: int | None) -> None:
+    segments = make_segments((5, 3, 9000))
+    attend(segments, states(segments), window)
+    kept = sum(mask.numel() * mask.element_size() for mask in segments.kept.values())
+    assert 0 < kept <= 1.25 * of_segments.MAX_MASK_BYTES  # as numbers and as bools
 
 
 def test_the_number_of_threads_does_not_change_a_bit(num_threads: None) -> None:

@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -56,18 +56,25 @@ def sdpa_attention(
     outputs = []
     for q, k, v in parts:
         num_queries, num_keys, window = len(q), len(k), options.window
-        is_causal = num_queries == num_keys and (window is None or window >= num_keys)
         q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
-        if is_plain:
-            mask = None if is_causal else segments.mask(num_queries, num_keys, window)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=is_causal, scale=options.scale
-            )
-        else:
-            mask = segments.mask(num_queries, num_keys, window)
-            out = _eager_attention(q, k, v, mask, options)
-        outputs.append(out.squeeze(0).transpose(0, 1))
-    return torch.cat(outputs)
+        if is_plain and num_queries == num_keys and (window is None or window >= num_keys):
+            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options.scale))
+            continue
+        blocks = list(segments.blocks(num_queries, num_keys, window))
+        # Several blocks read a key. Their gradients add up in at least fp32.
+        dtype = k.dtype if len(blocks) == 1 else torch.promote_types(k.dtype, torch.float32)
+        wide = k.to(dtype), v.to(dtype)
+        of_blocks = q.split([queries.stop - queries.start for queries, _, _ in blocks], dim=2)
+        for q_block, (_, keys, mask) in zip(of_blocks, blocks, strict=True):
+            k_block, v_block = (states[:, :, keys].to(k.dtype) for states in wide)
+            if is_plain:
+                out = F.scaled_dot_product_attention(
+                    q_block, k_block, v_block, attn_mask=mask, scale=options.scale
+                )
+            else:
+                out = _eager_attention(q_block, k_block, v_block, mask, options)
+            outputs.append(out)
+    return torch.cat([out.squeeze(0).transpose(0, 1) for out in outputs])
 
 
 def _heads_first(states: Tensor) -> Tensor:
@@ -118,31 +125,35 @@ class _CpuSegments(torch.autograd.Function):
     ) -> Tensor:
         kernel = _cpu_kernel()
         assert kernel is not None
-        bounds = (
-            pairwise(accumulate(lengths, initial=0))
-            for lengths in (segments.query_lengths, segments.key_lengths)
-        )
-        # Each segment's (slice of the row's queries, slice of the gathered keys).
-        slices = [(slice(*of_queries), slice(*of_keys)) for of_queries, of_keys in zip(*bounds, strict=True)]
-        options: list[dict[str, Any]] = []
+        # The blocks of each segment: (number, slice of the row's queries, of the gathered keys, options).
+        blocks: list[list[tuple[int, slice, slice, dict[str, Any]]]] = []
+        num_blocks = begin = first_key = 0
         for num_queries, num_keys in zip(segments.query_lengths, segments.key_lengths, strict=True):
             is_causal = num_queries == num_keys and (window is None or window >= num_keys)
-            bias = None if is_causal else segments.bias(num_queries, num_keys, window, query.dtype)
-            options.append({"dropout_p": 0.0, "is_causal": is_causal, "attn_mask": bias, "scale": scale})
+            whole = (slice(0, num_queries), slice(0, num_keys), None)
+            masked = () if is_causal else segments.blocks(num_queries, num_keys, window, query.dtype)
+            of_segment = []
+            for queries, keys, mask in [whole] if is_causal else masked:
+                options = {"dropout_p": 0.0, "is_causal": is_causal, "attn_mask": mask, "scale": scale}
+                rows = slice(begin + queries.start, begin + queries.stop)
+                columns = slice(first_key + keys.start, first_key + keys.stop)
+                of_segment.append((num_blocks, rows, columns, options))
+                num_blocks += 1
+            blocks.append(of_segment)
+            begin, first_key = begin + num_queries, first_key + num_keys
         out = torch.empty_like(query)
-        log_normalizers: list[Tensor] = [out] * len(slices)
+        log_normalizers: list[Tensor] = [out] * num_blocks
 
         @torch.no_grad()  # each thread has its own grad mode
         def attend(numbers: Sequence[int]) -> None:
-            for number in numbers:
-                queries, keys = slices[number]
+            for number, queries, keys, options in chain.from_iterable(blocks[segment] for segment in numbers):
                 states = (_heads_first(query[queries]), _heads_first(key[keys]), _heads_first(value[keys]))
-                attended, log_normalizers[number] = kernel[0](*states, **options[number])
+                attended, log_normalizers[number] = kernel[0](*states, **options)
                 _heads_first(out[queries]).copy_(attended)
 
         _on_threads(attend, segments)
         ctx.save_for_backward(query, key, value, out, *log_normalizers)
-        ctx.segments, ctx.slices, ctx.options, ctx.kernel = segments, slices, options, kernel[1]
+        ctx.segments, ctx.blocks, ctx.kernel = segments, blocks, kernel[1]
         return out
 
     @staticmethod
@@ -150,21 +161,27 @@ class _CpuSegments(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         query, key, value, out, *log_normalizers = ctx.saved_tensors
-        slices, options, kernel = ctx.slices, ctx.options, ctx.kernel
-        grad_query, grad_key, grad_value = (torch.empty_like(states) for states in (query, key, value))
+        blocks, kernel, dtype = ctx.blocks, ctx.kernel, key.dtype
+        make = torch.empty_like
+        if len(log_normalizers) > len(blocks):  # gradients of several blocks add up, in at least fp32
+            make, dtype = torch.zeros_like, torch.promote_types(dtype, torch.float32)
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = make(key, dtype=dtype), make(value, dtype=dtype)
 
         @torch.no_grad()
         def attend(numbers: Sequence[int]) -> None:
-            for number in numbers:
-                queries, keys = slices[number]
-                of_segment = (grad[queries], query[queries], key[keys], value[keys], out[queries])
-                parts = kernel(*map(_heads_first, of_segment), log_normalizers[number], **options[number])
-                targets = (grad_query[queries], grad_key[keys], grad_value[keys])
-                for target, part in zip(targets, parts, strict=True):
-                    _heads_first(target).copy_(part)
+            for number, queries, keys, options in chain.from_iterable(blocks[segment] for segment in numbers):
+                of_block = (grad[queries], query[queries], key[keys], value[keys], out[queries])
+                parts = kernel(*map(_heads_first, of_block), log_normalizers[number], **options)
+                _heads_first(grad_query[queries]).copy_(parts[0])
+                for target, part in zip((grad_key[keys], grad_value[keys]), parts[1:], strict=True):
+                    if make is torch.zeros_like:
+                        _heads_first(target).add_(part)
+                    else:
+                        _heads_first(target).copy_(part)
 
         _on_threads(attend, ctx.segments)
-        return grad_query, grad_key, grad_value, None, None, None
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 
 def _on_threads(attend: Callable[[Sequence[int]], None], segments: RowSegments) -> None:

@@ -9,7 +9,8 @@ Legend: T tokens of the row, K gathered keys, G segments, H heads, D head dimens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from torch import Tensor
 from dpo_pack.packing.lengths import IntArray
 
 Value = TypeVar("Value")
+# A segment with a larger mask is computed in blocks of queries, so memory is linear in its length.
+MAX_MASK_BYTES = 1 << 26
 
 
 # No code assigns to these fields. But the class is not frozen, because torch.compile of torch 2.10 takes the
@@ -67,15 +70,28 @@ class RowSegments:
         mask: Tensor = self.kept[name]
         return mask
 
-    def bias(self, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Returns the mask as numbers to add to attention logits: 0 if attention is allowed, -inf if not."""
-        name = ("bias", num_queries, num_keys, window, dtype)
-        if name not in self.kept:
-            allowed = self.mask(num_queries, num_keys, window)
-            zeros = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-            self.kept[name] = zeros.masked_fill_(~allowed, float("-inf"))
-        bias: Tensor = self.kept[name]
-        return bias
+    def blocks(
+        self, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype = torch.bool
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yields (queries, keys, mask) of the blocks in which the attention of a segment is computed.
+
+        A mask of another `dtype` than bool is numbers to add to logits: 0 if attention is allowed, -inf if
+        not. It has at most MAX_MASK_BYTES. All blocks use parts of one mask, because a mask depends only on
+        the distances from the last query and from the last key.
+        """
+        fitting = max(MAX_MASK_BYTES // (num_keys * dtype.itemsize), 1)
+        size, is_whole = min(num_queries, fitting), num_queries <= fitting
+        mask = self.mask(size, num_keys, window)
+        if dtype != torch.bool:
+            zeros = functools.partial(torch.zeros, mask.shape, dtype=dtype, device=mask.device)
+            name = ("bias", size, num_keys, window, dtype)
+            mask = self.once(name, lambda: zeros().masked_fill_(~mask, float("-inf")))
+        for begin in range(0, num_queries, size):
+            end = min(begin + size, num_queries)
+            last_key = num_keys - num_queries + end
+            first_key = 0 if is_whole or window is None else max(last_key - (end - begin) - window + 1, 0)
+            keys = slice(first_key, last_key)
+            yield slice(begin, end), keys, mask[size - (end - begin) :, num_keys - (last_key - first_key) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
