@@ -37,7 +37,7 @@ from dpo_pack.data.store import (
     TokenStore,
     content_key,
     directory_hash,
-    file_hash,
+    file_hashes,
     join_stores,
     key_values,
     open_store,
@@ -397,7 +397,7 @@ def locate_source(
             if reader is None:
                 raise DataError(f"{label}: no reader for this kind of file; there are: {', '.join(READERS)}")
             check_start(path, label)
-            fingerprint = "" if hash_memo is None else file_hash(path, hash_memo)
+            fingerprint = "" if hash_memo is None else file_hashes([path], hash_memo)[0]
             open_source = partial(reader, path, names)
         elif path.is_dir():
             fingerprint, open_source = _find_directory(path, source.split, names, hash_memo)

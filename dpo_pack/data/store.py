@@ -45,6 +45,7 @@ RECORD_DTYPE = np.dtype(
 Records = NDArray[np.void]  # of RECORD_DTYPE
 
 _TOKENS, _WEIGHTS, _RECORDS, _MANIFEST = "tokens.bin", "weights.bin", "records.bin", "manifest.json"
+_LARGEST = "largest_token_id"  # in the summary
 NO_TOKENS = np.zeros(0, dtype=TOKEN_DTYPE)
 
 
@@ -63,19 +64,25 @@ class _FileHash:
 _FileHashes = dict[str, _FileHash]  # by path
 
 
-def file_hash(path: Path, memo_path: Path) -> str:
-    """Returns sha256 of a file's bytes, in hex. The JSON file `memo_path` keeps the hash for later calls."""
-    status = path.stat()
-    # Every change of content changes ctime, even if a program sets mtime back (cp -p, rsync -t).
-    stamp = f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
-    name = str(path.resolve())
+def file_hashes(paths: Iterable[Path], memo_path: Path) -> list[str]:
+    """Returns sha256 of each file's bytes, in hex. The JSON file `memo_path` keeps them for later calls."""
     memo: dict[str, _FileHash] = read_json(memo_path, _FileHashes) or {}
-    if name in memo and memo[name].stamp == stamp:
-        return memo[name].sha256
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    add_to_json(memo_path, _FileHashes, {name: _FileHash(stamp=stamp, sha256=digest)})
-    return digest
+    hashes, added = [], _FileHashes()
+    try:
+        for path in paths:
+            status = path.stat()
+            # Every change of content changes ctime, even if a program sets mtime back (cp -p, rsync -t).
+            stamp = f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+            name = str(path.resolve())
+            if name not in memo or memo[name].stamp != stamp:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                memo[name] = added[name] = _FileHash(stamp=stamp, sha256=digest)
+            hashes.append(memo[name].sha256)
+    finally:  # after Ctrl-C the files that were read are not read again
+        if added:
+            add_to_json(memo_path, _FileHashes, added)
+    return hashes
 
 
 def directory_hash(directory: Path, memo_path: Path) -> str:
@@ -83,7 +90,8 @@ def directory_hash(directory: Path, memo_path: Path) -> str:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     names = [path.relative_to(directory) for path in files]
     visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    return content_key([[name.as_posix(), file_hash(directory / name, memo_path)] for name in visible])
+    hashes = file_hashes((directory / name for name in visible), memo_path)
+    return content_key([[name.as_posix(), digest] for name, digest in zip(visible, hashes, strict=True)])
 
 
 def sequence_key(prompt_ids: AnyIntArray, completion_ids: AnyIntArray) -> bytes:
@@ -108,6 +116,12 @@ class TokenStore:
     token_weights: TokenWeights | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)  # the counts of the pass that wrote the store
     directory: Path | None = None  # None: the pairs are in memory only
+
+    @property
+    def largest_token_id(self) -> int:
+        """Reads all tokens if the store is in memory only, or if an earlier release wrote it."""
+        known: int | None = self.summary.get(_LARGEST)
+        return int(self.tokens.max(initial=0)) if known is None else known
 
     def damaged(self, row_number: int) -> CacheError:
         """Returns the error for changed tokens. Removes the manifest: the next run writes the store again."""
@@ -283,7 +297,7 @@ def write_store(
             tokens, records = (
                 files.enter_context((temporary / name).open("wb")) for name in (_TOKENS, _RECORDS)
             )
-            weights, num_tokens = None, 0
+            weights, num_tokens, largest = None, 0, 0
             for batch in batches:
                 if batch.token_weights is not None and weights is None:  # all earlier tokens count 1
                     weights = files.enter_context((temporary / _WEIGHTS).open("wb"))
@@ -294,7 +308,8 @@ def write_store(
                 tokens.write(batch.tokens.data)
                 records.write(batch.records.tobytes())
                 num_tokens += len(batch.tokens)
-        summary = summarize()
+                largest = max(largest, int(batch.tokens.max(initial=0)))
+        summary = {**summarize(), _LARGEST: largest}
         _, checksum = _map_files(temporary, summary)
         write_json_atomically(temporary / _MANIFEST, {"checksum": checksum, "summary": summary})
         if open_store(directory) is not None:

@@ -285,13 +285,7 @@ def check_tokens(model: ModelFacts, tokenizer: Tokenizer, tables: Sequence[PairT
     num_embeddings = int(model.config.get_text_config().vocab_size)
     largest = 0
     if len(tokenizer) > num_embeddings:  # some have more entries, but never produce the additional ids
-        largest = max(
-            int(ids.max(initial=0))  # an online run's prompts have no completions yet
-            for table in tables
-            for pair in range(table.num_pairs)
-            for group in [table.group(pair)]
-            for ids in (group.context, *group.completions)
-        )
+        largest = max(store.largest_token_id for table in tables for store in table.stores)
     if largest >= num_embeddings:
         raise ModelError(
             f"{model.recipe_key}: the data has token id {largest}, but {model.path} embeds "

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.memory_limit import memory_limit
 
-from dpo_pack.data import readers
+from dpo_pack.data import readers, store
 from dpo_pack.data.formats import FORMATS, BadRow, Pair
 from dpo_pack.data.ingest import LocatedSource
 from dpo_pack.data.readers import READERS, ColumnNames, NumberedRow, OpenRows, data_suffix
@@ -552,3 +552,27 @@ def test_an_unchanged_file_is_not_hashed_again(tmp_path: Path, monkeypatch: pyte
     first = locate(tmp_path / "a.jsonl", tmp_path).fingerprint
     monkeypatch.delattr("hashlib.file_digest")
     assert locate(tmp_path / "a.jsonl", tmp_path).fingerprint == first
+
+
+def test_a_directory_of_many_files_reads_and_writes_its_memo_of_hashes_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, memo, calls = tmp_path / "files", tmp_path / "memo.json", list[str]()
+    directory.mkdir()
+    for number in range(20):
+        (directory / f"{number}.jsonl").write_text(str(number))
+
+    def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any) -> Any:
+            calls.append(name)
+            return function(*given)
+
+        return counted
+
+    for name in ("read_json", "add_to_json"):
+        monkeypatch.setattr(store, name, count(name, getattr(store, name)))
+    first = store.directory_hash(directory, memo)
+    assert store.directory_hash(directory, memo) == first
+    assert calls == ["read_json", "add_to_json", "read_json"]
+    (directory / "7.jsonl").write_text("other")
+    assert store.directory_hash(directory, memo) != first

@@ -19,7 +19,7 @@ from support.tiny_models import tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
-from dpo_pack.data.store import file_hash
+from dpo_pack.data.store import file_hashes
 from dpo_pack.model import fingerprint
 from dpo_pack.model.fingerprint import files_fingerprint, reference_namespace, weight_files
 from dpo_pack.model.scorer import Precision
@@ -371,12 +371,12 @@ def test_a_snapshot_that_lacks_weights_is_one_line(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("content", ["[1]", '{"cut sho', '{"key": 1}', '{"key": {"stamp": 1}}'])
 def test_a_memo_with_other_content_is_forgotten(content: str, model: Path) -> None:
     memo, hashes = model.parent / "memo.json", model.parent / "hashes.json"
-    tensors, whole = digest(model), file_hash(model / "model.safetensors", hashes)
+    tensors, whole = digest(model), file_hashes([model / "model.safetensors"], hashes)[0]
     for path in (memo, hashes):
         key = next(iter(json.loads(path.read_text())))
         path.write_text(content.replace("key", key))
     assert digest(model) == tensors
-    assert file_hash(model / "model.safetensors", hashes) == whole
+    assert file_hashes([model / "model.safetensors"], hashes)[0] == whole
     assert json.loads(memo.read_text())
 
 
