@@ -21,7 +21,7 @@ from dpo_pack.system.errors import ModelError
 from dpo_pack.system.files import read_json
 
 # What transformers 4 reads in place of `rope_parameters`; version 5 reads these keys too.
-_OLD_ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+_OLD_ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base")
 _NEW_TOKENIZER_CLASSES = ("TokenizersBackend", "SentencePieceBackend", "MistralCommonBackend")
 _OF_THIS_MACHINE = ("is_local", "local_files_only")  # transformers 5 writes how it loaded the tokenizer
 
@@ -164,6 +164,9 @@ def _complete_config(file: Path, config: PretrainedConfig, *, is_tied: bool) -> 
             continue
         if "torch_dtype" in old and "dtype" in part:
             part["torch_dtype"] = part["dtype"]
+        # Keys that transformers 5 writes by a newer name, as num_experts of Qwen 3 MoE.
+        newer = getattr(config if name is None else getattr(config, name, None), "attribute_map", {})
+        part.update({key: part[newer[key]] for key in old if newer.get(key) in part})
         rope = part.get("rope_parameters")
         # Of several kinds, by type of layer, transformers 5 would read the one kind in `rope_scaling` only.
         if isinstance(rope, dict) and not any(isinstance(kind, dict) for kind in rope.values()):

