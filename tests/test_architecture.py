@@ -35,6 +35,8 @@ ROOMS = (
     "recipe",
     "system",
 )
+# Rooms whose code runs for each row: what goes to the device goes through `on_device`.
+ROWS = ("model", "training")
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "numpy", "pyarrow"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST_CHAIN = 10  # rooms from __main__
@@ -170,3 +172,17 @@ def test_every_module_says_what_it_is_and_every_entry_has_a_room() -> None:
         assert ast.get_docstring(tree_of(path)), path
     entries = {entry.stem for entry in PACKAGE.iterdir() if entry.name != "py.typed"}
     assert entries - {"__init__", "__pycache__"} == set(ROOMS)
+
+
+def test_no_row_is_copied_to_the_device_from_pageable_memory() -> None:
+    """Such a copy waits until the device has done all its work."""
+    found = [
+        f"{module}:{node.lineno}"
+        for module, path in MODULES.items()
+        if "." in module and room_of(module) in ROWS
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("torch.tensor", "torch.as_tensor")
+        and any(keyword.arg == "device" for keyword in node.keywords)
+    ]
+    assert not found, found

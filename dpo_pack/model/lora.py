@@ -316,7 +316,7 @@ def _no_plain_layers(model: PreTrainedModel) -> dict[str, str]:
 
 def _is_plain(layer: nn.Linear) -> bool:
     """Whether the layer returns a product and nothing else. Some routers, which choose experts, do not."""
-    if type(layer) is nn.Linear or type(layer).__module__.startswith("bitsandbytes."):
+    if type(layer) is nn.Linear or any(k.__module__.startswith("bitsandbytes.") for k in type(layer).__mro__):
         return True
     try:
         with torch.no_grad():

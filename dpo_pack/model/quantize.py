@@ -96,12 +96,11 @@ def _restored(module: Any, dtype: torch.dtype) -> Tensor:
 
     weight = module.weight
     if isinstance(module, Linear4bit):
-        state = weight.quant_state
-        shape = state.shape
+        state = copy.copy(weight.quant_state)
+        shape, state.dtype = state.shape, dtype  # else the result would be in fp32 first
         if shape[-1] % state.blocksize:  # then bitsandbytes' CPU code takes other blocks' scales for rows
-            state = copy.copy(state)
             state.shape = torch.Size((1, shape.numel()))
         whole: Tensor = dequantize_4bit(weight.data, state)
-        return whole.view(shape).to(dtype)
+        return whole.view(shape)
     scaled: Tensor = weight.data * (weight.SCB / 127)[:, None]
     return scaled.to(dtype)

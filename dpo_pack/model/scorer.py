@@ -211,11 +211,16 @@ class CompletionLogps(nn.Module):
         """The dtype of matrix products."""
         return self.autocast or self.gather_dtype or next(self.model.parameters()).dtype
 
-    def autocasting(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    def autocasting(
+        self, device: torch.device, *, keeps_casts: bool = False
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Context of autocast, if the recipe has it. `keeps_casts`: weights are cast once, for many forwards.
+
+        One forward casts each weight once, so it only takes memory to keep the casts.
+        """
         if self.autocast is None:
             return contextlib.nullcontext()
-        # A forward casts each weight once, so a cache of casts would only take memory.
-        return torch.autocast(device.type, dtype=self.autocast, cache_enabled=False)
+        return torch.autocast(device.type, dtype=self.autocast, cache_enabled=keeps_casts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,15 +272,25 @@ class Precision:
 
 
 def resolve_precision(
-    dtype: str, autocast: str, device: torch.device, *, gather_dtype: str | None = None
+    dtype: str,
+    autocast: str,
+    device: torch.device,
+    *,
+    gather_dtype: str | None = None,
+    trains_adapter: bool = False,
 ) -> Precision:
-    """Resolves `model.dtype` (auto: fp32) and `model.autocast` (auto: bf16 for fp32 parameters on CUDA).
+    """Resolves `model.dtype` (auto: fp32) and `model.autocast` (auto: bf16 on CUDA, if parameters are fp32).
 
+    Adapters are always fp32. A GPU without bf16 has no autocast by itself, because torch emulates it slowly.
     `gather_dtype` is the recipe's `distributed.gather_dtype`, which replaces autocast.
     """
     parameters: torch.dtype = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     if gather_dtype is not None:
         return Precision(parameters=parameters, autocast=None, gathered=getattr(torch, gather_dtype))
     if autocast == "auto":
-        autocast = "bfloat16" if device.type == "cuda" and parameters == torch.float32 else "none"
+        has_fp32 = parameters == torch.float32 or (trains_adapter and parameters == torch.bfloat16)
+        helps = device.type == "cuda" and has_fp32
+        if helps and torch.cuda.is_available():
+            helps = torch.cuda.is_bf16_supported(including_emulation=False)
+        autocast = "bfloat16" if helps else "none"
     return Precision(parameters=parameters, autocast=None if autocast == "none" else getattr(torch, autocast))

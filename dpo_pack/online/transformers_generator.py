@@ -114,7 +114,8 @@ class TransformersGenerator:
             # A rank with shorter completions goes on, because every forward needs all ranks.
             synced_gpus=is_sharded(model),
         )
-        with self.scorer.autocasting(self.device):
+        # Each token is a forward. The casts of a sharded model would be those of the whole model.
+        with self.scorer.autocasting(self.device, keeps_casts=not is_sharded(model)):
             answers = self.scorer.with_own_weights(generate)[:, prompt_tokens:]
         return [
             completion_of(written, self.tokenizer, ends=ends, stop=sampling.stop, stop_end=stop_end)

@@ -20,10 +20,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dpo_pack.losses import PairLogps, ScoredPairs
+from dpo_pack.model.attention.segments import on_device
 
 # A pair is saturated if sigmoid(-margin), the factor in the sigmoid loss's gradient, is below this.
 SATURATED_SLOPE = 0.01
@@ -134,7 +136,7 @@ def averages(
     columns = pair_metrics(values, beta=beta, dtype=dtype)
     metrics = {name: of_pairs.mean() for name, of_pairs in columns.items()}
     margins = columns["rewards/margins"]
-    levels = torch.tensor(list(MARGIN_QUANTILES.values()), dtype=margins.dtype, device=margins.device)
+    levels = on_device(np.asarray(list(MARGIN_QUANTILES.values())), margins.device).to(margins.dtype)
     metrics |= zip(MARGIN_QUANTILES, torch.quantile(margins, levels).unbind(), strict=True)
     # Means over the completion tokens of all pairs together: a long completion counts more.
     totals = dict(zip(NAMES, values.sum(dim=0).unbind(), strict=True))

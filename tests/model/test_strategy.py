@@ -152,9 +152,17 @@ def test_the_dtype_of_gathered_shards_takes_the_place_of_autocast() -> None:
     ],
 )
 def test_only_parameters_in_fp32_on_a_gpu_get_autocast_by_themselves(
-    dtype: str, device: str, autocast: torch.dtype | None
+    dtype: str, device: str, autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert resolve_precision(dtype, "auto", torch.device(device)).autocast == autocast
+    # Adapters are fp32, and products in fp32 are slow on a GPU.
+    with_adapter = torch.bfloat16 if device == "cuda" else None
+    assert (
+        resolve_precision(dtype, "auto", torch.device(device), trains_adapter=True).autocast == with_adapter
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    assert resolve_precision(dtype, "auto", torch.device(device)).autocast is None
 
 
 def batches_of(recipe: Recipe, rank: int, *, equal_rows: bool) -> list[GlobalBatch]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from rich.console import Console
 from support.family_errors import load
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.model.attention import ATTENTION_NAME
@@ -28,6 +30,7 @@ from dpo_pack.online.transformers_generator import (
     generating,
 )
 from dpo_pack.packing.lengths import Group
+from dpo_pack.proofs.rows import replaced
 
 TEXTS = ("ask one", "what is the colour of the sky?", "x", "how do I bake bread at home? yes or no")
 PLAIN = SamplingSettings(completions_per_prompt=3, max_new_tokens=8)
@@ -138,6 +141,23 @@ def test_completions_are_drawn_from_the_policy_s_own_distribution(policy: Comple
                 logits = hidden @ policy.model.get_output_embeddings().weight.T
             expected = draw_tokens(logits, torch.from_numpy(uniforms[: len(ids)]), PLAIN)
             assert expected.tolist() == ids
+
+
+def test_weights_are_cast_once_for_all_tokens_of_a_batch(policy: CompletionLogps) -> None:
+    shapes = {parameter.shape for parameter in policy.parameters() if parameter.ndim == 2}
+    casts = 0
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal casts
+            is_cast = func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float32
+            casts += is_cast and args[0].shape in shapes
+            return func(*args, **(kwargs or {}))
+
+    with replaced(policy, autocast=torch.bfloat16), Casts():  # type: ignore[no-untyped-call]
+        made = answers(generator(policy), draws())
+    assert max(len(ids) for of_draw in made for ids in of_draw) > 3
+    assert casts == sum(type(module) is torch.nn.Linear for module in policy.modules())
 
 
 def test_completions_do_not_depend_on_the_batch_they_are_in(policy: CompletionLogps) -> None:

@@ -30,7 +30,7 @@ from dpo_pack.system.errors import ModelError, RecipeError, UnsupportedModelErro
 from dpo_pack.system.files import read_json
 from dpo_pack.trainer import train
 
-pytest.importorskip("bitsandbytes", reason="model.quantize needs bitsandbytes")
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="model.quantize needs bitsandbytes")
 # peft reads an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 CPU, LORA, NF4, INT8 = torch.device("cpu"), "model.lora={r: 4}", "model.quantize=nf4", "model.quantize=int8"
@@ -78,7 +78,7 @@ def test_packed_rows_of_a_quantised_base_are_proved_exact(kind: str, autocast: s
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_quantised_layer_computes_as_a_linear_layer_with_the_restored_weight(
-    kind: Quantization, assets: Path
+    kind: Quantization, assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def first_layer(**options: Any) -> Any:
         model = AutoModelForCausalLM.from_pretrained(assets / "model", dtype=torch.float32, **options)
@@ -88,6 +88,18 @@ def test_a_quantised_layer_computes_as_a_linear_layer_with_the_restored_weight(
     quantised = first_layer(quantization_config=quantization_settings(kind), device_map={"": "cpu"})
     holder = torch.nn.ModuleList([quantised])
     compute_restored(holder)
+    if kind == "nf4":  # restored in the type of the products at once, not by way of fp32
+        made: list[torch.dtype] = []
+        real = bitsandbytes.functional.dequantize_4bit
+
+        def restore(*arguments: Any) -> torch.Tensor:
+            made.append(real(*arguments).dtype)
+            return real(*arguments)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(bitsandbytes.functional, "dequantize_4bit", restore)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            holder[0](torch.randn(5, plain.in_features, requires_grad=True)).sum().backward()
+        assert made == [torch.bfloat16] * 2
     inputs = [torch.randn(5, plain.in_features, requires_grad=True) for _ in range(2)]
     with torch.no_grad():
         weight = holder[0](torch.eye(plain.in_features)).T

@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import deterministic
 
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, as_autocast
 from dpo_pack.system.errors import first_line
+
+_memory: Any = deterministic  # torch's module has this setting as a property, which mypy does not see
 
 
 def flash_attn_attention(
@@ -65,12 +68,13 @@ def torch_varlen_attention(
 
 @contextlib.contextmanager
 def keeps_deterministic_mode() -> Iterator[None]:
-    """Context of a backward pass that may fail: the mode is torch's again, also if the kernel has raised."""
-    before = torch.get_deterministic_debug_mode()
+    """Context of a backward pass that may fail: the mode is as before, also if the kernel has raised."""
+    before, fills = torch.get_deterministic_debug_mode(), _memory.fill_uninitialized_memory
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
+        _memory.fill_uninitialized_memory = fills
 
 
 def _make_backward_deterministic(out: Tensor) -> None:
@@ -80,14 +84,16 @@ def _make_backward_deterministic(out: Tensor) -> None:
     """
     if out.grad_fn is None:
         return
-    before: list[int] = []
+    modes: list[contextlib.AbstractContextManager[None]] = []
 
     def enter(grads: tuple[Tensor, ...]) -> None:
-        before.append(torch.get_deterministic_debug_mode())
+        modes.append(keeps_deterministic_mode())
+        modes[-1].__enter__()
         torch.set_deterministic_debug_mode("error")
+        _memory.fill_uninitialized_memory = False  # the kernel writes all that it allocates
 
     def leave(inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        torch.set_deterministic_debug_mode(before.pop())
+        modes.pop().__exit__(None, None, None)
 
     out.grad_fn.register_prehook(enter)
     out.grad_fn.register_hook(leave)

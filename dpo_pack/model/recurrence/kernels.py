@@ -16,6 +16,7 @@ same B and C, D channels and w tokens of a convolution.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +34,10 @@ from dpo_pack.system.errors import first_line
 DELTA_CHUNK = 16
 MAMBA2_CHUNK = 64
 
-# Runs a function on pieces: (tensors, initial states or None, cu_seqlens or None, whether to return final
+# Runs a function on pieces: (tensors, initial states or None, `PieceBatch.starts`, whether to return final
 # states) -> (outputs, final states or None).
-_RunOnPieces = Callable[[list[Tensor], Tensor | None, Tensor | None, bool], tuple[Tensor, Tensor | None]]
+_Starts = tuple[Tensor, Tensor] | None
+_RunOnPieces = Callable[[list[Tensor], Tensor | None, _Starts, bool], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +94,13 @@ def row_delta_rule(
     """
 
     def run(
-        parts: list[Tensor], states: Tensor | None, starts: Tensor | None, wants_states: bool
+        parts: list[Tensor], states: Tensor | None, starts: _Starts, wants_states: bool
     ) -> tuple[Tensor, Tensor | None]:
-        options: dict[str, Any] = {"chunk_size": DELTA_CHUNK} if is_torch else {"cu_seqlens": starts}
+        options: dict[str, Any] = {"chunk_size": DELTA_CHUNK}
+        if starts is not None:
+            options = {"cu_seqlens": starts[0]}
+            if "cu_seqlens_cpu" in inspect.signature(function).parameters:  # else it waits for the device
+                options["cu_seqlens_cpu"] = starts[1]
         options |= {"initial_state": states, "output_final_state": wants_states}
         return function(*parts, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
 
@@ -129,7 +135,7 @@ def row_mamba2_scan(
     """
 
     def run(
-        parts: list[Tensor], states: Tensor | None, starts: Tensor | None, wants_states: bool
+        parts: list[Tensor], states: Tensor | None, starts: _Starts, wants_states: bool
     ) -> tuple[Tensor, Tensor | None]:
         inputs, steps, keys, reads = parts
         tokens = min(chunk_size, MAMBA2_CHUNK) if is_torch else chunk_size

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpo_pack.model.attention.segments import Gather, RowSegments, make_gather
+from dpo_pack.model.attention.segments import Gather, RowSegments, make_gather, on_device
 from dpo_pack.packing.lengths import IntArray
 
 # Pieces shorter than twice this are padded together: functions fill them up to a chunk in any case.
@@ -32,8 +32,8 @@ class PieceBatch:
     take: Gather  # from the row's T tokens to the batch
     num_pieces: int
     # [pieces + 1] int64: where each piece starts, one after another, then where the last ends. None: the
-    # pieces are padded to one length with zeros.
-    starts: Tensor | None
+    # pieces are padded to one length with zeros. On the device, and on the host.
+    starts: tuple[Tensor, Tensor] | None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -82,7 +82,8 @@ def _make_pieces(segments: RowSegments, *, padded: bool) -> RowPieces:
             starts = None
             if not padded:
                 places = places[places >= 0]
-                starts = torch.tensor([0, *lengths[chosen].cumsum()], device=device)
+                bounds = np.concatenate(([0], lengths[chosen].cumsum()))
+                starts = on_device(bounds, device), torch.from_numpy(bounds)
             take = make_gather(places, start, device)
             made.append(PieceBatch(take=take, num_pieces=len(chosen), starts=starts))
             entries.append(places)
