@@ -1,6 +1,6 @@
 """dpo-pack: DPO fine-tuning that spends its compute on real tokens only.
 
-`dpo_pack.train` and the other names of _INTERFACE are the commands as functions: api.py.
+`dpo_pack.train` and the other names of __all__ are the commands as functions: api.py.
 """
 
 import importlib
@@ -8,14 +8,19 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_INTERFACE = (
-    "Run", "evaluate", "inspect_packing", "merge", "precompute_ref", "push", "recipe_from", "report",
-    "sample", "show", "train",
+__all__ = (
+    "Completions", "DpoPackError", "Evaluation", "Recipe", "Run", "evaluate", "inspect_packing", "merge",
+    "precompute_ref", "push", "recipe_from", "report", "sample", "show", "train",
 )  # fmt: skip
+_ELSEWHERE = {"DpoPackError": "dpo_pack.system.errors", "Recipe": "dpo_pack.recipe.load"}
 
 
 def __getattr__(name: str) -> Any:
     """Imports the Python interface when it is used."""
-    if name in _INTERFACE:
-        return getattr(importlib.import_module("dpo_pack.api"), name)
+    if name in __all__:
+        return getattr(importlib.import_module(_ELSEWHERE.get(name, "dpo_pack.api")), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return ["__version__", *__all__]

@@ -2,8 +2,12 @@
 
     run = dpo_pack.train("recipe.yaml", **{"optim.lr": 1e-6})
 
-A recipe is a path, a dict with the keys of a recipe, or a `Recipe`. Keyword arguments set keys, as KEY=VALUE
-does on the command line. Errors that the user can mend are DpoPackErrors with a message of one line.
+A recipe is a path (of a file or a run), a dict with the keys of a recipe, a `Recipe` or a `Run`. Keyword
+arguments set keys, as KEY=VALUE does on the command line. Where a function takes a model, that may be a run.
+Errors that the user can mend are DpoPackErrors with a message of one line.
+
+`show` and `inspect_packing` print nothing, unless `quiet` is False. The other functions print what the
+commands print; with `quiet=True` nothing.
 
 `train`, `precompute_ref` and `evaluate` run in this process, on one device; if torchrun or accelerate launch
 started several processes, each uses its own device. `dpopack` gives a `command`: if the recipe needs several
@@ -36,7 +40,7 @@ if TYPE_CHECKING:
     from dpo_pack.packing.report import PackingReport
     from dpo_pack.recipe.load import Recipe
 
-    AnyPath = str | Path
+    AnyPath = str | os.PathLike[str]
     AnyRecipe = AnyPath | Mapping[str, Any] | Recipe
 
 
@@ -46,11 +50,16 @@ class Run:
 
     path: Path
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, one dict for each logged step or evaluation."""
         text = (self.path / "metrics.jsonl").read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
+
+    rows = metrics
 
     @property
     def evaluation(self) -> dict[str, Any]:
@@ -67,32 +76,96 @@ class Run:
         return self.path / "report.html"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Metrics of one model on each held-out set; or of two models, `a` and `b`, and their `difference`."""
+
+    sets: dict[str, dict[str, Any]]  # by the name of the set, as `dpopack evaluate --json` writes them
+
+    def __getitem__(self, held_out_set: str) -> dict[str, Any]:
+        return self.sets[held_out_set]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict for each set (and for `a`, `b` and `difference`, which `of` names) with its numbers."""
+        return [
+            {
+                "set": name,
+                **of,
+                **{key: number for key, number in one.items() if not isinstance(number, dict)},
+            }
+            for name, found in self.sets.items()
+            for of, one in (
+                [({"of": part}, found[part]) for part in found] if "difference" in found else [({}, found)]
+            )
+        ]
+
+    def __repr__(self) -> str:
+        return f"Evaluation({', '.join(self.sets)}: {len(self.rows)} rows)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completions:
+    """What models answer to the same prompts."""
+
+    rows: list[dict[str, str]]  # source (the held-out set of the prompt), prompt, model, completion
+
+    def __repr__(self) -> str:
+        models = dict.fromkeys(row["model"] for row in self.rows)
+        return f"Completions({', '.join(models)}: {len(self.rows)} rows)"
+
+
 def train(
     recipe: AnyRecipe,
     *,
     overwrite: bool = False,
     dry_run: bool = False,
+    full: bool = False,
+    memory: int | None = None,
+    devices: int = 1,
+    quiet: bool = False,
     verbose: bool = False,
     command: Sequence[str] | None = None,
     **overrides: Any,
 ) -> Run:
     """Trains, or resumes the run in `output_dir`. Returns the run.
 
-    An interrupt (in a notebook: the stop button) saves the state and then raises KeyboardInterrupt.
+    dry_run: stop before the reference pass; with `full`, before the first step; with `memory`, print only
+    whether the run fits `devices` GPUs of so many bytes each. An interrupt (in a notebook: the stop button)
+    saves the state and then raises KeyboardInterrupt.
     """
-    with _on_every_rank(recipe, overrides, command, trains=True, verbose=verbose) as (loaded, console):
+    if memory is not None:
+        loaded = load(recipe, overrides, trains=True)
+        with many_imports():
+            import torch
+
+            from dpo_pack.run.memory_estimate import print_fit_elsewhere
+            from dpo_pack.run.setup import prepare
+            from dpo_pack.system.console import make_console
+
+        settings: dict[str, Any] = {"runs_models": False, "device": torch.device("cuda")}
+        setup = prepare(loaded, make_console(quiet=quiet), takes_prompts=True, **settings)
+        print_fit_elsewhere(setup, device_bytes=memory, num_devices=devices)
+        return Run(path=Path(loaded.output_dir))
+    with _on_every_rank(recipe, overrides, command, trains=True, quiet=quiet, verbose=verbose) as found:
         from dpo_pack.trainer import train as run_training
 
-        run_training(loaded, console, overwrite=overwrite, dry_run=dry_run)
+        loaded, console = found
+        run_training(loaded, console, overwrite=overwrite, dry_run="full" if full else dry_run)
     return Run(path=Path(loaded.output_dir))
 
 
 def precompute_ref(
-    recipe: AnyRecipe, *, verbose: bool = False, command: Sequence[str] | None = None, **overrides: Any
+    recipe: AnyRecipe,
+    *,
+    quiet: bool = False,
+    verbose: bool = False,
+    command: Sequence[str] | None = None,
+    **overrides: Any,
 ) -> dict[str, int]:
     """Computes the reference log-probs that the cache lacks. Returns the numbers of sequences, under the
     names that run.json has for them."""
-    with _on_every_rank(recipe, overrides, command, verbose=verbose) as (loaded, console):
+    with _on_every_rank(recipe, overrides, command, quiet=quiet, verbose=verbose) as (loaded, console):
         from dpo_pack.run.pairs import prepare_reference
         from dpo_pack.run.setup import prepare
 
@@ -120,39 +193,48 @@ def evaluate(
     quiet: bool = False,
     command: Sequence[str] | None = None,
     **overrides: Any,
-) -> dict[str, Any]:
-    """Prints a model's metrics for each held-out set and returns them, as `dpopack evaluate --json` does.
+) -> Evaluation:
+    """Prints a model's metrics for each held-out set and returns them.
 
-    model: a directory or a hub id; None: the model in `output_dir`. compare: two models, and their paired
-    difference, second minus first.
+    model: a run, a directory or a hub id; None: the model of `output_dir`. compare: two models, and their
+    paired difference, second minus first.
     """
     if model is not None and compare is not None:
         raise RecipeError("evaluate: give --model or --compare, not both")
     with _on_every_rank(recipe, overrides, command, quiet=quiet) as (loaded, console):
         from dpo_pack.reports import evaluation_tables as tables
+        from dpo_pack.run.checkpoint import model_of
         from dpo_pack.run.evaluate import compare_models, evaluate_models
 
+        own = loaded.output_dir / "model"  # its run.json may be gone
+        names = [os.fspath(name) for name in compare or [model or (own if own.is_dir() else own.parent)]]
+        with contextlib.ExitStack() as stack:
+            paths = [stack.enter_context(model_of(name, console)) for name in names]
+            results = evaluate_models(loaded, paths, console)
         if compare is None:
-            (results,) = evaluate_models(loaded, [None if model is None else str(model)], console)
-            tables.render_results(results, console)
-            return {name: result.record for name, result in results.items()}
-        both = (str(compare[0]), str(compare[1]))
-        comparisons = compare_models(*evaluate_models(loaded, both, console), seed=loaded.seed)
+            tables.render_results(results[0], console)
+            return Evaluation(sets={name: result.record for name, result in results[0].items()})
+        comparisons, both = compare_models(*results, seed=loaded.seed), (names[0], names[1])
         tables.render_comparisons(comparisons, both, console)
-        return tables.comparisons_json(comparisons, both)
+        return Evaluation(sets=tables.comparisons_json(comparisons, both))
 
 
 def inspect_packing(
     recipe: AnyRecipe,
     *,
-    ranks: Sequence[int] = (1, 8, 64),
+    ranks: Sequence[int] = (),
     budgets: Sequence[int] = (4096, 8192, 16384),
-    quiet: bool = False,
+    quiet: bool = True,
     **overrides: Any,
 ) -> PackingReport:
-    """Prints how full packed rows are and what packing saves, and returns the numbers; loads no weights."""
+    """Returns how full packed rows are and what packing saves; loads no weights.
+
+    ranks: numbers of processes whose balance is measured; none: the number of processes of a run here.
+    """
     loaded = load(recipe, overrides)
     with many_imports():
+        import torch
+
         from dpo_pack.reports.packing_tables import render_packing
         from dpo_pack.run.models import CPU, resolve_model
         from dpo_pack.run.pairs import offline_source, packing_report
@@ -163,8 +245,10 @@ def inspect_packing(
     data = prepare_data(loaded, prepare_tokenizer(loaded), console)
     policy = resolve_model(loaded, CPU)
     source = offline_source(loaded, data, policy)
+    number = loaded.distributed.num_processes
+    usual = (max(1, torch.cuda.device_count()) if number == "auto" else number,)
     report = packing_report(
-        source, data, policy.shape, model=loaded.model.path, num_ranks=ranks, budgets=budgets
+        source, data, policy.shape, model=loaded.model.path, num_ranks=ranks or usual, budgets=budgets
     )
     render_packing(report, console)
     return report
@@ -175,10 +259,10 @@ def show(
     *,
     pairs: Sequence[int] = (),
     dropped: bool = False,
-    quiet: bool = False,
+    quiet: bool = True,
     **overrides: Any,
 ) -> ShownRecipe:
-    """Prints pairs as the tokens that the model will get, and returns them; loads no weights.
+    """Returns pairs as the tokens that the model will get; loads no weights.
 
     pairs: rows of the data to show, counted from 1. dropped: read all rows, and list those that are left out.
     """
@@ -194,20 +278,32 @@ def show(
     return shown
 
 
-def sample(*models: AnyPath, prompts: Sequence[str] = (), num: int | None = None) -> None:
-    """Prints what models answer to the same prompts, side by side.
+def sample(
+    *models: AnyPath, prompts: Sequence[str] = (), num: int | None = None, quiet: bool = False
+) -> Completions:
+    """Prints what models answer to the same prompts, side by side, and returns it.
 
     models: runs, directories of models or hub ids, and at most one recipe file. num: so many held-out prompts
     of the recipe or the first run, if there are no `prompts`.
     """
     with many_imports():
         from dpo_pack.reports.tables import render_completions
+        from dpo_pack.run.checkpoint import model_of
         from dpo_pack.run.samples import sample_models
         from dpo_pack.system.console import make_console
 
-    console = make_console()
-    asked, completions = sample_models([str(model) for model in models], console, texts=prompts, num=num)
-    render_completions(asked, completions, console)
+    console, names = make_console(quiet=quiet), [os.fspath(model) for model in models]
+    with contextlib.ExitStack() as stack:
+        paths = {name: stack.enter_context(model_of(name, console)) for name in names}
+        asked, answers = sample_models(names, console, texts=prompts, num=num, paths=paths)
+    render_completions(asked, answers, console)
+    return Completions(
+        rows=[
+            {"source": source, "prompt": prompt, "model": model, "completion": completion}
+            for model, completions in answers.items()
+            for (source, prompt), completion in zip(asked, completions, strict=True)
+        ]
+    )
 
 
 def recipe_from(peer: str, mapping: Mapping[str, Any]) -> str:
@@ -227,6 +323,7 @@ def merge(
     base: str | None = None,
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    quiet: bool = False,
 ) -> Path:
     """Merges a LoRA adapter, or that of a run, and its base into one model. Returns the model's directory.
 
@@ -234,13 +331,17 @@ def merge(
     """
     with many_imports():
         from dpo_pack.model.lora import unknown_settings
+        from dpo_pack.run.checkpoint import model_of
         from dpo_pack.run.export import merge_adapter
         from dpo_pack.system.console import make_console
 
-    console = make_console()
-    with console.status("Merging"):
+    console = make_console(quiet=quiet)
+    with contextlib.ExitStack() as stack:
+        found = Path(stack.enter_context(model_of(os.fspath(source), console)))
+        replacement = None if base is None else stack.enter_context(model_of(base, console))
+        stack.enter_context(console.status("Merging"))
         adapter = merge_adapter(
-            Path(source), Path(out), base=base, dtype=dtype, trust_remote_code=trust_remote_code
+            found, Path(out), base=replacement, dtype=dtype, trust_remote_code=trust_remote_code
         )
     for warning in unknown_settings(adapter.directory):
         console.print(warning)
@@ -248,17 +349,23 @@ def merge(
     return Path(out)
 
 
-def push(source: AnyPath, repo: str, *, private: bool = True) -> str:
+def push(source: AnyPath, repo: str, *, private: bool = True, quiet: bool = False) -> str:
     """Uploads a run's model, or what `merge` wrote, to the Hugging Face hub. Returns its URL."""
-    from dpo_pack.run.run_dir import push as push_run
+    with many_imports():
+        from dpo_pack.run.checkpoint import model_of
+        from dpo_pack.system.console import make_console
+        from dpo_pack.system.hub import check_upload, upload_model
 
-    url, lines = push_run(Path(source), repo, private=private)
+    console, source = make_console(quiet=quiet), Path(source)
+    check_upload(repo)
+    with model_of(str(source), console) as model:
+        url, lines = upload_model(Path(model), source / "report.html", repo, private=private)
     for line in lines:
-        say(line)
+        console.print(line)
     return url
 
 
-def report(run: AnyPath, *others: AnyPath, output: AnyPath | None = None) -> Path:
+def report(run: AnyPath, *others: AnyPath, output: AnyPath | None = None, quiet: bool = False) -> Path:
     """Writes a page about a run, or one that compares it with others. Returns the path of the page.
 
     output: the path to write; None: report.html in `run`.
@@ -267,7 +374,8 @@ def report(run: AnyPath, *others: AnyPath, output: AnyPath | None = None) -> Pat
 
     page = Path(output or Path(run) / "report.html")
     write_run_page([Path(run), *map(Path, others)], page)
-    say(f"Page: {page}")
+    if not quiet:
+        say(f"Page: {page}")
     return page
 
 
@@ -308,7 +416,7 @@ def load(recipe: AnyRecipe, overrides: Mapping[str, Any] = {}, *, trains: bool =
     from dpo_pack.recipe.load import check_environment, load_recipe, parse_recipe
 
     texts = [f"{key}={json.dumps(_as_yaml(value, key))}" for key, value in overrides.items()]
-    if isinstance(recipe, str | Path):
+    if isinstance(recipe, str | os.PathLike):
         loaded = load_recipe(Path(recipe), texts)
     elif isinstance(recipe, Mapping):
         loaded = parse_recipe(_as_yaml(recipe, "recipe"), texts)

@@ -37,7 +37,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from accelerate.utils import set_seed
@@ -78,7 +78,6 @@ from dpo_pack.run.run_dir import (
     find_run,
     input_fingerprints,
     only_run,
-    push,
     way_on,
 )
 from dpo_pack.run.samples import Sampler
@@ -94,7 +93,7 @@ from dpo_pack.system import ranks
 from dpo_pack.system.console import TrainingLines, format_seconds, keep_log, shown
 from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
 from dpo_pack.system.files import write_json_atomically
-from dpo_pack.system.hub import push_command, why_no_upload
+from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.machine import release_memory
 from dpo_pack.training.batches import BatchSource, GlobalBatch, OfflineSource
@@ -132,12 +131,12 @@ def train(
     console: Console,
     *,
     overwrite: bool = False,
-    dry_run: bool = False,
+    dry_run: bool | Literal["full"] = False,
     after_step: AfterStep | None = None,
 ) -> None:
     """Trains the recipe's policy and writes it to `output_dir`/model; resumes an earlier run if there is one.
 
-    With `dry_run` it does everything before the first step and writes nothing into `output_dir`.
+    With `dry_run` it stops before the reference pass ("full": the first step) and leaves `output_dir` alone.
     Raises a DpoPackError for an error that the user can correct, Interrupted after Ctrl-C or SIGTERM.
     """
     check_environment(recipe)
@@ -156,9 +155,10 @@ def train(
         if obstacle is not None:  # no error: the recipe may be trained without network, and pushed later
             console.print(f"Warning: export.push_to_hub: {obstacle}. The run trains all the same")
         interruption = stack.enter_context(interruptible())
-        trainer = Trainer(recipe, run, console, interruption, is_dry=dry_run)
+        trainer = Trainer(recipe, run, console, interruption, dry_run=dry_run)
         if dry_run:
-            console.print("Dry run: everything up to the first step is in order")
+            end = "first step" if dry_run == "full" else "reference pass; --full goes on to the first step"
+            console.print(f"Dry run: everything is in order up to the {end}")
             return
         try:
             trainer.run_steps(after_step)
@@ -203,7 +203,7 @@ class Trainer:
         console: Console,
         interruption: Interruption,
         *,
-        is_dry: bool = False,
+        dry_run: bool | Literal["full"] = False,
     ) -> None:
         """A dry run prints the memory that the run needs, and writes nothing into `output_dir`."""
         begun = time.monotonic()
@@ -222,11 +222,11 @@ class Trainer:
                 recipe, setup.data, setup.policy_facts, device=setup.device, equal_rows=shards
             )
         first_plan = None if self.pairs is None else self.pairs.first_plan
-        if is_dry:
+        if dry_run:
             print_memory_estimate(setup, first_plan)
         gathers_once = shards and stays_gathered(setup, first_plan)
         # Model, proof that its packed rows are exact, and the reference's log-probs.
-        seconds = self.load_online() if self.pairs is None else self.load_offline(self.pairs)
+        seconds = self.load_online() if self.pairs is None else self.load_offline(self.pairs, dry_run)
         # Optimizer and schedule, then the state of an earlier run.
         self.state = self.new_state()
         self.policy = distribute_policy(
@@ -237,14 +237,14 @@ class Trainer:
         self.sampler = Sampler(setup, self.loaded.scorer, run.samples)
         self.log = self.open_log(begun, self.load_checkpoint())
         describe_run(setup, self.loaded, first_plan, num_steps=self.source.num_steps)
-        self.measure_memory() if is_dry else self.write_first_files()
+        self.measure_memory() if dry_run else self.write_first_files()
         self.make_evaluator_and_saver()
         self.log.reference_seconds = seconds
         self.log.startup_seconds = time.monotonic() - begun - seconds
 
     # ---------------------------------------------------------------------------------- before the first step
 
-    def load_offline(self, pairs: OfflineSource) -> float:
+    def load_offline(self, pairs: OfflineSource, dry_run: bool | Literal["full"]) -> float:
         """Loads the model, and gets the pairs' reference log-probs. Returns the seconds of their pass."""
         setup, recipe, resumes = self.setup, self.recipe, self.run.checkpoint is not None
         starts_as_reference = recipe.reference.path is None and not resumes
@@ -258,7 +258,7 @@ class Trainer:
             self.console.print("Reference: follows the policy; a second model runs live, nothing is cached")
         elif resumes:
             self.frozen, seconds = resume_reference(setup, self.run.resumed_reference)
-        else:
+        elif dry_run is not True:
             filled = prepare_reference(setup, loaded)
             self.frozen, seconds = filled.values(), filled.seconds
             self.run.info["totals"] = {
@@ -624,7 +624,7 @@ class Trainer:
         except Exception as error:  # the same command goes on after the last step
             saver.save_what_is_done(error, shared=DpoPackError)
             raise
-        saver.round_policy()  # a checkpoint has the weights as they were trained, so only now
+        saver.exporter.round_policy()  # a checkpoint has the weights as they were trained, so only now
         rate = state.num_pairs / max(state.train_seconds, 1e-9)
         page = f"; report: {run.page}" if write_page(run, self.console) else ""
         log.print(
@@ -639,8 +639,8 @@ class Trainer:
         run, state, log, saver = self.run, self.state, self.log, self.saver
         self.sampler.write(saver.load_exported())
         with shown(self.console, "Writing the model"):
-            saved = saver.export(run.model)
-        if turn_end := saver.turn_end()[1]:
+            saved = saver.exporter.export(run.model)
+        if turn_end := saver.exporter.turn_end()[1]:
             log.print(turn_end)
         ranks.every_rank_does(log.close)
         facts: dict[str, Any] = {
@@ -690,7 +690,7 @@ def push_model(
         interruption.poll()
         if ranks.is_first():
             console.print(f"Uploading {run.model} to {repo}")
-            for line in push(run.root, repo, private=private)[1]:
+            for line in upload_model(run.model, run.page, repo, private=private)[1]:
                 console.print(line)
     except RunError as error:
         reason = str(error).removeprefix("push: ")

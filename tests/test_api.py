@@ -17,8 +17,8 @@ import dpo_pack
 import dpo_pack.trainer as train_module
 from dpo_pack import api
 from dpo_pack.api import load
-from dpo_pack.recipe.load import load_recipe
-from dpo_pack.system.errors import RecipeError
+from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.system.errors import DpoPackError, RecipeError
 from dpo_pack.system.interrupts import Interrupted
 
 
@@ -49,16 +49,24 @@ def test_a_run_from_python_is_the_run_of_the_command(
     assert api.precompute_ref(recipe) == counts
     assert api.report(run.path, output=run.path / "page.html") == run.path / "page.html"
     assert (run.path / "page.html").read_text() == run.report_path.read_text()
-    results = api.evaluate(run.path / "recipe.yaml")
-    name = next(iter(results))
-    assert results[name]["rewards/accuracies"] == pytest.approx(
-        run.evaluation[name]["rewards/accuracies"], abs=1e-6
-    )
+    capsys.readouterr()
+    results = dpo_pack.evaluate(run, quiet=True)
+    assert capsys.readouterr().out == "" and len(repr(results)) < 80
+    ((name, expected),) = run.evaluation.items()
+    assert results.rows[0]["set"] == name and run.rows == run.metrics
+    assert results[name]["rewards/accuracies"] == pytest.approx(expected["rewards/accuracies"], abs=1e-6)
+    both = dpo_pack.evaluate(run.path, compare=(run, run.model_path), quiet=True)
+    assert [row["of"] for row in both.rows] == ["a", "b", "difference"]
+    answers = dpo_pack.sample(run, prompts=["ask red"], quiet=True)
+    assert [row["model"] for row in answers.rows] == [str(recipe.parent / "model"), str(run.model_path)]
+    assert capsys.readouterr().out == "" and len(repr(answers)) < 400
 
 
 def test_the_package_has_the_functions_of_api_and_no_other_name() -> None:
-    for name in dpo_pack._INTERFACE:
-        assert getattr(dpo_pack, name) is getattr(api, name)
+    for name in dpo_pack.__all__:
+        assert getattr(dpo_pack, name).__doc__
+    assert dir(dpo_pack) == sorted(["__version__", *dpo_pack.__all__])
+    assert dpo_pack.DpoPackError is DpoPackError and dpo_pack.Recipe is Recipe and dpo_pack.train is api.train
     with pytest.raises(AttributeError):
         dpo_pack.trian  # noqa: B018
 
@@ -126,11 +134,18 @@ def test_the_allocator_s_segments_grow_unless_the_user_or_vllm_says_otherwise(
 def test_pairs_and_rows_can_be_looked_at_from_python(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = api.show(recipe, pairs=[2])
-    assert "pairs.jsonl line 2" in capsys.readouterr().out
-    report = api.inspect_packing(recipe, ranks=[1, 2], budgets=[128])
+    shown, report = dpo_pack.show(recipe, pairs=[2]), dpo_pack.inspect_packing(recipe, budgets=[128, 256])
+    assert capsys.readouterr().out == ""
     assert {pair.row for pair in shown.pairs} == {2} and report.statistics.num_pairs == 16
-    assert "fill" in capsys.readouterr().out
+    assert shown.rows[0]["prompt"].startswith("ask") and shown.rows[0]["chosen"].startswith(" ")
+    assert [row["token_budget"] for row in report.rows] == [128, 256]
+    assert [balance.num_ranks for balance in report.balance] == [1]
+    by_recipe = dpo_pack.inspect_packing(recipe, **{"distributed.num_processes": 4})
+    assert [balance.num_ranks for balance in by_recipe.balance] == [4]
+    for found in (shown, report):
+        assert len(repr(found)) < 120
+    api.show(recipe, pairs=[2], quiet=False)
+    assert "pairs.jsonl line 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

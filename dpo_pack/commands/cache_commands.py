@@ -123,7 +123,7 @@ def prune(
     for name, num_bytes, reason in prune_cache(
         cache_dir or default_cache_directory(),
         older_than_seconds=None if older_than is None else _seconds(older_than),
-        most_bytes=None if max_size is None else _bytes(max_size),
+        most_bytes=None if max_size is None else parse_bytes(max_size, "--max-size", "20GB, 500MB or 0B"),
         dry_run=dry_run,
     ):
         say(f"{verb} {num_bytes / 1e6:,.1f} MB of {name}: {reason}")
@@ -138,10 +138,11 @@ def _seconds(age: str) -> float:
     return float(match[1]) * {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}[match[2]]
 
 
-def _bytes(size: str) -> int:
+def parse_bytes(size: str, option: str, forms: str) -> int:
+    """Reads the size of an option, such as 80GiB; `forms` are examples. Raises RecipeError."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
         return int(TypeAdapter(ByteSize).validate_python(size))
     except ValidationError:
-        raise RecipeError(f"--max-size: {size!r} is not a size; write it as 20GB, 500MB or 0B") from None
+        raise RecipeError(f"{option}: {size!r} is not a size; write it as {forms}") from None

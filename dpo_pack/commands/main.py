@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 import dpo_pack
 from dpo_pack import api
-from dpo_pack.commands.cache_commands import cache_app
+from dpo_pack.commands.cache_commands import cache_app, parse_bytes
 from dpo_pack.system import interrupts
 from dpo_pack.system.endings import USER_CAN_MEND, ending_of
 from dpo_pack.system.errors import RecipeError
@@ -70,7 +70,9 @@ app = typer.Typer(
 )
 app.add_typer(cache_app, name="cache")
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")]
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A YAML recipe, or a run's output_dir: its recipe is read.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -162,10 +164,20 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Stop before the first step, and print the memory that a step needs. Fills the caches of "
-            "tokens and reference log-probs; writes nothing into output_dir.",
+            help="Read all rows, print the memory that a step needs, prove packing exact, and stop before "
+            "the reference pass. Fills the cache of tokens; writes nothing into output_dir.",
         ),
     ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="With --dry-run: go on to the first step, reference pass included.")
+    ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="With --dry-run: would it fit GPUs of 80GiB? Loads no weights."),
+    ] = None,
+    devices: Annotated[
+        int, typer.Option(metavar="N", min=1, help="With --memory: so many GPUs in one machine.")
+    ] = 1,
     verbose: Verbose = False,
 ) -> None:
     """Train a recipe's model, or resume its run.
@@ -173,8 +185,20 @@ def train(
     First computes the reference log-probs that the cache lacks, then trains with DPO. Uses all visible GPUs
     and writes the model to output_dir/model. Run the same command again to resume an interrupted run.
     """
-    loaded, command = _load(recipe, overrides), _own_command()
-    api.train(loaded, overwrite=overwrite, dry_run=dry_run, verbose=verbose, command=command)
+    if (full or memory or devices > 1) and not dry_run or (full and memory) or (devices > 1 and not memory):
+        raise RecipeError(
+            "train: --full, and --memory with --devices, go with --dry-run, one of them at a time"
+        )
+    api.train(
+        _load(recipe, overrides),
+        overwrite=overwrite,
+        dry_run=dry_run,
+        full=full,
+        memory=None if memory is None else parse_bytes(memory, "--memory", "80GiB or 24GB"),
+        devices=devices,
+        verbose=verbose,
+        command=_own_command(),
+    )
 
 
 @app.command("precompute-ref")
@@ -188,8 +212,9 @@ def inspect_packing(
     recipe: RecipeFile,
     overrides: Overrides = None,
     ranks: Annotated[
-        str, typer.Option(help="Show the balance of so many processes, e.g. 1,8,64.")
-    ] = "1,8,64",
+        str | None,
+        typer.Option(help="Show the balance of so many processes: 1,8,64.", show_default="the recipe's"),
+    ] = None,
     budgets: Annotated[
         str, typer.Option(help="Compare token budgets; the best is named, for the first number of --ranks.")
     ] = "4096,8192,16384",
@@ -202,7 +227,7 @@ def inspect_packing(
     loaded = _load(recipe, overrides)
     report = api.inspect_packing(
         loaded,
-        ranks=parse_numbers(ranks, option="--ranks", instance="1,8,64"),
+        ranks=() if ranks is None else parse_numbers(ranks, option="--ranks", instance="1,8,64"),
         budgets=parse_numbers(budgets, option="--budgets", instance="4096,8192"),
         quiet=json_file == Path("-"),
     )
@@ -254,13 +279,11 @@ def evaluate(
     overrides: Overrides = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL", help="A directory or hub id.", show_default="output_dir/model of the recipe"
-        ),
+        typer.Option(metavar="MODEL", help="A run, directory or hub id.", show_default="the recipe's run"),
     ] = None,
     compare: Annotated[
         tuple[str, str] | None,
-        typer.Option(metavar="MODEL_A MODEL_B", help="Two models, and their paired difference, B - A."),
+        typer.Option(metavar="MODEL_A MODEL_B", help="Two models (runs, too), and their difference, B - A."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -270,10 +293,10 @@ def evaluate(
     Tables also show accuracy and margin for each source and for each length ratio of the two completions.
     """
     loaded, command = _load(recipe, overrides), _own_command()
-    metrics = api.evaluate(loaded, model, compare=compare, quiet=json_file == Path("-"), command=command)
+    found = api.evaluate(loaded, model, compare=compare, quiet=json_file == Path("-"), command=command)
     place = _place_among_ranks()
     if place is None or place.rank == 0:
-        _write_files(json_file, lambda: json.dumps(metrics, indent=2) + "\n")
+        _write_files(json_file, lambda: json.dumps(found.sets, indent=2) + "\n")
 
 
 @app.command()
@@ -321,7 +344,9 @@ def sample(
 
 @app.command("doctor")
 def doctor_command(
-    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="A YAML recipe.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="A YAML recipe, or a run's output_dir.")
+    ] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -356,7 +381,7 @@ def merge(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
     base: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Directory or hub id.", show_default="the one the adapter names"),
+        typer.Option(metavar="MODEL", help="Run, directory or hub id.", show_default="the adapter's own"),
     ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -382,8 +407,8 @@ def push_command(
 ) -> None:
     """Upload a run's model to the Hugging Face hub.
 
-    The model, its card and report.html go up in one commit. Of an unfinished run, the newest checkpoint that
-    has a model (checkpoint.export) goes up. The token comes from HF_TOKEN or 'hf auth login'.
+    The model, its card and report.html go up in one commit. Of an unfinished run, the model of its newest
+    checkpoint goes up. The token comes from HF_TOKEN or 'hf auth login'.
     """
     api.push(source, repo, private=private)
 
@@ -408,7 +433,7 @@ def recipe_command(
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for editors.")] = False,
     check: Annotated[
-        Path | None, typer.Option("--check", metavar="FILE", help="Say whether a recipe would start.")
+        Path | None, typer.Option("--check", metavar="RECIPE", help="Say whether a recipe would start.")
     ] = None,
     overrides: Overrides = None,
 ) -> None:

@@ -123,6 +123,26 @@ class ShownRecipe:
     def warnings(self) -> list[Fault]:
         return [fault for source in self.sources for fault in source.warnings]
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict for each pair: source, row, warnings, and as texts prompt, chosen and rejected."""
+        return [
+            {
+                "source": source.name,
+                "row": pair.row,
+                "prompt": "".join(token.text for token in pair.chosen if token.part == "prompt"),
+                "chosen": "".join(token.text for token in pair.chosen if token.part == "completion"),
+                "rejected": "".join(token.text for token in pair.rejected if token.part == "completion"),
+                "warnings": list(pair.warnings),
+            }
+            for source in self.sources
+            for pair in source.pairs
+        ]
+
+    def __repr__(self) -> str:
+        names = ", ".join(source.name for source in self.sources)
+        return f"ShownRecipe({names}: {len(self.pairs):,} pairs, {len(self.warnings):,} warnings)"
+
 
 def find_faults(pairs: Sequence[TokenizedPair], origin: Origin) -> Iterator[Fault]:
     """Yields the faults of the pairs of a source."""

@@ -4,7 +4,8 @@ packing_report.json has the fields of the dataclasses. Lengths are in tokens; FL
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -97,6 +98,18 @@ class PackingReport:
     sweep: tuple[BudgetOutcome, ...]  # by token budget, ascending
     removed_pairs: Mapping[str, int]  # pairs dropped before packing, by reason
     truncated: Mapping[str, int]  # pairs shortened before packing, by the part that was cut
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict with the fields of BudgetOutcome for each token budget."""
+        return [asdict(outcome) for outcome in self.sweep]
+
+    def __repr__(self) -> str:
+        ours = self.statistics
+        return (
+            f"PackingReport({ours.num_pairs:,} pairs in {ours.num_steps:,} steps, {ours.num_rows:,} rows of "
+            f"up to {self.token_budget:,} tokens, {ours.budget_fill:.1%} full)"
+        )
 
 
 def inspect_packing(

@@ -26,16 +26,22 @@ from dpo_pack.system.machine import install_command
 __all__ = ["Recipe", "source_names"]  # besides what is defined here
 
 MAX_RECIPE_BYTES = 1 << 17  # PyYAML takes some seconds for so many bytes
+RECIPE_FILE, INFO_FILE = "recipe.yaml", "run.json"  # of a run, in its output_dir
 MODEL_FILES = ("config.json", "adapter_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads a recipe file and applies `key=value` overrides. The last override of a key counts.
+    """Reads a recipe file, or that of a run's directory, and applies `key=value` overrides, the last one of
+    a key. A run that was moved is at `path`, whatever its recipe says.
 
     Raises RecipeError for every mistake in the recipe itself; see `check_environment` for this machine.
     """
-    begin = "'dpopack recipe --defaults' prints one to begin with"
+    begin, run = "'dpopack recipe --defaults' prints one to begin with", path
+    if path.is_dir():
+        path = run / RECIPE_FILE
+        if not (run / INFO_FILE).is_file():
+            fail(f"{run}: no run, as it has no {INFO_FILE}; give a run's output_dir or a recipe file")
     try:
         with path.open("rb") as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
@@ -51,6 +57,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     tree = read_yaml(text, where=str(path))
     if not isinstance(tree, dict):
         fail(f"{path}: a recipe is a mapping of 'key: value' lines, not {show(tree)}; {begin}")
+    if run is not path and run.resolve() != Path(str(tree.get("output_dir"))).resolve():
+        tree["output_dir"] = str(run)
     return parse_recipe(tree, overrides, recipe_dir=path.parent)
 
 

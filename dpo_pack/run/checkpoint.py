@@ -13,14 +13,18 @@ see `seed_step` in system/ranks.py.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -39,25 +43,36 @@ from dpo_pack.model.saving import find_beyond, round_weights
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import pair_sums
+from dpo_pack.recipe.load import INFO_FILE, check_environment, load_recipe
 from dpo_pack.reference.cache import namespace_digest
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.run.checkpoint_files import (
     HOST_STATE,
+    MODEL,
     TENSORS,
     CheckpointContent,
     CheckpointWriter,
     checkpoint_path,
+    checkpoints,
     saved_counters,
 )
-from dpo_pack.run.export import export_model, model_card, name_turn_end, read_back_job
+from dpo_pack.run.export import (
+    export_model,
+    model_card,
+    name_turn_end,
+    read_back,
+    read_back_job,
+    verified_sentence,
+)
 from dpo_pack.run.log import RunLog
-from dpo_pack.run.run_dir import RunDir, damage_of
+from dpo_pack.run.run_dir import PARTS, RunDir, damage_of
 from dpo_pack.run.samples import before_and_after
-from dpo_pack.run.setup import Setup
+from dpo_pack.run.setup import Setup, load_policy, prepare
 from dpo_pack.run.state import Counters, Identity, Place, Selection, Standing, TrainState, is_multiple
 from dpo_pack.system import ranks
+from dpo_pack.system.console import make_console, shown
 from dpo_pack.system.errors import CacheError, RunError, first_line
-from dpo_pack.system.files import sync, writing
+from dpo_pack.system.files import discard, path_aside, put_in_place, read_json, sync, writing
 from dpo_pack.system.machine import host_memory, package_versions, release_memory
 from dpo_pack.training.batches import BatchSource
 
@@ -110,6 +125,124 @@ def run_identity(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exporter:
+    """Writes the policy as a model, and returns what a process needs to compare the files with it."""
+
+    setup: Setup
+    loaded: LoadedModel
+    samples: Path  # samples.jsonl
+    say: Callable[[str], object]
+    facts: Callable[[], tuple[dict[str, Any], dict[str, Any]]]  # totals, the latest evaluation
+
+    def export(self, target: Path) -> dict[str, Tensor]:
+        """Writes the policy as a model that transformers, PEFT or vLLM can load; returns rank 0's tensors."""
+        turn_end, _ = self.turn_end()
+        return export_model(
+            self.loaded,
+            self.setup.tokenizer,
+            target,
+            card=self._card,
+            dtype=self.export_dtype(),
+            turn_end=turn_end,
+        )
+
+    def turn_end(self) -> tuple[int | None, str]:
+        """Returns what `name_turn_end` says of the policy; nothing if it trains on no ends of turns."""
+        data, seen = self.setup.data, None
+        if self.setup.recipe.online is None:
+            pairs = map(data.train.group, range(min(data.train.num_pairs, _LOOKED_AT)))
+            seen = {end for pair in pairs for end in pair.completions[0][-TURN_END_TOKENS:].tolist()}
+        elif all(prompt.messages is None for prompt in data.prompts):
+            seen = set()
+        return name_turn_end(self.loaded, self.setup.tokenizer, seen)
+
+    def export_dtype(self) -> torch.dtype | None:
+        """Returns the type of the exported weights; None: that in which they were trained."""
+        wanted, facts = self.setup.recipe.export.dtype, self.setup.policy_facts
+        dtype: torch.dtype | None = None
+        if wanted != "auto":
+            dtype = getattr(torch, wanted)
+        elif self.loaded.adapter is None:
+            stored = ranks.first_does(lambda: stored_dtype(facts.path, facts.revision))
+            dtype = stored if stored.itemsize < facts.precision.parameters.itemsize else None
+        if dtype == torch.float16:
+            tensors = self.loaded.model.state_dict().items()
+            local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors}
+            beyond = next(filter(None, ranks.every_rank_says(find_beyond(local, dtype))), None)
+            if beyond is not None:
+                self.say(
+                    f"Warning: export.dtype: {beyond} has values beyond float16, so the model is written in "
+                    "float32"
+                )
+                return torch.float32
+        return dtype
+
+    def compared_pairs(self) -> list[Group]:
+        """Returns the two shortest of the first pairs, held-out ones if there are any, to measure exports."""
+        tables = [table for table in self.setup.data.eval.values() if table.num_pairs] or [
+            self.setup.data.train
+        ]
+        if self.setup.recipe.online is not None:  # its pairs do not exist beforehand
+            return []
+        pairs = [tables[0].group(pair) for pair in range(min(tables[0].num_pairs, _LOOKED_AT))]
+        return sorted(pairs, key=lambda pair: len(pair.context) + sum(map(len, pair.completions)))[:2]
+
+    @torch.no_grad()
+    def round_policy(self) -> None:
+        """Gives the policy the values that the export will have; prints by how much its margins change."""
+        dtype, facts, scorer = self.export_dtype(), self.setup.policy_facts, self.loaded.scorer
+        if dtype is None or dtype.itemsize >= facts.precision.parameters.itemsize or self.loaded.adapter:
+            return
+        pairs, device = self.compared_pairs(), self.setup.device
+
+        def margins() -> Tensor:
+            sums = [pair_sums(scorer, [pair], device) for pair in pairs]
+            return self.setup.recipe.loss.beta * torch.cat(sums).diff(dim=-1)
+
+        before = margins() if pairs else None
+        round_weights(self.loaded.model, dtype, keeps_type=True)
+        line = f"The weights are rounded to {str(dtype).removeprefix('torch.')} (export.dtype)"
+        if before is not None:
+            change = float((margins() - before).abs().mean())
+            line += f", which changes the reward margins of {len(pairs)} pairs by {change:.1e} in the mean"
+            evaluations = self.facts()[1].values()
+            known = [one["rewards/margins"] for one in evaluations if "rewards/margins" in one]
+            if known and change > 0.1 * abs(known[0]):
+                line += f", more than a tenth of {known[0]:.1e}; export.dtype: float32 keeps them"
+        self.say(line)
+
+    def read_back_job(self, directory: Path, saved: dict[str, Tensor]) -> dict[str, Any]:
+        """Returns what a process needs to compare the export with the policy; every rank must call it."""
+        setup, wanted = self.setup, self.setup.recipe.export.verify
+        weights = sum(parameter.nbytes for parameter in self.loaded.model.parameters())
+        release_memory()
+        on_cuda = setup.device.type == "cuda"
+        free = torch.cuda.mem_get_info(setup.device)[0] if on_cuda else host_memory().free
+        fits = ranks.first_says(free > _ROOM_TO_READ * weights) and setup.policy_facts.quantization is None
+        return read_back_job(
+            self.loaded,
+            directory,
+            saved,
+            self.compared_pairs() if wanted == "full" or (wanted == "auto" and fits) else [],
+            revision=setup.policy_facts.revision,
+            trust_remote_code=setup.policy_facts.trust_remote_code,
+            device=setup.device,
+        )
+
+    def _card(self) -> str:
+        adapter, (totals, evaluation) = self.loaded.adapter, self.facts()
+        return model_card(
+            self.setup.recipe,
+            totals=totals,
+            evaluation=evaluation,
+            samples=before_and_after(self.samples),
+            adapter_base=None if adapter is None else adapter.base,
+            is_chat=self.setup.tokenizer.chat_template is not None,
+            note=self.turn_end()[1],
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class Saver:
     """Remembers the latest step from which the run can resume, and writes checkpoints of that step."""
@@ -124,6 +257,22 @@ class Saver:
     writer: CheckpointWriter
     place: Place = field(init=False)  # `mark_place` sets it
     saved: Place | None = None  # the place that the newest checkpoint holds
+
+    @property
+    def exporter(self) -> Exporter:
+        return Exporter(
+            setup=self.setup,
+            loaded=self.loaded,
+            samples=self.run.samples,
+            say=self.log.print,
+            facts=lambda: (self.log.totals(self.state), self.state.evaluation),
+        )
+
+    def read_back_job(self, saved: dict[str, Tensor]) -> dict[str, Any]:
+        """Returns that of the finished run's model. Frees the optimizer's state: the reader needs memory."""
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self.state.optimizer.state.clear()
+        return self.exporter.read_back_job(self.run.model, saved)
 
     def mark_place(self) -> None:
         """Makes the present step the place. When a checkpoint of it is written, the run can resume there."""
@@ -170,118 +319,9 @@ class Saver:
         content = checkpoint_content(
             self.state, self.place, self.identity, keep=settings.keep, num_best=settings.keep_best
         )
-        path = self.writer.write(content, export=self.export if settings.export else None)
+        path = self.writer.write(content, export=self.exporter.export if settings.export else None)
         self.saved = self.place
         self.log.print(f"  {'saving' if self.writer.in_background else 'saved'} {path}")
-
-    def export(self, target: Path) -> dict[str, Tensor]:
-        """Writes the policy as a model that transformers, PEFT or vLLM can load; returns rank 0's tensors."""
-        turn_end, _ = self.turn_end()
-        return export_model(
-            self.loaded,
-            self.setup.tokenizer,
-            target,
-            card=self._card,
-            dtype=self.export_dtype(),
-            turn_end=turn_end,
-        )
-
-    def turn_end(self) -> tuple[int | None, str]:
-        """Returns what `name_turn_end` says of the policy; nothing if it trains on no ends of turns."""
-        data, seen = self.setup.data, None
-        if self.setup.recipe.online is None:
-            pairs = map(data.train.group, range(min(data.train.num_pairs, _LOOKED_AT)))
-            seen = {end for pair in pairs for end in pair.completions[0][-TURN_END_TOKENS:].tolist()}
-        elif all(prompt.messages is None for prompt in data.prompts):
-            seen = set()
-        return name_turn_end(self.loaded, self.setup.tokenizer, seen)
-
-    def export_dtype(self) -> torch.dtype | None:
-        """Returns the type of the exported weights; None: that in which they were trained."""
-        wanted, facts = self.setup.recipe.export.dtype, self.setup.policy_facts
-        dtype: torch.dtype | None = None
-        if wanted != "auto":
-            dtype = getattr(torch, wanted)
-        elif self.loaded.adapter is None:
-            stored = ranks.first_does(lambda: stored_dtype(facts.path, facts.revision))
-            dtype = stored if stored.itemsize < facts.precision.parameters.itemsize else None
-        if dtype == torch.float16:
-            tensors = self.loaded.model.state_dict().items()
-            local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors}
-            beyond = next(filter(None, ranks.every_rank_says(find_beyond(local, dtype))), None)
-            if beyond is not None:
-                self.log.print(
-                    f"Warning: export.dtype: {beyond} has values beyond float16, so the model is written in "
-                    "float32"
-                )
-                return torch.float32
-        return dtype
-
-    def compared_pairs(self) -> list[Group]:
-        """Returns the two shortest of the first pairs, held-out ones if there are any, to measure exports."""
-        tables = [table for table in self.setup.data.eval.values() if table.num_pairs] or [
-            self.setup.data.train
-        ]
-        if self.setup.recipe.online is not None:  # its pairs do not exist beforehand
-            return []
-        pairs = [tables[0].group(pair) for pair in range(min(tables[0].num_pairs, _LOOKED_AT))]
-        return sorted(pairs, key=lambda pair: len(pair.context) + sum(map(len, pair.completions)))[:2]
-
-    @torch.no_grad()
-    def round_policy(self) -> None:
-        """Gives the policy the values that the export will have; prints by how much its margins change."""
-        dtype, facts, scorer = self.export_dtype(), self.setup.policy_facts, self.loaded.scorer
-        if dtype is None or dtype.itemsize >= facts.precision.parameters.itemsize or self.loaded.adapter:
-            return
-        pairs, device = self.compared_pairs(), self.setup.device
-
-        def margins() -> Tensor:
-            sums = [pair_sums(scorer, [pair], device) for pair in pairs]
-            return self.setup.recipe.loss.beta * torch.cat(sums).diff(dim=-1)
-
-        before = margins() if pairs else None
-        round_weights(self.loaded.model, dtype, keeps_type=True)
-        line = f"The weights are rounded to {str(dtype).removeprefix('torch.')} (export.dtype)"
-        if before is not None:
-            change = float((margins() - before).abs().mean())
-            line += f", which changes the reward margins of {len(pairs)} pairs by {change:.1e} in the mean"
-            evaluations = self.state.evaluation.values()
-            known = [one["rewards/margins"] for one in evaluations if "rewards/margins" in one]
-            if known and change > 0.1 * abs(known[0]):
-                line += f", more than a tenth of {known[0]:.1e}; export.dtype: float32 keeps them"
-        self.log.print(line)
-
-    def read_back_job(self, saved: dict[str, Tensor]) -> dict[str, Any]:
-        """Returns what a process needs to compare the export with the policy; every rank must call it."""
-        setup, wanted = self.setup, self.setup.recipe.export.verify
-        weights = sum(parameter.nbytes for parameter in self.loaded.model.parameters())
-        self.state.optimizer.zero_grad(set_to_none=True)
-        self.state.optimizer.state.clear()
-        release_memory()
-        on_cuda = setup.device.type == "cuda"
-        free = torch.cuda.mem_get_info(setup.device)[0] if on_cuda else host_memory().free
-        fits = ranks.first_says(free > _ROOM_TO_READ * weights) and setup.policy_facts.quantization is None
-        return read_back_job(
-            self.loaded,
-            self.run.model,
-            saved,
-            self.compared_pairs() if wanted == "full" or (wanted == "auto" and fits) else [],
-            revision=setup.policy_facts.revision,
-            trust_remote_code=setup.policy_facts.trust_remote_code,
-            device=setup.device,
-        )
-
-    def _card(self) -> str:
-        adapter = self.loaded.adapter
-        return model_card(
-            self.setup.recipe,
-            totals=self.log.totals(self.state),
-            evaluation=self.state.evaluation,
-            samples=before_and_after(self.run.samples),
-            adapter_base=None if adapter is None else adapter.base,
-            is_chat=self.setup.tokenizer.chat_template is not None,
-            note=self.turn_end()[1],
-        )
 
     def save_on_the_way_out(self) -> None:
         """Saves the state after the last complete step of an interrupted run; drops an unfinished step."""
@@ -349,6 +389,75 @@ class Saver:
             self.place = replace(self.place, step=step)  # the place whose parameters the policy has
         self.state.evaluation = load_trained(checkpoint_path(self.run.checkpoints, step), self.state.scorer)
         return step
+
+
+# --------------------------------------------------------------------------------- the model of a stopped run
+
+
+@contextlib.contextmanager
+def model_of(name: str, console: Console) -> Iterator[str]:
+    """Yields the directory of a run's model. Another name than a run's is yielded as it is.
+
+    A run that was stopped has a checkpoint and no model: it is exported into the checkpoint's directory, or
+    where that is read-only into a temporary one, and compared with what was trained. Every rank must call it.
+    Raises RunError if there is no checkpoint.
+    """
+    run = Path(name)
+    info = read_json(run / INFO_FILE)
+    models = [run / part for part in (MODEL, "merged") if (run / part).is_dir()]
+    if info is None or "status" not in info or models:
+        yield str(models[0]) if info is not None and models else name
+        return
+    found = checkpoints(run / PARTS["checkpoints"])
+    while found and damage_of(found[-1]) is not None:
+        found.pop()
+    if not found:
+        raise RunError(
+            f"{run}: the run is {info['status']} and has neither a model nor a checkpoint; finish it with "
+            f"'dpopack train {run}'"
+        )
+    with contextlib.ExitStack() as stack:
+        target, how = found[-1] / MODEL, "exported before"
+        if not target.is_dir():
+            if not ranks.first_says(os.access(target.parent, os.W_OK)):
+                target = Path(ranks.first_says(stack.enter_context(tempfile.TemporaryDirectory()))) / MODEL
+            with shown(console, f"Exporting {found[-1]}"):
+                how = _export_checkpoint(run, found[-1], target, console)
+        console.print(f"{run} has no model yet; this is its checkpoint {found[-1].name}: {target} ({how})")
+        yield str(target)
+
+
+def _export_checkpoint(run: Path, checkpoint: Path, target: Path, console: Console) -> str:
+    """Writes the checkpoint's model, whole or not at all; returns how it was verified."""
+    recipe = load_recipe(run, ["distributed.num_processes=auto", "logging.trackers=[]"])
+    check_environment(recipe, trains=False)
+    setup = prepare(recipe, make_console(quiet=True), takes_prompts=True)
+    counters, facts, loaded = saved_counters(checkpoint), setup.policy_facts, load_policy(setup)
+    then = counters.identity
+    if then["model config"] != namespace_digest(relevant_config(facts.config)) or (
+        loaded.adapter is not None and then["base model"] != facts.namespace["weights"]
+    ):
+        raise RunError(f"{checkpoint}: {facts.path} has changed since the run began; put back what it was")
+    load_trained(checkpoint, loaded.scorer)
+    totals = {"steps": counters.step, "pairs": counters.num_pairs, "tokens": counters.num_tokens}
+    exporter = Exporter(
+        setup=setup,
+        loaded=loaded,
+        samples=run / PARTS["samples"],
+        say=console.print,
+        facts=lambda: ({**totals, "train_seconds": counters.train_seconds}, counters.evaluation),
+    )
+    temporary, how = ranks.first_says(path_aside(target)), "not verified, as export.verify says"
+    try:
+        saved = exporter.export(temporary)
+        exporter.round_policy()
+        if recipe.export.verify != "none":
+            job = exporter.read_back_job(temporary, saved)
+            how = ranks.first_does(lambda: verified_sentence(job, read_back(job)))
+        ranks.first_does(writing(target)(lambda: put_in_place(temporary, target)))
+    finally:
+        ranks.only_first(lambda: discard(temporary))
+    return how
 
 
 # ------------------------------------------------------------------------------------------------ content

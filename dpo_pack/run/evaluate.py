@@ -150,29 +150,30 @@ class Evaluator:
 
 
 def evaluate_models(
-    recipe: Recipe, models: Sequence[str | None], console: Console
+    recipe: Recipe, models: Sequence[str], console: Console
 ) -> list[dict[str, HeldOutResult]]:
     """Returns for each model its results by the name of the held-out set. One model at a time is in memory.
 
-    A model is a directory or a hub id; None means the model in the recipe's `output_dir`. Raises RecipeError
-    if the recipe has no held-out set, ModelError if a model cannot be loaded.
+    A model is a directory or a hub id. Raises RecipeError if the recipe has no held-out set, ModelError if a
+    model cannot be loaded.
     """
     if not recipe.data.eval:
         raise RecipeError("data.eval: the recipe has no held-out data; name a source or a fraction")
-    paths = [recipe.output_dir / "model" if model is None else Path(model) for model in models]
-    for path, model in zip(paths, models, strict=True):
-        is_hub_id = model is not None and HUB_ID.fullmatch(model) is not None and not path.exists()
-        if not is_hub_id and not (is_adapter(path) or (path / "config.json").is_file()):
+    for model in models:
+        is_hub_id = HUB_ID.fullmatch(model) is not None and not Path(model).exists()
+        if not is_hub_id and not (is_adapter(model) or (Path(model) / "config.json").is_file()):
             raise ModelError(
-                f"{path}: there is no trained model; finish the run first, or give another one with --model"
+                f"{model}: there is no trained model; finish the run first, or give another one with --model"
             )
     setup = prepare(recipe, console)
-    lookup = prepare_reference(setup).values().of if setup.objective.needs_reference else None
-    reference = CachedReference(lookup=lookup)
+    reference = CachedReference(lookup=None)
+    if setup.objective.needs_reference:
+        held_out = prepare_reference(setup, tables=list(setup.data.eval.values()))
+        reference = CachedReference(lookup=held_out.values().of)
     results = []
-    for path in paths:
+    for model in models:
         release_memory()
-        facts = resolve_model(recipe, setup.device, str(path), recipe_key="--model")
+        facts = resolve_model(recipe, setup.device, model, recipe_key="--model")
         check_model(facts, setup.device)
         check_data(setup, facts)
         scorer = load_proved(setup, facts).scorer

@@ -215,14 +215,23 @@ def verify_model(run: RunDir, console: Console, job: dict[str, Any]) -> None:
         return
     if answer["failure"] is not None:
         run.update(not_verified=answer["failure"])
+    sentence = verified_sentence(job, answer)
+    run.update(verified=True, not_verified=None)
+    console.print(sentence[0].upper() + sentence[1:])
+
+
+def verified_sentence(job: dict[str, Any], answer: dict[str, Any] | None) -> str:
+    """Returns what `read_back` has found. Raises RunError if the files hold another model."""
+    if answer is None:
+        return "not verified: the process that reads it ended early"
+    if answer["failure"] is not None:
         raise RunError(
             f"export.verify: the model in the files is not the one that was trained: {answer['failure']}; "
             "its checkpoints are right; report this, or export anew with other releases of the packages"
         )
-    run.update(verified=True, not_verified=None)
     sequences, error = len(job["sequences"]), answer["error"]
     also = f"; log-probs of {sequences} sequences differ by {error:.1e} nats a token" if sequences else ""
-    console.print(f"Verified: the files hold all {len(job['digests'])} trained tensors bit for bit{also}")
+    return f"verified: the files hold all {len(job['digests'])} trained tensors bit for bit{also}"
 
 
 def model_card(

@@ -110,10 +110,11 @@ def packing_report(
     shape: ModelShape,
     *,
     model: str,
-    num_ranks: Sequence[int] = (1, 8, 64),
+    num_ranks: Sequence[int] = (),
     budgets: Sequence[int] = (4096, 8192, 16384),
 ) -> PackingReport:
-    """Reports how the first epoch of `source` fills rows, for each number of ranks and each token budget."""
+    """Reports how the first epoch of `source` fills rows, for each number of ranks (of none: of this run) and
+    each token budget."""
     table, sources = data.train, data.report["train"]["sources"]
     names = [entry["name"] for entry in sources]
     removed, truncated = Counter[str](), Counter[str]()
@@ -126,7 +127,7 @@ def packing_report(
         shape,
         order=source.order(0),
         share_prompt=source.builder.share_prompt,
-        ranks=num_ranks,
+        ranks=num_ranks or (ranks.num_ranks(),),
         budgets=budgets,
         model=model,
         removed_pairs=removed,

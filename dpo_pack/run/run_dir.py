@@ -19,7 +19,7 @@ from dpo_pack.data.store import content_key, directory_hash, file_hashes
 from dpo_pack.model.fingerprint import weights_fingerprint
 from dpo_pack.model.shape import router_balance
 from dpo_pack.recipe.changes import changed_values, only_goes_on
-from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, dump_recipe, load_recipe
+from dpo_pack.recipe.load import INFO_FILE, RECIPE_FILE, TOKENIZER_FILES, Recipe, dump_recipe, load_recipe
 from dpo_pack.recipe.text import show
 from dpo_pack.reference.cache import default_cache_directory
 from dpo_pack.run.checkpoint_files import (
@@ -43,10 +43,9 @@ from dpo_pack.system.files import (
     write_text_atomically,
     writing,
 )
-from dpo_pack.system.hub import upload_model
 from dpo_pack.system.machine import git_commit, package_versions
 
-RECIPE_FILE, INFO_FILE, LOCK_FILE = "recipe.yaml", "run.json", "run.lock"
+LOCK_FILE = "run.lock"
 _MOST_SHOWN = 30  # characters of a recipe's value
 
 
@@ -288,28 +287,6 @@ def begin_run(run: RunDir, recipe_text: str, device: str) -> None:
         devices=[device],
         git_commit=git_commit(),
     )
-
-
-def push(source: Path, repo: str, *, private: bool) -> tuple[str, list[str]]:
-    """Uploads the newest model of `source`, a run or the directory of an exported model, and the run's page.
-    Returns the URL, and lines to print. Raises RunError, also if `source` has no exported model."""
-    if any((source / name).is_file() for name in ("config.json", "adapter_config.json")):
-        return upload_model(source, source / "report.html", repo, private=private)
-    info = read_json(source / INFO_FILE)
-    if info is None or "status" not in info:
-        raise RunError(f"{source}: no run and no model (no run.json or config.json); give a run's output_dir")
-    model, notes = source / "model", []
-    if not model.is_dir():
-        exported = [path for path in checkpoints(source / "checkpoints") if (path / "model").is_dir()]
-        if not exported:
-            raise RunError(
-                f"{source}: the run is {info['status']} and has exported no model; finish it with "
-                "'dpopack train'"
-            )
-        model, step = exported[-1] / "model", step_of(exported[-1])
-        notes = [f"Note: the run is {info['status']}; this is its checkpoint after step {step}"]
-    url, lines = upload_model(model, source / "report.html", repo, private=private)
-    return url, [*notes, *lines]
 
 
 # ---------------------------------------------------------------------------------------------- refusals

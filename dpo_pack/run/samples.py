@@ -29,11 +29,10 @@ from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.interface import Draw, Failure, SamplingSettings
 from dpo_pack.online.transformers_generator import TransformersGenerator
-from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, load_recipe, parse_recipe
+from dpo_pack.recipe.load import INFO_FILE, TOKENIZER_FILES, Recipe, load_recipe, parse_recipe
 from dpo_pack.recipe.schema import SamplesRecipe
 from dpo_pack.recipe.types import MAX_ROW_TOKENS
 from dpo_pack.run.models import check_model, load_weights, resolve_model
-from dpo_pack.run.run_dir import RECIPE_FILE
 from dpo_pack.run.setup import Setup, prepare_data, prepare_tokenizer
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError, first_line
@@ -210,17 +209,22 @@ def prompt_of(ids: TokenIds, tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 
 def sample_models(
-    names: Sequence[str], console: Console, *, texts: Sequence[str], num: int | None
+    names: Sequence[str],
+    console: Console,
+    *,
+    texts: Sequence[str],
+    num: int | None,
+    paths: Mapping[str, str] = {},
 ) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
     """Returns prompts, (source, text) each, and what each model answers to them, by the model's name.
 
-    names: runs, models, and at most one recipe file. A run means its start and its model. The prompts are
-    `texts`; if there are none, `num` held-out prompts of the recipe file, or else of the first run. Raises
-    RecipeError, ModelError, DataError.
+    names: runs, models, and at most one recipe file. A run means its start and its model, which is in `paths`
+    if it is not in model/. The prompts are `texts`; if there are none, `num` held-out prompts of the recipe
+    file, or else of the first run. Raises RecipeError, ModelError, DataError.
     """
     if texts and num is not None:
         raise RecipeError("sample: give --prompt or --num, not both")
-    models, recipe = _models_and_recipe(names)
+    models, recipe = _models_and_recipe(names, paths)
     if recipe is None and not texts:
         raise RecipeError(
             f"sample: {names[0]} is not a run, so it has no prompts; give --prompt TEXT or a recipe"
@@ -273,7 +277,7 @@ def sample_models(
 
 
 def _models_and_recipe(
-    names: Sequence[str],
+    names: Sequence[str], paths: Mapping[str, str]
 ) -> tuple[dict[str, tuple[Recipe, str | None]], Recipe | None]:
     """Returns each model's recipe and path (None: the recipe's start), by the name that is shown; and the
     recipe of the prompts (None: neither recipe nor run is given)."""
@@ -284,11 +288,11 @@ def _models_and_recipe(
     models: dict[str, tuple[Recipe, str | None]] = {}
     for name in (name for name in names if name not in files):
         run = Path(name)
-        if not (run / RECIPE_FILE).is_file():
+        if not (run / INFO_FILE).is_file():
             plain = {"output_dir": "unused", "model": {"path": name}, "data": {"train": "unused"}}
             models[name] = (recipe or parse_recipe(plain, ["packing.mode=padded"]), name)
             continue
-        own, trained = load_recipe(run / RECIPE_FILE), run / "model"
+        own, trained = load_recipe(run), Path(paths.get(name, run / "model"))
         if not trained.is_dir():
             raise ModelError(f"sample: {run} has no model yet; finish the run, or give a model")
         models |= {own.model.path: (own, None), str(trained): (own, str(trained))}

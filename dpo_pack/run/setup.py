@@ -144,6 +144,10 @@ def prepare_data(
             of_prompts = f" pairs of {num_prompts:,} prompts" if num_prompts < table.num_pairs else ""
             sizes[name] = f"{table.num_pairs:,}{of_prompts}"
         what = f"{data.train.num_pairs:,} pairs to train on"
+        copies = np.bincount(data.train.source_indices, minlength=len(data.source_weights))
+        epoch = copies * np.floor(data.source_weights) + np.floor(copies * (data.source_weights % 1) + 0.5)
+        if int(epoch.sum()) != data.train.num_pairs:  # as `epoch_order` draws them
+            what += f" ({int(epoch.sum()):,} an epoch, by the sources' weights)"
     held_out = "".join(f", {size} held out ({name})" for name, size in sizes.items())
     took = "" if recipe.online is not None else f"; {format_seconds(time.monotonic() - begun)}"
     console.print(f"Data: {what}{held_out}{took}")
@@ -189,12 +193,18 @@ def print_columns_not_read(data: Data, console: Console) -> None:
 
 
 def prepare(
-    recipe: Recipe, console: Console, *, takes_prompts: bool = False, runs_models: bool = True
+    recipe: Recipe,
+    console: Console,
+    *,
+    takes_prompts: bool = False,
+    runs_models: bool = True,
+    device: torch.device | None = None,
 ) -> Setup:
     """Finds device, facts of the models, tokenizer and data. Checks that take little time come first.
 
     It writes only into caches. If `runs_models` is false, the command loads no model: it runs in one process
-    and ignores `distributed.num_processes`. `takes_prompts`: see `prepare_data`.
+    and ignores `distributed.num_processes`; `device` may then be one that is not here. `takes_prompts`: see
+    `prepare_data`.
     """
     loss = recipe.loss
     objective = make_objective(loss.terms, loss.options, weighting=loss.weighting, ld_alpha=loss.ld_alpha)
@@ -206,7 +216,8 @@ def prepare(
         )
     accelerator = _accelerator(recipe.logging.trackers, recipe.output_dir / "trackers")
     # With several processes on CPUs, accelerate gives each a device number; for torch the CPU is one device.
-    device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
+    here = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
+    device = device or here
     if device.type == "cpu":
         keep_freed_memory()
     check_optimizer(recipe.optim.name, device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from rich.text import Text
 
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import writing
-from dpo_pack.system.process import printable, unguarded
+from dpo_pack.system.process import printable, unguarded, wrapped
 
 
 def make_console(*, quiet: bool = False, verbose: bool = False) -> Console:
@@ -67,17 +66,13 @@ class _Console(Console):
         return super().render_str(printable(text), **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        wraps = self.is_terminal
-        super().print(*(self._wrapped(x) if wraps and isinstance(x, str) else x for x in objects), **options)
+        fitted, how = objects, options
+        if self.is_terminal:  # rich's soft_wrap leaves texts to the terminal, which breaks words
+            fitted = tuple(Text(wrapped(x, self.width)) if isinstance(x, str) else x for x in objects)
+            how = {"soft_wrap": not any(isinstance(x, Text) for x in objects), **options}
+        super().print(*fitted, **how)
         if not any(isinstance(item, Control | NewLine) for item in objects):  # of a progress line
             self.keep(*objects, **options)
-
-    def _wrapped(self, line: str) -> Text:
-        """Wraps a line at words. Long words, such as paths, are not broken, as rich would."""
-        line = printable(line)
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        whole: Any = {"break_long_words": False, "break_on_hyphens": False}
-        return Text(textwrap.TextWrapper(self.width, subsequent_indent=indent, **whole).fill(line))
 
     def keep(self, *objects: Any, **options: Any) -> None:
         """Prints only into the copy, and appends the copy to the log file, if any. Raises CacheError."""

@@ -112,6 +112,13 @@ def push_command(source: Path, repo: str, *, private: bool) -> str:
     return f"dpopack push {shlex.quote(str(source))} {repo}{'' if private else ' --public'}"
 
 
+def check_upload(repo: str) -> None:
+    """Raises RunError if nothing can be uploaded from here to `repo`. Asks no server."""
+    for obstacle in (repo_fault(repo), why_no_upload()):
+        if obstacle is not None:
+            raise RunError(f"push: {obstacle}")
+
+
 def upload_model(model: Path, page: Path, repo: str, *, private: bool) -> tuple[str, list[str]]:
     """Uploads the files of the directory `model`, and `page` if it exists, in one commit. Returns the URL,
     and lines to print. Creates `repo` if needed, and removes weight files of an earlier upload.
@@ -120,9 +127,9 @@ def upload_model(model: Path, page: Path, repo: str, *, private: bool) -> tuple[
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    for obstacle in (repo_fault(repo), why_no_upload()):
-        if obstacle is not None:
-            raise RunError(f"push: {obstacle}")
+    check_upload(repo)
+    if not any((model / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise RunError(f"{model}: no run and no model (no run.json or config.json); give a run's output_dir")
     paths = {path.relative_to(model).as_posix(): path for path in sorted(model.rglob("*")) if path.is_file()}
     if page.is_file():
         paths["report.html"] = page

@@ -14,7 +14,9 @@ import io
 import logging
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -131,12 +133,26 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def say(line: str) -> None:
-    print(printable(line))
+def wrapped(line: str, width: int) -> str:
+    """Returns the line as `printable`, wrapped at words. Long words, such as paths, are not broken."""
+    line = printable(line)
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.TextWrapper(width, subsequent_indent=indent, **whole).fill(line)
+
+
+def say(line: str, *, file: Any = None) -> None:
+    """Prints a line, wrapped in a terminal, to stdout or `file`."""
+    file = file or sys.stdout
+    print(
+        wrapped(line, shutil.get_terminal_size().columns) if file.isatty() else printable(line),
+        file=file,
+        flush=file is sys.stderr,
+    )
 
 
 def complain(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
+    say(line, file=sys.stderr)
 
 
 def guard_output() -> None:

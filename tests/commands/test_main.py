@@ -440,7 +440,18 @@ def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
 ) -> None:
     pairs = recipe.parent / "pairs.jsonl"
     pairs.write_text(pairs.read_text().replace("{", '{"kind": "a", '))
-    outcome = dpopack("train", recipe, "--dry-run")
+    short = dpopack("train", recipe, "--dry-run")
+    assert (short.status, short.err) == (0, "")
+    assert (
+        "Proof: " in short.out and "Reference log-probs" not in short.out and "reference pass;" in short.out
+    )
+    elsewhere = dpopack("train", recipe, "--dry-run", "--memory", "80GiB", "--devices", "8").out
+    assert "Memory on each of 8 cuda devices" in elsewhere and "It fits: 80.00 GiB" in elsewhere
+    assert "Proof" not in elsewhere
+    for wrong in (["--full"], ["--memory", "1GB"], ["--dry-run", "--devices", "2"]):
+        refused = dpopack("train", recipe, *wrong)
+        assert refused.status == 2 and "go with --dry-run" in refused.err
+    outcome = dpopack("train", recipe, "--dry-run", "--full")
     assert (outcome.status, outcome.err) == (0, "")
     assert "2 steps of 8 pairs" in outcome.out and "Dry run" in outcome.out
     assert "  columns of pairs that are not read: kind\n" in outcome.out
@@ -496,7 +507,7 @@ def test_evaluate_compares_two_models_pair_by_pair(trained: Path, dpopack: Dpopa
 def test_evaluate_needs_held_out_pairs_and_one_trained_model_or_two(recipe: Path, dpopack: Dpopack) -> None:
     tiny_model("llama", vocab_size=300).save_pretrained(recipe.parent / "small")
     refused: dict[tuple[str | Path, ...], str] = {
-        (): r"run/model: .*--model",
+        (): r"/run: .*--model",
         ("data.eval=[]",): r"no held-out data",
         ("--model", "a", "--compare", "a", "b"): r"--model or --compare",
         ("--model", recipe.parent / "small"): r"--model: .* 3\d\d, .*/small",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -24,12 +23,12 @@ from typer.testing import CliRunner
 
 from dpo_pack.commands.main import app
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run.checkpoint import Saver
+from dpo_pack.run.checkpoint import Exporter, model_of
 from dpo_pack.run.export import merge_adapter
-from dpo_pack.run.run_dir import push
 from dpo_pack.system.endings import ending_of
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.files import read_json, write_json_atomically
+from dpo_pack.system.hub import upload_model
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
 
@@ -67,6 +66,11 @@ def files_of(model: Path) -> dict[str, bytes]:
     return {
         path.relative_to(model).as_posix(): path.read_bytes() for path in model.rglob("*") if path.is_file()
     }
+
+
+def push(source: Path, repo: str, *, private: bool) -> tuple[str, list[str]]:
+    with model_of(str(source), Console(quiet=True)) as model:
+        return upload_model(Path(model), source / "report.html", repo, private=private)
 
 
 def refusal(source: Path, **options: Any) -> str:
@@ -187,18 +191,11 @@ def test_nothing_is_sent_without_a_token_or_offline_or_to_a_name_that_cannot_be(
     assert not hub.requests
 
 
-def test_of_an_unfinished_run_only_an_exported_model_is_pushed(
-    exported: dict[str, Path], hub: StubHub, tmp_path: Path
-) -> None:
+def test_what_is_no_run_and_a_run_without_a_checkpoint_are_refused(hub: StubHub, tmp_path: Path) -> None:
     assert "no run and no model" in refusal(tmp_path)
     write_json_atomically(tmp_path / "run.json", {"status": "interrupted"})
     (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
-    assert "interrupted" in refusal(tmp_path) and not hub.requests
-    for step in (2, 3):
-        shutil.copytree(exported["full"] / "model", tmp_path / f"checkpoints/step-00000{step}/model")
-        (tmp_path / f"checkpoints/step-00000{step}/checkpoint.json").touch()
-    note, _ = push(tmp_path, REPO, private=True)[1]
-    assert "interrupted" in note and "after step 3" in note
+    assert "interrupted and has neither a model nor a checkpoint" in refusal(tmp_path) and not hub.requests
 
 
 # --------------------------------------------------------------------------------------------- with training
@@ -259,13 +256,13 @@ def test_a_signal_during_the_upload_says_that_the_run_is_finished_and_how_to_upl
 def test_after_a_signal_while_the_model_is_written_nothing_is_uploaded(
     hub: StubHub, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export = Saver.export
+    export = Exporter.export
 
-    def export_and_signal(saver: Saver, target: Path) -> None:
+    def export_and_signal(exporter: Exporter, target: Path) -> None:
         signal.raise_signal(signal.SIGINT)
-        export(saver, target)
+        export(exporter, target)
 
-    monkeypatch.setattr(Saver, "export", export_and_signal)
+    monkeypatch.setattr(Exporter, "export", export_and_signal)
     stopped_at_the_end(tmp_path, console)
     assert not hub.requests
 

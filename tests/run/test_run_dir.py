@@ -191,7 +191,7 @@ def test_a_second_run_is_refused_and_a_dry_one_is_not(assets: Path, tmp_path: Pa
             train(recipe, console)
         train(recipe, console, dry_run=True)
         assert [path.name for path in recipe.output_dir.iterdir()] == ["run.lock"]
-    assert "everything up to the first step is in order" in text(console)
+    assert "everything is in order up to the reference pass" in text(console)
     assert not recipe.output_dir.exists()
 
 

@@ -219,7 +219,7 @@ def dry_run(recipe: Path) -> set[str]:
     code = (
         "import json, sys\n"
         "from dpo_pack.commands.main import main\n"
-        f"sys.argv = ['dpopack', 'train', {str(recipe)!r}, '--dry-run']\n"
+        f"sys.argv = ['dpopack', 'train', {str(recipe)!r}, '--dry-run', '--full']\n"
         "try:\n    main()\n"
         "finally:\n    print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))\n"
     )

@@ -35,7 +35,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(job: Path, cache: Path, console: Console, *overrides: str) -> None:
     """Everything up to the first step."""
-    train(load(job, f"reference.cache_dir={cache}", *overrides), console, dry_run=True)
+    train(load(job, f"reference.cache_dir={cache}", *overrides), console, dry_run="full")
 
 
 def load(job: Path, *overrides: str) -> Recipe:

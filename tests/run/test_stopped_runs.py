@@ -1,0 +1,106 @@
+"""The model of a run that was stopped: its newest checkpoint, exported when a command needs it."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.tiny_run import tiny_run
+from support.whole_runs import text
+
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run import checkpoint
+from dpo_pack.run.checkpoint import model_of
+from dpo_pack.system.errors import RunError
+from dpo_pack.system.interrupts import Interrupted
+from dpo_pack.trainer import train
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module", params=["", "model.lora={r: 4, alpha: 8}"], ids=["full", "lora"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without its model, which is in finished/; its last checkpoint is of the last step."""
+    directory = tmp_path_factory.mktemp("stopped")
+    more = [request.param] if request.param else []
+    train(load_recipe(tiny_run(directory), ["checkpoint.every_steps=1", "export.verify=full", *more]), QUIET)
+    (directory / "run" / "model").rename(directory / "finished")
+    return directory / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy in another place than its recipe says."""
+    shutil.copytree(trained, tmp_path / "moved")
+    return tmp_path / "moved"
+
+
+def weights_of(model: str | Path) -> bytes:
+    (file,) = Path(model).glob("*.safetensors")
+    return file.read_bytes()
+
+
+def test_the_newest_checkpoint_becomes_the_model_that_the_run_would_have_left(
+    trained: Path, run: Path, console: Console
+) -> None:
+    with model_of(str(run), console) as model:
+        assert model == str(run / "checkpoints" / "step-000002" / "model")
+        assert weights_of(model) == weights_of(trained.parent / "finished")
+    assert "verified: the files hold all" in text(console) and "has no model yet" in text(console)
+    with model_of(str(run), console) as again:
+        assert again == model and "(exported before)" in text(console)
+    assert load_recipe(run).output_dir == run
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_a_read_only_one_is_exported_elsewhere(
+    run: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "checkpoints" / "step-000002" / "host.pt").write_bytes(b"")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr(checkpoint, "check_environment", lambda recipe, trains: None)  # it asks, too
+    with model_of(str(run), console) as model:
+        assert run not in Path(model).parents and weights_of(model)
+    assert not Path(model).exists() and "step-000001" in text(console)
+    assert not (run / "checkpoints" / "step-000001" / "model").exists()
+
+
+def stop(job: dict[str, Any]) -> None:
+    raise Interrupted(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("reader", "error"), [(stop, Interrupted), (lambda job: {"failure": "w differs"}, RunError)]
+)
+def test_nothing_half_written_or_wrong_is_left(
+    reader: Callable[..., Any], error: type[BaseException], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "read_back", reader)
+    before = {path for path in run.rglob("*")}
+    with pytest.raises(error), model_of(str(run), QUIET):
+        raise AssertionError
+    assert {path for path in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_start_that_has_changed_is_refused_where_it_counts(name: str, trained: Path, run: Path) -> None:
+    """A full run's checkpoint has all weights, that of an adapter none of its base."""
+    start = run.parent / "model"
+    shutil.copytree(trained.parent / "model", start)
+    content = (start / name).read_bytes()
+    changed = content.replace(b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 1e-05')
+    (start / name).write_bytes(changed if name == "config.json" else content[:-4] + b"\0\0\0\1")
+    recipe = (run / "recipe.yaml").read_text().replace(str(trained.parent / "model"), str(start))
+    (run / "recipe.yaml").write_text(recipe)
+    is_adapter = (trained.parent / "finished" / "adapter_config.json").exists()
+    if name == "config.json" or is_adapter:
+        with pytest.raises(RunError, match="has changed since the run began"), model_of(str(run), QUIET):
+            raise AssertionError
+    else:
+        with model_of(str(run), QUIET) as model:
+            assert weights_of(model) == weights_of(trained.parent / "finished")
