@@ -1,16 +1,16 @@
 """Common faults of preference data and chat templates: RULES, at the end, each look at one tokenised pair."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from dpo_pack.data.formats import FORMATS, are_labels
-from dpo_pack.data.tokenization import EndTokens, LengthLimits, TokenizationSettings, TokenizedPair
-from dpo_pack.data.tokenizer import Tokenizer, has_other_turns, template_opens_turn
-from dpo_pack.data.written import THINKING, texts_of
+from dpo_pack.data.tokenization import EndTokens, TokenizationSettings, TokenizedPair
+from dpo_pack.data.tokenizer import Tokenizer, template_opens_turn
+from dpo_pack.data.written import THINKING, TOOL_KEY
 from dpo_pack.packing.lengths import AnyIntArray, Group
 
 SIDES = ("chosen", "rejected")
@@ -31,9 +31,10 @@ class Origin:
     ends: EndTokens
     bos: int | None  # ids: the properties of a tokenizer are slow
     eos: int | None
+    is_chat: bool  # the rows are conversations
     begins_with_bos: bool  # plain texts do, because the tokenizer adds it
-    controls: re.Pattern[str] | None  # finds special tokens in a text; None: text never becomes such tokens
-    controls_begin: frozenset[str]  # with these characters
+    controls: re.Pattern[str]  # finds special tokens in a text
+    controls_begin: frozenset[str]  # with these characters; empty: text never becomes such tokens
     num_positions: int | None = None  # that the model computes exactly; None: not known
     describes: bool = True  # False: findings are counted only, so no text is decoded
     opens_turn: dict[str, bool] = field(default_factory=dict)  # `template_opens_turn`, by role of the end
@@ -51,15 +52,12 @@ class Origin:
             ends=EndTokens.of(tokenizer, settings.format),
             bos=bos,
             eos=tokenizer.eos_token_id,
+            is_chat=FORMATS[settings.format].content == "messages",
             begins_with_bos=first == [bos],
-            controls=re.compile("|".join(map(re.escape, controls))) if controls else None,
+            controls=re.compile("|".join(map(re.escape, controls))),
             controls_begin=frozenset(token[0] for token in controls),
             **more,
         )
-
-    @property
-    def is_chat(self) -> bool:
-        return FORMATS[self.settings.format].content == "messages"
 
     def text(self, ids: AnyIntArray, begin: int = 0) -> str:
         """Returns the text of the tokens from position `begin` on, with special tokens and all spaces."""
@@ -80,10 +78,8 @@ def longest_length(pair: Group) -> int:
     return len(pair.context) + max(map(len, pair.completions))
 
 
-def text_of(pair: TokenizedPair, part: str) -> str:
-    """Returns the text of "prompt", "chosen" or "rejected": of messages the last one's, of token ids ""."""
-    parts = {"prompt": pair.pair.prompt, "chosen": pair.pair.chosen, "rejected": pair.pair.rejected}
-    content: Any = parts[part]
+def last_text(content: Any) -> str:
+    """Returns the text of a prompt or completion: of messages the last one's, of token ids ""."""
     if isinstance(content, list):
         content = content[-1].get("content") if isinstance(content[-1], dict) else ""
     return content if isinstance(content, str) else ""
@@ -97,41 +93,6 @@ def quoted(text: str) -> str:
     return '"' + text.replace("\n", "\\n") + '"'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """How a fault is found and described; `find` returns None if the pair is in order."""
-
-    find: Callable[[TokenizedPair, Origin], Finding | None]
-    sentence: str
-    least_share: float = 0.0  # of the source's pairs; in fewer pairs it is no fault
-
-
-def find_in(pair: TokenizedPair, origin: Origin) -> dict[str, Finding]:
-    """Returns what the rules find in a pair, by name of the fault."""
-    found = ((name, rule.find(pair, origin)) for name, rule in RULES.items())
-    return {name: finding for name, finding in found if finding is not None}
-
-
-def count_faults(pairs: Sequence[TokenizedPair], origin: Origin) -> Iterator[tuple[str, int, int]]:
-    """Yields the name of each fault, how many of the pairs have it, and the number of the first one's row."""
-    found: dict[str, list[int]] = {}
-    for pair in pairs:
-        for name, rule in RULES.items():
-            if rule.find(pair, origin) is not None:
-                found.setdefault(name, []).append(pair.row_number)
-    for part in ("prompt", *SIDES):
-        if is_label(pairs, part):
-            found[f"{part}{_LABEL}"] = [pair.row_number for pair in pairs]
-    for name, rows in found.items():
-        yield name, len(rows), rows[0]
-
-
-def is_label(pairs: Sequence[TokenizedPair], part: str) -> bool:
-    """Returns True if this part of the pairs is an id or a category."""
-    texts = [text_of(pair, part).strip() for pair in pairs]
-    return all(texts) and are_labels(texts)
-
-
 _LABEL = "_is_a_label"
 _CHANGES = {
     "developer_as_system": "the role developer is written as system, which the chat template knows",
@@ -140,6 +101,39 @@ _CHANGES = {
     "arguments_as_objects": "arguments of tool calls are given as objects, which the chat template takes",
     "arguments_as_text": "arguments of tool calls are given as JSON text, which the chat template takes",
 }
+
+
+def faults_of(
+    pairs: Sequence[TokenizedPair], origin: Origin
+) -> dict[str, list[tuple[TokenizedPair, Finding]]]:
+    """Returns the pairs that have a fault, by its name, in the order of SENTENCES; labels come last."""
+    found: dict[str, list[tuple[TokenizedPair, Finding]]] = {name: [] for name in SENTENCES}
+    for pair in pairs:
+        for name, finding in find_in(pair, origin):
+            found[name].append((pair, finding))
+    format = FORMATS[origin.settings.format]
+    rows = [pair.row.pair for pair in pairs]
+    parts = {
+        "prompt": [row.prompt for row in rows],
+        "chosen": [row.chosen for row in rows],
+        "rejected": [row.rejected for row in rows],
+    }
+    for part, contents in parts.items():
+        texts = [last_text(content).strip() for content in contents]
+        if not (all(texts) and are_labels(texts)):
+            continue
+        columns = format.completion_columns  # a row's preference may decide which of them is chosen
+        if part in ("prompt", *columns):
+            columns = ((format.prompt_column or part) if part == "prompt" else part,)
+        keys = " or ".join(f"{origin.key}.columns.{column}" for column in columns)
+        examples = ", ".join(map(quoted, texts[:3]))
+        finding = f"{examples}, and others", f"wrong column? Name the column of the texts in {keys}"
+        found[f"{part}{_LABEL}"] = [(pair, finding) for pair in pairs]
+    return {name: having for name, having in found.items() if having}
+
+
+def sentence_of(name: str) -> str:
+    return SENTENCES.get(name) or f"{name.removesuffix(_LABEL)} is an id or a category, no text"
 
 
 def source_notes(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -155,241 +149,175 @@ def source_notes(summary: Mapping[str, Any]) -> Iterator[str]:
     for name, sentence in _CHANGES.items():
         if summary.get(name):
             yield f"in {summary[name]:,} of {kept:,} {what} {sentence}"
+    if keys := [key.removeprefix(TOOL_KEY) for key in summary if key.startswith(TOOL_KEY)]:
+        yield f"of the tools the chat template leaves out the keys {', '.join(sorted(keys))}"
     for name, found in summary.get("faults", {}).items():
         if found["pairs"] >= FEW * kept:
-            part = name.removesuffix(_LABEL)
-            sentence = RULES[name].sentence if name in RULES else f"{part} is an id or a category, no text"
             yield (
-                f"Warning: {name} in {found['pairs']:,} of {kept:,} {what}: {sentence}; "
+                f"Warning: {name} in {found['pairs']:,} of {kept:,} {what}: {sentence_of(name)}; "
                 f"dpopack show RECIPE --pair {found['first_row']} shows one"
             )
 
 
-def _repeated_prompt(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    last: Any = pair.pair.prompt[-1]
-    if origin.is_chat and last.get("role") != "user":
-        return None  # an answer may well quote a tool's result
-    prompt, format = text_of(pair, "prompt").strip(), FORMATS[origin.settings.format]
+def find_in(pair: TokenizedPair, origin: Origin) -> Iterator[tuple[str, Finding]]:
+    """Yields the name of each fault that a pair has, and what is wrong with it."""
+    for check in (_check_texts, _check_boundary, _check_edges, _check_lengths):
+        yield from check(pair, origin)
+
+
+def _check_texts(pair: TokenizedPair, origin: Origin) -> Iterator[tuple[str, Finding]]:
+    row, format = pair.row.pair, FORMATS[origin.settings.format]
+    prompt, answers = last_text(row.prompt).strip(), (last_text(row.chosen), last_text(row.rejected))
     begin = prompt[:_QUOTED_CHARACTERS]  # is found faster
-    repeating = [s for s in SIDES if begin in (text := text_of(pair, s)) and prompt in text]
-    if not repeating or len(prompt) < _LEAST_PROMPT_CHARACTERS:
-        return None
-    columns, answers = f"{origin.key}.columns", " and ".join(format.completion_columns)
-    remedy = f"remove the prompt from {answers}, or name other columns in {columns}"
-    if format.infers_prompts:
-        remedy = (
-            f"if {answers} are prompt and answer together, set {columns}: {{prompt: null}}; if other columns "
-            f"have the answers alone, name them in {columns}"
-        )
-    return f"the prompt is again in {' and '.join(repeating)}: {quoted(prompt)}", remedy
+    both = zip(SIDES, answers, strict=True)
+    repeating = [side for side, text in both if begin in text and prompt in text]
+    # An answer may well quote a tool's result.
+    if origin.is_chat and row.prompt[-1].get("role") != "user":  # type: ignore[union-attr]
+        repeating = []
+    if repeating and len(prompt) >= _LEAST_PROMPT_CHARACTERS:
+        columns, theirs = f"{origin.key}.columns", " and ".join(format.completion_columns)
+        remedy = f"remove the prompt from {theirs}, or name other columns in {columns}"
+        if format.infers_prompts:
+            remedy = (
+                f"if {theirs} are prompt and answer together, set {columns}: {{prompt: null}}; if other "
+                f"columns have the answers alone, name them in {columns}"
+            )
+        note = f"the prompt is again in {' and '.join(repeating)}: {quoted(prompt)}"
+        yield "prompt_in_completion", (note, remedy)
+    parts = ["\n".join(texts) for texts in pair.row.contents]
+    if any([begin in text for begin in origin.controls_begin for text in parts]):  # faster than to search
+        hits = zip(("prompt", *SIDES), map(origin.controls.search, parts), strict=True)
+        if found := [(part, quoted(hit[0])) for part, hit in hits if hit is not None]:
+            part, token = found[0]
+            remedy = "remove it from the texts: the chat template writes the special tokens"
+            yield "control_tokens_in_text", (f"a text of {part} has the special token {token}", remedy)
+    if "tools_not_written" in pair.row.counts:
+        note = "the chat template leaves out names or descriptions of the row's tools"
+        remedy = "name a template that writes tools in tokenizer.chat_template, or remove the column tools"
+        yield "tools_not_written", (note, remedy)
 
 
-def _scored_header(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    answer = text_of(pair, "chosen").strip()[:_QUOTED_CHARACTERS]
-    if not origin.is_chat or not answer:
-        return None
-    before, whole = pair.row.texts[:2]
-    at = whole.find(answer, len(before))
-    header = whole[len(before) : at]
-    if at < 0 or not header.strip() or not whole.startswith(before):
-        return None
-    written = pair.row.written
-    role = str(written.prompt[-1]["role"])  # type: ignore[index]
-    if role not in origin.opens_turn:
-        origin.opens_turn[role] = template_opens_turn(written, origin.tokenizer)
-    if origin.opens_turn[role]:
-        return None
-    return (
-        f"the header of the assistant's turn is not in the prompt, but in the completions: {quoted(header)}",
-        f"the template must write {quoted(header)} after the messages if add_generation_prompt is true; mend "
-        "it and name the file in tokenizer.chat_template",
-    )
-
-
-def _moved_boundary(pair: TokenizedPair, origin: Origin) -> Finding | None:
+def _check_boundary(pair: TokenizedPair, origin: Origin) -> Iterator[tuple[str, Finding]]:
+    answer = last_text(pair.row.pair.chosen).strip()[:_QUOTED_CHARACTERS]
+    if origin.is_chat and answer:
+        before, whole = pair.row.texts[:2]
+        at = whole.find(answer, len(before))
+        header = whole[len(before) : at]
+        written = pair.row.written
+        role = str(written.prompt[-1]["role"])  # type: ignore[index]
+        if at >= 0 and header.strip() and whole.startswith(before):
+            if role not in origin.opens_turn:
+                origin.opens_turn[role] = template_opens_turn(written, origin.tokenizer)
+            if not origin.opens_turn[role]:
+                note = "the header of the assistant's turn is not in the prompt, but in the completions: "
+                remedy = (
+                    f"the template must write {quoted(header)} after the messages if add_generation_prompt "
+                    "is true; mend it and name the file in tokenizer.chat_template"
+                )
+                yield "no_generation_prompt", (note + quoted(header), remedy)
     added = pair.alone[len(pair.whole.context) :].tolist()
-    if not added or added == [origin.eos]:  # some tokenizers add EOS to every text
-        return None
-    end = quoted(origin.text(pair.alone, len(pair.whole.context)))
-    if not origin.is_chat:
-        return (
-            f"the end of the prompt, {end}, and the beginning of a completion become one token",
-            "if the prompts end with a space, move it to the beginning of the completions",
-        )
-    return (
-        f"the prompt alone ends with {end}, which does not come before the completions",
-        "if the template has an option for this, set it in data.chat_template_kwargs; if not, name a "
-        "template that writes the same before an answer as for a generation prompt (tokenizer.chat_template)",
-    )
+    if added and added != [origin.eos]:  # some tokenizers add EOS to every text
+        end = quoted(origin.text(pair.alone, len(pair.whole.context)))
+        note = f"the end of the prompt, {end}, and the beginning of a completion become one token"
+        remedy = "if the prompts end with a space, move it to the beginning of the completions"
+        if origin.is_chat:
+            note = f"the prompt alone ends with {end}, which does not come before the completions"
+            remedy = (
+                "if the template has an option for this, set it in data.chat_template_kwargs; if not, name a "
+                "template that writes the same before an answer as for a generation prompt "
+                "(tokenizer.chat_template)"
+            )
+        yield "prompt_boundary_moved", (note, remedy)
 
 
-def _no_end(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    both = zip(SIDES, pair.whole.completions, strict=True)
-    missing = [side for side, completion in both if not origin.ends.found_in(completion)]
-    if not missing:
-        return None
-    ends = (f"{side} ends with {quoted(origin.text(sequence(pair, side), -3))}" for side in missing)
-    eos = f"{origin.tokenizer.eos_token} (id {origin.tokenizer.eos_token_id})"
-    remedy = f"write EOS, {eos}, at the end of chosen_ids and rejected_ids"
-    if origin.is_chat:
-        remedy = (
-            f"the chat template must end each answer with EOS, {eos}, or another special token of this "
-            "tokenizer: mend it and name the file in tokenizer.chat_template"
-        )
-    return f"EOS is missing: {'; '.join(ends)}", remedy
-
-
-def _bos_twice(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    begin = pair.whole.context[:_EDGE_TOKENS]
-    if origin.bos is None or begin[0] != origin.bos or begin.tolist().count(origin.bos) < 2:
-        return None
-    token = quoted(origin.text(pair.whole.context[:1]))
-    remedy = f"remove {token} from the beginning of the rows: this tokenizer adds it to every text"
-    if not (origin.begins_with_bos and FORMATS[origin.settings.format].content == "text"):
-        remedy = f"write {token} once, either in the rows or in the chat template (tokenizer.chat_template)"
-    return f"BOS is there twice: {quoted(origin.text(begin))}", remedy
-
-
-def _bos_missing(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    if not origin.begins_with_bos or pair.whole.context[0] == origin.bos:
-        return None
-    begin = f"BOS is missing: the prompt begins with {quoted(origin.text(pair.whole.context[:_EDGE_TOKENS]))}"
-    remedy = "write its id at the beginning of prompt_ids"
-    if origin.is_chat:
-        remedy = "write {{ bos_token }} at the beginning of the template (tokenizer.chat_template)"
-    return begin, f"if the model was trained with BOS, {remedy}"
-
-
-def _odd_eos(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    if origin.eos is None or (origin.is_chat and has_other_turns(pair.pair)):  # each turn ends with EOS
-        return None
-    weights = pair.whole.weights or (None, None)
-    for side, ids, of_side in zip(SIDES, pair.whole.completions, weights, strict=True):
-        is_eos = ids == origin.eos
-        if np.count_nonzero(is_eos) == np.count_nonzero(is_eos[-_EDGE_TOKENS:]) < 2:
+def _check_edges(pair: TokenizedPair, origin: Origin) -> Iterator[tuple[str, Finding]]:
+    if not all(pair.has_ends):
+        missing = [side for side, has_end in zip(SIDES, pair.has_ends, strict=True) if not has_end]
+        ends = (f"{side} ends with {quoted(origin.text(sequence(pair, side), -3))}" for side in missing)
+        eos = f"{origin.tokenizer.eos_token} (id {origin.eos})"
+        remedy = f"write EOS, {eos}, at the end of chosen_ids and rejected_ids"
+        if origin.is_chat:
+            remedy = (
+                f"the chat template must end each answer with EOS, {eos}, or another special token of this "
+                "tokenizer: mend it and name the file in tokenizer.chat_template"
+            )
+        yield "no_eos", (f"EOS is missing: {'; '.join(ends)}", remedy)
+    begin = pair.whole.context[:_EDGE_TOKENS].tolist()
+    if begin[0] == origin.bos and begin.count(origin.bos) > 1:
+        token = quoted(origin.text(pair.whole.context[:1]))
+        remedy = f"remove {token} from the beginning of the rows: this tokenizer adds it to every text"
+        if not (origin.begins_with_bos and FORMATS[origin.settings.format].content == "text"):
+            remedy = (
+                f"write {token} once, either in the rows or in the chat template (tokenizer.chat_template)"
+            )
+        note = f"BOS is there twice: {quoted(origin.text(pair.whole.context[:_EDGE_TOKENS]))}"
+        yield "bos_twice", (note, remedy)
+    if origin.begins_with_bos and begin[0] != origin.bos:
+        remedy = "write its id at the beginning of prompt_ids"
+        if origin.is_chat:
+            remedy = "write {{ bos_token }} at the beginning of the template (tokenizer.chat_template)"
+        text = quoted(origin.text(pair.whole.context[:_EDGE_TOKENS]))
+        note = f"BOS is missing: the prompt begins with {text}"
+        yield "bos_missing", (note, f"if the model was trained with BOS, {remedy}")
+    # In a dialogue each turn ends with EOS.
+    if origin.eos is None or (origin.is_chat and pair.row.has_other_turns):
+        return
+    for side, ids, weights in zip(
+        SIDES, pair.whole.completions, pair.whole.weights or (None, None), strict=True
+    ):
+        at = np.flatnonzero(ids == origin.eos)
+        if not len(at) or (len(at) == 1 and at[0] >= len(ids) - _EDGE_TOKENS):
             continue
-        at = np.flatnonzero(is_eos)
         # After the EOS of an earlier turn come tokens that are not scored.
         at = at[:-1] if at[-1] >= len(ids) - _EDGE_TOKENS else at
-        at = at if of_side is None else at[of_side[at + 1] > 0]
+        at = at if weights is None else at[weights[at + 1] > 0]
         if len(at):
             text = quoted(origin.text(sequence(pair, side), len(pair.whole.context) + int(at[0])))
-            return (
-                f"EOS is in {side} before its end, and then follows: {text}",
-                "leave EOS out of the rows: it is written once, at the end of each answer",
-            )
-    return None
+            note = f"EOS is in {side} before its end, and then follows: {text}"
+            yield "eos_inside", (note, "leave EOS out of the rows: it is written once, at each answer's end")
+            return
 
 
-def _control_tokens(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    if not origin.is_chat or origin.controls is None:
-        return None
-    messages: Any = (pair.pair.prompt, pair.pair.chosen, pair.pair.rejected)
-    for part, of_part in zip(("prompt", *SIDES), messages, strict=True):
-        for text in texts_of(of_part):
-            may_be = any(character in text for character in origin.controls_begin)
-            if may_be and (found := origin.controls.search(text)):
-                return (
-                    f"a text of {part} has the special token {quoted(found[0])}",
-                    "remove it from the texts: the chat template writes the special tokens",
-                )
-    return None
-
-
-def _tools_not_written(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    if "tools_not_written" not in pair.row.counts:
-        return None
-    return (
-        "the chat template leaves out names or descriptions of the row's tools",
-        "name a template that writes tools in tokenizer.chat_template, or remove the column tools",
-    )
-
-
-def _cut_prompt(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    num_tokens, num_kept = len(pair.whole.context), len(pair.fitted.context)
-    if num_kept == num_tokens:
-        return None
-    note = f"{num_tokens - num_kept:,} of the prompt's {num_tokens:,} tokens are cut, the oldest ones"
-    return note, _keep_whole(pair, origin.settings.limits)
-
-
-def _cut_completion(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    lengths = (map(len, completions) for completions in (pair.whole.completions, pair.fitted.completions))
-    changes = zip(SIDES, *lengths, strict=True)
-    cut = [f"{before - after:,} tokens of {side}" for side, before, after in changes if after < before]
-    note = f"{' and '.join(cut)} are cut, and EOS with them"
-    return (note, _keep_whole(pair, origin.settings.limits)) if cut else None
-
-
-def _keep_whole(pair: TokenizedPair, limits: LengthLimits) -> str:
+def _check_lengths(pair: TokenizedPair, origin: Origin) -> Iterator[tuple[str, Finding]]:
+    whole, fitted, limits = pair.whole, pair.fitted, origin.settings.limits
+    length, positions = longest_length(fitted), origin.num_positions
+    if positions is not None and length > positions:
+        note = f"prompt and completion have {length:,} tokens, and the model is exact for {positions:,}"
+        yield "too_many_positions", (f"{note} positions", f"set data.max_length: {positions}")
+    if fitted is whole:
+        return
     lengths = {
-        "data.max_length": (longest_length(pair.whole), limits.max_length),
-        "data.max_prompt_length": (len(pair.whole.context), limits.max_prompt_length),
+        "data.max_length": (longest_length(whole), limits.max_length),
+        "data.max_prompt_length": (len(whole.context), limits.max_prompt_length),
     }
     keys = [f"{key}: {length}" for key, (length, limit) in lengths.items() if limit and length > limit]
-    return f"{' with '.join(keys)} keeps these pairs whole; data.truncation: drop leaves them out"
+    remedy = f"{' with '.join(keys)} keeps these pairs whole; data.truncation: drop leaves them out"
+    if cut := len(whole.context) - len(fitted.context):
+        note = f"{cut:,} of the prompt's {len(whole.context):,} tokens are cut, the oldest ones"
+        yield "prompt_cut", (note, remedy)
+    cuts = [len(b) - len(a) for b, a in zip(whole.completions, fitted.completions, strict=True)]
+    if any(cuts):
+        parts = [f"{cut:,} tokens of {side}" for side, cut in zip(SIDES, cuts, strict=True) if cut]
+        yield "completion_cut", (f"{' and '.join(parts)} are cut, and EOS with them", remedy)
 
 
-def _too_many_positions(pair: TokenizedPair, origin: Origin) -> Finding | None:
-    length, positions = longest_length(pair.fitted), origin.num_positions
-    if positions is None or length <= positions:
-        return None
-    note = f"prompt and completion have {length:,} tokens, and the model is exact for {positions:,} positions"
-    return note, f"set data.max_length: {positions}"
-
-
-RULES = {
-    "prompt_in_completion": Rule(
-        find=_repeated_prompt,
-        sentence="the completions contain the prompt again, so the model learns to repeat it",
-        least_share=0.1,
-    ),
-    "no_generation_prompt": Rule(
-        find=_scored_header,
-        sentence="the chat template has no generation prompt: the prompt ends before the header of the "
-        "assistant's turn, so this header is scored as a part of each answer",
-    ),
-    "prompt_boundary_moved": Rule(
-        find=_moved_boundary,
-        sentence="the completions begin before the end of the prompt, because its last tokens change when a "
-        "completion follows. A model in use gets other tokens than in training",
-    ),
-    "no_eos": Rule(
-        find=_no_end,
-        sentence="a completion has no EOS at its end, so the model does not learn where to stop",
-    ),
-    "bos_twice": Rule(
-        find=_bos_twice,
-        sentence="the sequence begins with BOS twice, which the model has never seen",
-    ),
-    "bos_missing": Rule(
-        find=_bos_missing,
-        sentence="the sequence begins without BOS, although this tokenizer begins texts with it",
-    ),
-    "eos_inside": Rule(
-        find=_odd_eos,
-        sentence="EOS is twice in an answer or before its end, so what follows it is scored in vain",
-    ),
-    "control_tokens_in_text": Rule(
-        find=_control_tokens,
-        sentence="what somebody wrote has special tokens, which the model reads as the marks of turns",
-    ),
-    "tools_not_written": Rule(
-        find=_tools_not_written,
-        sentence="the chat template does not write the tools, so the model does not know them",
-    ),
-    "prompt_cut": Rule(
-        find=_cut_prompt,
-        sentence="the beginning of the prompt is cut off (data.truncation: prompt_left), so the model does "
-        "not see what was said first",
-    ),
-    "completion_cut": Rule(
-        find=_cut_completion,
-        sentence="the end of a completion is cut off with its EOS (data.truncation: completion_right), so "
-        "the model does not learn where to stop",
-    ),
-    "too_many_positions": Rule(
-        find=_too_many_positions,
-        sentence="a sequence has more positions than the model computes exactly, so a run stops",
-    ),
+# What each fault means for the model, by its name.
+SENTENCES = {
+    "prompt_in_completion": "the completions contain the prompt again, so the model learns to repeat it",
+    "no_generation_prompt": "the chat template has no generation prompt: the prompt ends before the header "
+    "of the assistant's turn, so this header is scored as a part of each answer",
+    "prompt_boundary_moved": "the completions begin before the end of the prompt, because its last tokens "
+    "change when a completion follows. A model in use gets other tokens than in training",
+    "no_eos": "a completion has no EOS at its end, so the model does not learn where to stop",
+    "bos_twice": "the sequence begins with BOS twice, which the model has never seen",
+    "bos_missing": "the sequence begins without BOS, although this tokenizer begins texts with it",
+    "eos_inside": "EOS is twice in an answer or before its end, so what follows it is scored in vain",
+    "control_tokens_in_text": "what somebody wrote has special tokens, which the model reads as the marks of "
+    "turns",
+    "tools_not_written": "the chat template does not write the tools, so the model does not know them",
+    "prompt_cut": "the beginning of the prompt is cut off (data.truncation: prompt_left), so the model does "
+    "not see what was said first",
+    "completion_cut": "the end of a completion is cut off with its EOS (data.truncation: completion_right), "
+    "so the model does not learn where to stop",
+    "too_many_positions": "a sequence has more positions than the model computes exactly, so a run stops",
 }

@@ -58,7 +58,6 @@ class Format:
     prompt_column: str | None = "prompt"  # the column that the prompt is read from; None: no column is it
     infers_prompts: bool = False  # without prompt_column, the common beginning of the texts is the prompt
     known_columns: tuple[Mapping[str, str], ...] = ()  # our names of columns -> those of known data sets
-    matches: Callable[[Row], bool]  # True if `format: auto` may choose this format for the row
     options: tuple[str, ...] = ()  # SourceRecipe's keys that `pair`, `prompt` get as keyword arguments
     pair: Callable[..., Pair]  # makes the pair of a row (at most one); raises BadRow
     prompt: Callable[..., Pair]  # makes a Pair without completions; raises BadRow
@@ -118,27 +117,19 @@ def conversational(row: Row, *, names_system: bool = False) -> Pair:
     The column `system` is read only if the recipe names it (`names_system`), because earlier versions did not
     read it, and their token stores have the same names.
     """
-    pair = _conversation(row)
-    return _with_system(row, pair) if names_system else pair
-
-
-def _conversation(row: Row) -> Pair:
     chosen, rejected = _messages(row, "chosen"), _messages(row, "rejected")
     common = _implicit_prompt_length(chosen, rejected)
+    prompt = chosen[:common]
     if "prompt" not in row:
         _check_last_turns(chosen, rejected)
-        prompt_length = common
-    elif any(m["role"] == "user" and m.get("content") == row["prompt"] for m in chosen[:common]):
-        prompt_length = common
-    elif isinstance(row["prompt"], str) and not _holds_messages(row["prompt"]):
-        detail = "prompt is text, but chosen and rejected do not both begin with a user message of that text"
-        raise BadRow("prompt_mismatch", detail)
-    else:
+    elif not any(m["role"] == "user" and m.get("content") == row["prompt"] for m in prompt):
+        if isinstance(row["prompt"], str) and not _holds_messages(row["prompt"]):
+            detail = "prompt is text, but chosen and rejected do not both begin with a user message of it"
+            raise BadRow("prompt_mismatch", detail)
         prompt = _messages(row, "prompt")
-        prompt_length = len(prompt)
-        if chosen[:prompt_length] != prompt or rejected[:prompt_length] != prompt:
-            return _pair(row, prompt, chosen, rejected)
-    return _pair(row, chosen[:prompt_length], chosen[prompt_length:], rejected[prompt_length:])
+        common = len(prompt) if chosen[: len(prompt)] == prompt == rejected[: len(prompt)] else 0
+    pair = _pair(row, prompt, chosen[common:], rejected[common:])
+    return _with_system(row, pair) if names_system else pair
 
 
 def openai(row: Row) -> Row:
@@ -291,7 +282,7 @@ def conversational_prompt(row: Row, *, names_system: bool = False) -> Pair:
     """Reads the column `prompt` if it has messages. Else the prompt is the completions' common beginning."""
     value = row.get("prompt")
     has_messages = _holds_messages(value) if isinstance(value, str) else isinstance(_as_list(value), list)
-    prompt = _messages(row, "prompt") if has_messages else _conversation(row).prompt
+    prompt = _messages(row, "prompt") if has_messages else conversational(row).prompt
     pair = Pair(prompt=prompt, template_options=_template_options(row))
     return _with_system(row, pair) if names_system else pair
 
@@ -301,6 +292,35 @@ def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
 
     `columns` are those that the recipe names: a format that does not read one of them is not possible.
     """
+    lists = {column for column, value in row.items() if isinstance(_as_list(value), list)}
+    texts = {column for column, value in row.items() if isinstance(value, str)}
+    has_ids, has_both = "prompt_ids" in row, row.keys() >= {*_COMPLETIONS}
+    # A text prompt or one answer that happens to be JSON stays text.
+    is_conversation = not (lists - texts).isdisjoint(("prompt", "chosen")) or (
+        texts.issuperset(_COMPLETIONS) and all(_holds_messages(row[column]) for column in _COMPLETIONS)
+    )
+    dialogues = [str(row.get(column)) for column in _COMPLETIONS]
+    is_transcript = all("\n\nHuman:" in text and _ASSISTANT_TURN in text for text in dialogues)
+    is_transcript = is_transcript and "prompt" not in row
+    is_compared = "first" in row and "second" in row and not has_both
+    answers = _as_list(row.get("answers"))
+    is_ranked = isinstance(answers, list) and bool(answers) and isinstance(answers[0], dict)
+    is_ranked = is_ranked and "rank" in answers[0] and not has_both
+    # An online run reads only the prompt; it makes messages of it, as other runs do.
+    has_labels = is_ranked or (is_compared and ("preference" in row or "better" in row))
+    begins = "prompt" in row or row.keys().isdisjoint(("instruction", "messages", "conversations"))
+    matching = {
+        "tokenized": has_ids,
+        "conversational": is_conversation and not has_ids,
+        "openai": "preferred_output" in row and "non_preferred_output" in row,
+        "transcript": is_transcript,
+        "messages": "messages" in lists,
+        "sharegpt": "conversations" in lists,
+        "alpaca": "instruction" in texts,
+        "compared": is_compared,
+        "ranked": is_ranked,
+        "preference": begins and not (has_ids or is_conversation or is_transcript or has_labels),
+    }
     named = {ours for ours, theirs in columns.items() if theirs is not None}
     names_prompt = "prompt" in columns  # also with null, which says that no column is the prompt
     return [
@@ -308,7 +328,7 @@ def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
         for name, format in FORMATS.items()
         if named.issubset(FIELDS_OF_FORMAT[name])
         and (not names_prompt or format.prompt_column in ("prompt", None))
-        and format.matches(row)
+        and matching[name]
     ]
 
 
@@ -384,7 +404,7 @@ def _as_messages(
         messages = {"chosen": chosen, "rejected": rejected}
         if (asked := prompt(row)) is not None:
             messages["prompt"] = asked
-        pair = _with_system(row, _conversation({**row, **messages}))
+        pair = conversational({**row, **messages}, names_system=True)
         check_last_turn(pair, continues=True, is_asked=asked is not None)
         return pair
 
@@ -485,53 +505,14 @@ _SHAREGPT_ROLES = {
 _ROLES = {*_SHAREGPT_ROLES, "developer", "function", "ipython"}
 
 
-def _is_conversation(row: Row) -> bool:
-    if "prompt_ids" in row:
-        return False
-    # A text prompt or one answer that happens to be JSON stays text.
-    return any(_is_list(row, column) for column in ("prompt", "chosen")) or all(
-        isinstance(row.get(column), str) and _holds_messages(row[column]) for column in _COMPLETIONS
-    )
-
-
-def _is_list(row: Row, column: str) -> bool:
-    value = row.get(column)
-    return not isinstance(value, str) and isinstance(_as_list(value), list)
-
-
-def _has_texts(row: Row) -> bool:
-    if "prompt_ids" in row or _is_conversation(row) or _is_transcript(row):
-        return False
-    if _is_ranked(row) or (_is_compared(row) and ("preference" in row or "better" in row)):
-        return False  # an online run reads only the prompt; it makes messages of it, as other runs do
-    return "prompt" in row or not any(
-        column in row for column in ("instruction", "messages", "conversations")
-    )
-
-
-def _is_compared(row: Row) -> bool:
-    return "first" in row and "second" in row and not _has_completions(row)
-
-
-def _is_ranked(row: Row) -> bool:
-    answers = _as_list(row.get("answers"))
-    has_ranks = isinstance(answers, list) and bool(answers) and isinstance(answers[0], dict)
-    return has_ranks and "rank" in answers[0] and not _has_completions(row)
-
-
-def _has_completions(row: Row) -> bool:
-    return all(column in row for column in _COMPLETIONS)
-
-
-def _is_transcript(row: Row) -> bool:
-    dialogues = [str(row.get(column)) for column in ("chosen", "rejected")]
-    return "prompt" not in row and all("\n\nHuman:" in text and _ASSISTANT_TURN in text for text in dialogues)
-
-
 def _pair(row: Row, prompt: Any, chosen: Any, rejected: Any) -> Pair:
     is_text = isinstance(prompt, str)
     for column, completion in (("chosen", chosen), ("rejected", rejected)):
-        if not completion.strip() if is_text else all(_is_blank(message) for message in completion):
+        # Of a message, what counts is all but its role and name: content, tool calls, ...
+        values = (
+            [completion] if is_text else [m[key] for m in completion for key in m.keys() - {"role", "name"}]
+        )
+        if not any(value.strip() if isinstance(value, str) else value for value in values):
             raise BadRow("empty_completion", f"the {column} completion is empty")
     return Pair(
         prompt=prompt,
@@ -578,12 +559,6 @@ def _check_last_turns(chosen: list[Message], rejected: list[Message]) -> None:
         raise BadRow("no_common_prompt", "no prompt column, and chosen has no message before its last answer")
 
 
-def _is_blank(message: Message) -> bool:
-    """Returns True if all fields of a message (content, tool calls, ...) but its role and name are empty."""
-    contents = [value for name, value in message.items() if name not in ("role", "name")]
-    return not any(value.strip() if isinstance(value, str) else value for value in contents)
-
-
 def _value(row: Row, column: str) -> Any:
     if column not in row:
         present = ", ".join(str(name) for name in row) or "none"
@@ -608,6 +583,13 @@ def _messages(row: Row, column: str) -> list[Message]:
     if not value:
         kind = "empty_prompt" if column == "prompt" else "empty_completion"
         raise BadRow(kind, f"{column} has no messages")
+    if all(
+        [
+            type(m) is dict and len(m) == 2 and type(m.get("content")) is type(m.get("role")) is str
+            for m in value
+        ]
+    ):
+        return value
     messages: list[Message] = _without_nulls(value, column)
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -809,12 +791,10 @@ FORMATS: dict[str, Format] = {
         content="token_ids",
         completion_columns=("chosen_ids", "rejected_ids"),
         prompt_column="prompt_ids",
-        matches=lambda row: "prompt_ids" in row,
         pair=tokenized,
         prompt=lambda row: Pair(prompt=_token_ids(row, "prompt_ids")),
     ),
     "conversational": Format(
-        matches=_is_conversation,
         options=("names_system",),
         pair=conversational,
         prompt=conversational_prompt,
@@ -822,48 +802,40 @@ FORMATS: dict[str, Format] = {
     "openai": Format(
         completion_columns=("preferred_output", "non_preferred_output"),
         prompt_column="input",
-        matches=lambda row: "preferred_output" in row and "non_preferred_output" in row,
         pair=lambda row: conversational(openai(row), names_system=True),
         prompt=lambda row: conversational_prompt(openai({**_NO_OUTPUTS, **row}), names_system=True),
     ),
     "transcript": Format(
         content="text",
         prompt_column=None,
-        matches=_is_transcript,
         pair=transcript,
         prompt=lambda row: Pair(prompt=transcript(row).prompt),
     ),
     "messages": Format(
         prompt_column="messages",
-        matches=lambda row: isinstance(_as_list(row.get("messages")), list),
         **_as_messages(lambda row: dialogue_prompt(row, "messages")),
     ),
     "sharegpt": Format(
         prompt_column="conversations",
-        matches=lambda row: isinstance(_as_list(row.get("conversations")), list),
         **_as_messages(lambda row: dialogue_prompt(row, "conversations")),
     ),
     "alpaca": Format(
         prompt_column="instruction",
-        matches=lambda row: isinstance(row.get("instruction"), str),
         **_as_messages(alpaca_prompt),
     ),
     "compared": Format(
         completion_columns=("first", "second"),
         known_columns=_COMPARED_COLUMNS,
-        matches=_is_compared,
         **_as_messages(lambda row: dialogue_prompt(row, "prompt") if "prompt" in row else None, compared),
     ),
     "ranked": Format(
         completion_columns=("answers",),
         known_columns=({"prompt": "context", "answers": "completions"},),  # NeMo RL
-        matches=_is_ranked,
         **_as_messages(lambda row: dialogue_prompt(row, "prompt"), ranked),
     ),
     "preference": Format(
         content="text",
         infers_prompts=True,
-        matches=_has_texts,
         pair=preference,
         prompt=preference_prompt,
     ),

@@ -8,7 +8,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from dpo_pack.data.faults import Origin, count_faults
+from dpo_pack.data.faults import Origin, faults_of
 from dpo_pack.data.formats import (
     FORMATS,
     BadRow,
@@ -124,8 +124,9 @@ class Ingestion:
         with closing(batches):
             for batch in batches:
                 self.count(batch)
-                for name, count, first_row in count_faults(batch.kept, origin):
-                    self.faults.setdefault(name, {"pairs": 0, "first_row": first_row})["pairs"] += count
+                for name, found in faults_of(batch.kept, origin).items():
+                    first = {"pairs": 0, "first_row": found[0][0].row.number}
+                    self.faults.setdefault(name, first)["pairs"] += len(found)
                 if self.num_kept == 0 and self.num_rows >= _DETECTION_ROWS:
                     self._check_rows("the first ")  # the rest of a large file would take long
                 if progress is not None:

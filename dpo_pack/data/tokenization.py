@@ -63,6 +63,12 @@ BEGINNINGS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 Truncation = Literal["drop", "prompt_left", "completion_right", "error"]
 DroppedRow = tuple[int, BadRow]  # the number of a row without a pair or prompt, and the reason
 
+# What a report always counts of kept pairs, and of their completions.
+_COUNTS = (
+    *("prompt_boundary_moved", "prompt_truncated"),
+    *("completions_truncated", "completions_without_eos", "eos_lost"),
+)
+
 # The rows of a batch: at most so many, and no more after so many bytes.
 _BATCH_ROWS = 512
 _BATCH_BYTES = 1 << 24
@@ -111,6 +117,8 @@ class ReadRow(NamedTuple):
     written: Pair  # in the form that the chat template writes
     texts: tuple[str, ...]  # prompt; of a pair also prompt + chosen, prompt + rejected; none for token ids
     counts: Mapping[str, int]  # of `check_written`
+    contents: Sequence[Sequence[str]] = ()  # the texts of the messages of prompt, chosen and rejected
+    has_other_turns: bool = False  # a completion is anything but one message of the assistant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,14 +129,7 @@ class TokenizedPair:
     alone: TokenIds  # the prompt, tokenised without a completion
     whole: Group  # before truncation
     fitted: Group  # the tokens that the model gets
-
-    @property
-    def row_number(self) -> int:
-        return self.row.number
-
-    @property
-    def pair(self) -> Pair:
-        return self.row.pair
+    has_ends: tuple[bool, ...]  # whether chosen and rejected had an end before truncation, see EndTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,20 +199,20 @@ def tokenize_batch(
 ) -> TokenizedBatch:
     """Returns the token ids of the rows that give a pair or a prompt, and the reasons of all other rows."""
     content, is_pairs = FORMATS[settings.format].content, settings.completion_tokens is None
-    is_dialogue = content == "messages" and is_pairs
     parsed: list[ReadRow] = []
     turns: dict[int, list[TokenWeights | None]] = {}  # weights by row number, of rows with several turns
     dropped: list[DroppedRow] = []
     for number, values in rows:
         try:
             row = read_row(number, values, settings, tokenizer)
-            if is_dialogue and settings.scored_turns == "assistant" and has_other_turns(row.pair):
+            if row.has_other_turns and settings.scored_turns == "assistant":
                 turns[number] = assistant_weights(row.written, row.texts[1:], tokenizer)
             parsed.append(row)
         except BadRow as bad:
             dropped.append((number, bad.with_traceback(None)))
     ids = _given_ids(parsed, settings) if content == "token_ids" else _encode(parsed, settings, tokenizer)
-    ends, counts = EndTokens.of(tokenizer, settings.format), Counter[str]()
+    ends = EndTokens.of(tokenizer, settings.format)
+    counts = Counter[str](dict.fromkeys(_COUNTS if is_pairs else (), 0))
     kept: list[tuple[ReadRow, Group]] = []
     prompts: list[Prompt] = []
     tokenized: list[TokenizedPair] = []
@@ -223,10 +224,14 @@ def tokenize_batch(
                 if row.number in turns or (pair.chosen_weights, pair.rejected_weights) != (None, None):
                     whole = _with_weights(whole, pair, turns.get(row.number))
                 fitted = truncate(whole, settings.limits, tokenizer.bos_token_id)
-                _count(counts, len(sequences[0]), whole, fitted, ends)
-                if row.texts and fitted is not whole:
-                    counts["characters_cut"] += _characters_cut(whole, fitted, tokenizer)
-                tokenized.append(TokenizedPair(row=row, alone=sequences[0], whole=whole, fitted=fitted))
+                has_ends = tuple(bool(ends.found_in(completion)) for completion in whole.completions)
+                counts["prompt_boundary_moved"] += len(whole.context) < len(sequences[0])
+                counts["completions_without_eos"] += has_ends.count(False)
+                if fitted is not whole:
+                    _count_cut(counts, row, whole, fitted, ends, tokenizer)
+                tokenized.append(
+                    TokenizedPair(row=row, alone=sequences[0], whole=whole, fitted=fitted, has_ends=has_ends)
+                )
             else:
                 prompt, is_truncated = _fit_prompt(row, sequences[0], settings, tokenizer)
                 prompts.append(prompt)
@@ -239,7 +244,7 @@ def tokenize_batch(
             for name, count in row.counts.items():
                 counts[name] += count
             counts["prompts_inferred"] += pair.has_inferred_prompt
-            if is_dialogue and has_other_turns(pair):
+            if row.has_other_turns:
                 counts["pairs_with_other_turns"] += 1
     return TokenizedBatch(
         num_rows=len(rows),
@@ -281,7 +286,9 @@ def read_row(
         written = fit.pair
         sides = (written.chosen, written.rejected) if is_pair else ()
         texts = apply_chat_template(written, sides, tokenizer)
-        read = ReadRow(number, pair, written, texts, check_written(fit, texts, tokenizer))
+        counts, contents = check_written(fit, texts, tokenizer)
+        other_turns = is_pair and has_other_turns(pair)
+        read = ReadRow(number, pair, written, texts, counts, contents, other_turns)
     for text in read.texts:
         if len(text) > _MAX_TEXT_CHARS:
             limit = f"more than {_MAX_TEXT_CHARS:,}"
@@ -302,13 +309,6 @@ def _with_one_eos(completion: str, tokenizer: Tokenizer) -> str:
     if eos in completion:
         completion = re.sub(rf"({re.escape(eos)}\s*)+\Z", "", completion)
     return completion + eos
-
-
-def _characters_cut(whole: Group, fitted: Group, tokenizer: Tokenizer) -> int:
-    """Returns how many characters of the prompt, once for each side, and of the completions were cut off."""
-    cut = [whole.context[: len(whole.context) - len(fitted.context)]] * 2
-    cut += [before[len(after) :] for before, after in zip(whole.completions, fitted.completions, strict=True)]
-    return sum(len(str(tokenizer.decode(ids.tolist(), skip_special_tokens=True))) for ids in cut if len(ids))
 
 
 def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
@@ -495,17 +495,18 @@ class EndTokens:
         return [token for token in completion[-self.window :].tolist() if token in self.ids]
 
 
-def _count(
-    counts: Counter[str], num_prompt_tokens: int, whole: Group, fitted: Group, ends: EndTokens
+def _count_cut(
+    counts: Counter[str], row: ReadRow, whole: Group, fitted: Group, ends: EndTokens, tokenizer: Tokenizer
 ) -> None:
-    """Adds a kept pair to the report's counts: two counts of pairs, then three of completions."""
-    counts["prompt_boundary_moved"] += len(whole.context) < num_prompt_tokens
-    counts["prompt_truncated"] += len(fitted.context) < len(whole.context)
+    """Adds what truncation cut off a kept pair to the report's counts."""
+    cut = [whole.context[: len(whole.context) - len(fitted.context)]] * 2  # once for each side
+    counts["prompt_truncated"] += len(cut[0]) > 0
     for before, after in zip(whole.completions, fitted.completions, strict=True):
-        had_end = bool(ends.found_in(before))
+        cut.append(before[len(after) :])
         counts["completions_truncated"] += len(after) < len(before)
-        counts["completions_without_eos"] += not had_end
-        counts["eos_lost"] += had_end and not ends.found_in(after)
+        counts["eos_lost"] += bool(ends.found_in(before)) and not ends.found_in(after)
+    texts = (tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in cut if len(ids))
+    counts["characters_cut"] += sum(map(len, texts)) if row.texts else 0
 
 
 def tokenize_rows(

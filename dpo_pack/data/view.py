@@ -7,17 +7,16 @@ from typing import Any, Literal
 import numpy as np
 
 from dpo_pack.data.faults import (
-    RULES,
+    FEW,
+    SENTENCES,
     SIDES,
     Origin,
+    faults_of,
     find_in,
-    is_label,
     longest_length,
-    quoted,
+    sentence_of,
     sequence,
-    text_of,
 )
-from dpo_pack.data.formats import FORMATS
 from dpo_pack.data.tokenization import TokenizedPair
 from dpo_pack.packing.lengths import AnyIntArray, common_prefix_length
 
@@ -146,32 +145,24 @@ class ShownRecipe:
 
 def find_faults(pairs: Sequence[TokenizedPair], origin: Origin) -> Iterator[Fault]:
     """Yields the faults of the pairs of a source."""
-    for name, rule in RULES.items():
-        found = [(pair, finding) for pair in pairs if (finding := rule.find(pair, origin)) is not None]
-        if found and len(found) >= rule.least_share * len(pairs):
-            _, (_, remedy) = max(found, key=lambda one: longest_length(one[0].whole))
-            yield _fault(name, rule.sentence, remedy, [pair for pair, _ in found], of=len(pairs))
-    for part in ("prompt", *SIDES):
-        if is_label(pairs, part):
-            format = FORMATS[origin.settings.format]
-            columns = format.completion_columns  # a row's preference may decide which of them is chosen
-            if part in ("prompt", *columns):
-                columns = ((format.prompt_column or part) if part == "prompt" else part,)
-            keys = " or ".join(f"{origin.key}.columns.{column}" for column in columns)
-            examples = ", ".join(quoted(text_of(pair, part).strip()) for pair in pairs[:3])
-            sentence = f"{part} is an id or a category, no text: {examples}, and others"
-            remedy = f"wrong column? Name the column of the texts in {keys}"
-            yield _fault(f"{part}_is_a_label", sentence, remedy, pairs, of=len(pairs))
-
-
-def _fault(name: str, sentence: str, remedy: str, found: Sequence[TokenizedPair], *, of: int) -> Fault:
-    rows = [pair.row_number for pair in found]
-    return Fault(name=name, sentence=sentence, remedy=remedy, rows=rows, count=len(rows), of=of, unit="pair")
+    for name, found in faults_of(pairs, origin).items():
+        if name == "prompt_in_completion" and len(found) < FEW * len(pairs):
+            continue  # a few answers may well repeat it
+        _, (note, remedy) = max(found, key=lambda one: longest_length(one[0].whole))
+        yield Fault(
+            name=name,
+            sentence=sentence_of(name) if name in SENTENCES else f"{sentence_of(name)}: {note}",
+            remedy=remedy,
+            rows=[pair.row.number for pair, _ in found],
+            count=len(found),
+            of=len(pairs),
+            unit="pair",
+        )
 
 
 def shown_pair(pair: TokenizedPair, origin: Origin, content: Any, faults: Sequence[Fault]) -> ShownPair:
     """Returns the pair with the texts of its tokens, and with those of its source's faults that it has."""
-    whole, fitted, found = pair.whole, pair.fitted, find_in(pair, origin)
+    whole, fitted, found = pair.whole, pair.fitted, dict(find_in(pair, origin))
     num_prompt = len(whole.context)
     # `prompt_left` cuts the tokens before `end`; BOS stays if there is room for it.
     begin = int(len(fitted.context) > 1 and whole.context[0] == origin.tokenizer.bos_token_id)
@@ -196,7 +187,7 @@ def shown_pair(pair: TokenizedPair, origin: Origin, content: Any, faults: Sequen
         ]
         ends_with[side] = origin.text(np.array(origin.ends.found_in(completion)[-1:]))
     return ShownPair(
-        row=pair.row_number,
+        row=pair.row.number,
         content=content,
         chosen=sides["chosen"],
         rejected=sides["rejected"],

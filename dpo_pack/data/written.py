@@ -7,10 +7,11 @@ marks in place of the texts: a text whose mark is missing is not written.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from itertools import combinations, count
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from dpo_pack.data.formats import BadRow, Message, Pair
@@ -22,19 +23,9 @@ _SHAPES = 4096  # are remembered
 _UNRENDERED = 1000  # problems of a row that the template refuses
 _QUICK = 32  # characters
 _MARK = "qz{}zq"
-_TOOL_MARKS = ("qznamezq", "qztextzq", "qzparameterzq")
-_MARKED_TOOL = {
-    "type": "function",
-    "function": {
-        "name": _TOOL_MARKS[0],
-        "description": _TOOL_MARKS[1],
-        "parameters": {
-            "type": "object",
-            "properties": {_TOOL_MARKS[2]: {"type": "string", "description": "x"}},
-            "required": [_TOOL_MARKS[2]],
-        },
-    },
-}
+TOOL_KEY = "tool_keys_not_written/"  # begins the names of counts
+_PARAMETER = "qzparameterzq"  # the name of one
+_STRUCTURE = ("function", "parameters", "properties")  # keys of tools
 # A list of parts, an object and JSON in JSON, as a template prints what it should have taken apart.
 _PRINTED = re.compile(r"""\[\{['"]type['"]: ?['"]text['"]|\\"qz\d+zq|\{'\w+': 'qz\d+zq""")
 
@@ -58,7 +49,7 @@ class Shape(NamedTuple):
     messages: tuple[str | tuple[str, bool], ...]  # JSON; of a plain message its role, and if it has text
     num_prompt: int
     options: str  # JSON of chat_template_kwargs
-    has_tools: bool
+    tool_keys: frozenset[tuple[str, str]]  # see `_tool_keys`; empty: no tools
 
 
 class Known(NamedTuple):
@@ -66,6 +57,7 @@ class Known(NamedTuple):
 
     lost: frozenset[int]  # the numbers of the texts that it does not write
     misses_tools: bool  # it leaves out names or descriptions of functions or parameters
+    tool_keys: frozenset[str]  # other keys of the tools' schemas that it leaves out
     changes: tuple[str, ...]  # the CHANGES with which it writes more
 
 
@@ -145,24 +137,24 @@ def suited(pair: Pair, tokenizer: Tokenizer) -> Suited:
     return Suited(pair, names, _known_sides(tokenizer, pair))
 
 
-def check_written(row: Suited, texts: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
+def check_written(
+    row: Suited, texts: Sequence[str], tokenizer: Tokenizer
+) -> tuple[dict[str, int], list[list[str]]]:
     """Raises BadRow if the rendered `texts` lack a text of a message.
 
-    `texts` are those of the prompt and, of a pair, of prompt + chosen and prompt + rejected. Returns counts:
-    the row's `characters` (a prompt's once for each side); a 1 for each of the CHANGES made;
-    `characters_of_earlier_reasoning` that the template leaves out, as many do by design; and
-    `tools_not_written`.
+    `texts` are those of the prompt and, of a pair, of prompt + chosen and prompt + rejected. Returns counts,
+    and the texts of the messages of prompt, chosen and rejected. The counts: the row's `characters` (a
+    prompt's once for each side); a 1 for each of the CHANGES made; `characters_of_earlier_reasoning` that the
+    template leaves out, as many do by design; `tools_not_written` and keys of tools that are not.
     """
-    pair, characters, left_out = row.pair, 0, 0
-    prompt: Any = pair.prompt
-    parts: Any = (pair.chosen, pair.rejected) if pair.chosen else ([],)
+    pair, left_out = row.pair, 0
+    parts: Any = (pair.prompt, pair.chosen, pair.rejected)
     contents = [texts_of(part) for part in parts]
-    of_prompt = texts_of(prompt)
-    for side, known, of_part, rendered in zip(
-        _sides(pair), row.known, contents, texts[1:] or texts, strict=True
-    ):
+    sides = (1, 2) if pair.chosen else (0,)  # of `parts`
+    characters = 0
+    for side, known, rendered in zip(sides, row.known, texts[1:] or texts, strict=True):
         suspects, at = set(known.lost), 0
-        for number, text in enumerate((*of_prompt, *of_part)):
+        for number, text in enumerate(contents[0] + contents[side] if side else contents[0]):
             found = rendered.find(text[:_QUICK], at)  # much faster than to look for the whole text
             if found >= 0 and not rendered.startswith(text, found):
                 found = rendered.find(text, at)
@@ -171,14 +163,15 @@ def check_written(row: Suited, texts: Sequence[str], tokenizer: Tokenizer) -> di
             else:
                 at = found + len(text)
             characters += len(text)
-        if suspects or not any(of_part):
+        if suspects or not (side and any(contents[side])):
             left_out += _left_out(pair, side, sorted(suspects), known, rendered, tokenizer)
     counts = {"characters": characters, **dict.fromkeys(row.changes, 1)}
     if left_out:
         counts["characters_of_earlier_reasoning"] = left_out
-    if any(known.misses_tools for known in row.known):
-        counts["tools_not_written"] = 1
-    return counts
+    for known in row.known if pair.template_options else ():
+        counts |= {"tools_not_written": 1} if known.misses_tools else {}
+        counts |= {f"{TOOL_KEY}{key}": 1 for key in known.tool_keys}
+    return counts, contents
 
 
 def texts_of(messages: Sequence[Message]) -> list[str]:
@@ -188,30 +181,45 @@ def texts_of(messages: Sequence[Message]) -> list[str]:
         if _is_plain(message):
             found.append(message["content"].strip())
         else:
-            found += (text.text.strip() for text in _texts([message]))
+            found += (text.text.strip() for text in _take_texts([message])[0])
     return found
 
 
 def _left_out(
-    pair: Pair, side: str, suspects: Sequence[int], known: Known, rendered: str, tokenizer: Tokenizer
+    pair: Pair, side: int, suspects: Sequence[int], known: Known, rendered: str, tokenizer: Tokenizer
 ) -> int:
-    """Returns how many characters of earlier reasoning are not written; raises BadRow for any other text."""
-    messages, num_prompt, left_out = _messages(pair, side), len(pair.prompt), 0
-    texts = list(_texts(messages))
+    """Returns how many characters of earlier reasoning are not written; raises BadRow for any other text.
+
+    `side` is 1 for chosen, 2 for rejected, and 0 for a prompt alone.
+    """
+    parts: Any = (pair.prompt, pair.chosen, pair.rejected)
+    messages, num_prompt, left_out = parts[0] + (parts[side] if side else []), len(pair.prompt), 0
+    texts, _ = _take_texts(messages)
     lost = []
+    squeezed = "".join(rendered.split())  # white space aside
     for number in suspects:
-        text = texts[number]
-        if not text.text.strip() or (number not in known.lost and _is_in(text.text, rendered)):
+        text = texts[number].text
+        # JSON's escapes aside.
+        forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
+        is_there = any("".join(form.split()) in squeezed for form in forms)
+        if not text.strip() or (number not in known.lost and is_there):
             continue
-        if _may_be_left_out(text, num_prompt):
-            left_out += len(text.text)
-        elif not _mark_is_written(messages, number, pair.template_options, tokenizer):
-            lost.append(number)
+        if texts[number].field == "reasoning" and texts[number].message < num_prompt:
+            left_out += len(text)
+            continue
+        # Marks at both ends: a template may read a text, or change it.
+        _, changed = _take_texts(messages, {number: f"qzbeginzq {text} qzendzq"}.get)
+        with suppress(BadRow):  # the template reads this text, and wants another one
+            again = _render(changed, pair.template_options, tokenizer).lower()
+            if not ("qzbeginzq" in again and "qzendzq" in again):
+                lost.append(number)
     answer = {n for n, text in enumerate(texts) if text.message >= num_prompt and text.text.strip()}
-    if side != "prompt" and answer <= set(lost) and rendered == _with_no_answer(pair, tokenizer):
-        raise BadRow("empty_completion", f"the chat template writes nothing of {side}")
+    no_answer = [*parts[0], {"role": "assistant", "content": ""}]
+    name = ("prompt", "chosen", "rejected")[side]
+    if side and answer <= set(lost) and rendered == _render(no_answer, pair.template_options, tokenizer):
+        raise BadRow("empty_completion", f"the chat template writes nothing of {name}")
     if lost:
-        raise _not_written(texts[lost[0]], messages, num_prompt, side)
+        raise _not_written(texts[lost[0]], messages, num_prompt, name)
     return left_out
 
 
@@ -235,60 +243,93 @@ def _not_written(text: Text, messages: Sequence[Message], num_prompt: int, side:
 @lru_cache(maxsize=_SHAPES)
 def known_shape(tokenizer: Tokenizer, shape: Shape) -> Known:
     """Renders a row of this shape whose texts are marks; in the forms of CHANGES too if a mark is missing."""
-    messages = [
+    messages: Any = [
         json.loads(part) if isinstance(part, str) else {"role": part[0], "content": "x" if part[1] else ""}
         for part in shape.messages
     ]
-    options = {**json.loads(shape.options), **({"tools": [_MARKED_TOOL]} if shape.has_tools else {})}
+    options = json.loads(shape.options)
+    if shape.tool_keys:
+        options["tools"] = [_marked_tool(shape.tool_keys)]
+    texts, marked = _take_texts(messages, lambda n, text: _MARK.format(n) if text.strip() else text)
     required = [
         _MARK.format(number)
-        for number, text in enumerate(_texts(messages))
-        if text.text and not _may_be_left_out(text, shape.num_prompt)
+        for number, text in enumerate(texts)
+        if text.text and not (text.field == "reasoning" and text.message < shape.num_prompt)
     ]
-    marked = _marked(messages)
     changes: tuple[str, ...] = ()
-    problems, rendered = _problems(marked, required, options, tokenizer)
-    for names in (*combinations(CHANGES, 1), *combinations(CHANGES, 2)):
+    problems, rendered = _UNRENDERED + 1, ""
+    for names in ((), *combinations(CHANGES, 1), *combinations(CHANGES, 2)):
         if problems < (_UNRENDERED if len(names) == 2 else 1):  # two at once where none alone is rendered
             break
         changed = marked
         for name in names:
             changed = [CHANGES[name](message) for message in changed]
-        if changed != marked:
-            fewer, other = _problems(changed, required, options, tokenizer)
-            if fewer < problems:
-                problems, rendered, marked, changes = fewer, other, changed, (*changes, *names)
+        if names and changed == marked:
+            continue
+        fewer, other = _UNRENDERED, ""
+        with suppress(BadRow):
+            other = _render(changed, options, tokenizer).lower()
+            # Marks that are missing, or in a form that only a program prints.
+            fewer = sum(mark not in other for mark in required) + len(_PRINTED.findall(other))
+        if fewer < problems:
+            problems, rendered, marked, changes = fewer, other, changed, (*changes, *names)
     if problems >= _UNRENDERED:  # each row says why
-        return Known(frozenset(), False, changes)
+        return Known(frozenset(), False, frozenset(), changes)
     lost = frozenset(int(mark[2:-2]) for mark in required if mark not in rendered)
-    misses_tools = shape.has_tools and any(mark not in rendered for mark in _TOOL_MARKS)
-    return Known(lost, misses_tools, changes)
+    # Of the tools, names and descriptions must be written; what else is left out is told.
+    misses_tools, left_out = False, set[str]()
+    for kind, key in shape.tool_keys:
+        if key == "name" or (key == "description" and kind != "parameters"):
+            misses_tools = misses_tools or f"qz{kind}{key}zq" not in rendered
+        elif key not in _STRUCTURE and (kind, key) != ("tool", "type"):
+            options["tools"] = [_marked_tool(shape.tool_keys - {(kind, key)})]
+            with suppress(BadRow):
+                if _render(marked, options, tokenizer).lower() == rendered:
+                    left_out.add(key)
+    misses_tools = misses_tools or (_PARAMETER in str(options.get("tools")) and _PARAMETER not in rendered)
+    return Known(lost, misses_tools, frozenset(left_out), changes)
 
 
-def _problems(
-    marked: list[Message], required: Sequence[str], options: Mapping[str, Any], tokenizer: Tokenizer
-) -> tuple[int, str]:
-    """Returns how many marks are missing or are in a form that only a program prints, and the rendering."""
-    try:
-        rendered = _rendered(marked, options, tokenizer)
-    except BadRow:
-        return _UNRENDERED, ""
-    missing = sum(mark not in rendered for mark in required)
-    return missing + len(_PRINTED.findall(rendered)), rendered
+def _tool_keys(tools: Any) -> frozenset[tuple[str, str]]:
+    """Returns the keys of the JSON schemas of tools, each with the kind of schema that has it."""
+    found: set[tuple[str, str]] = set()
+    schemas = [("tool", tool) for tool in tools] if isinstance(tools, list) else []
+    for kind, schema in schemas:  # grows
+        for key, value in schema.items() if isinstance(schema, dict) else ():
+            found.add((kind, key))
+            if key in ("function", "parameters"):
+                schemas.append((key, value))
+            elif key == "items":
+                schemas.append(("parameter", value))
+            elif key == "properties" and isinstance(value, dict):
+                schemas += (("parameter", parameter) for parameter in value.values())
+    return frozenset(found)
+
+
+def _marked_tool(keys: Collection[tuple[str, str]]) -> dict[str, Any]:
+    """Returns a tool with these keys (see `_tool_keys`), whose names and descriptions are marks."""
+    schemas: dict[str, dict[str, Any]] = {"tool": {}, "function": {}, "parameters": {}, "parameter": {}}
+    values = {"type": "string", "strict": True, "items": {"type": "string"}, "enum": ["x"], "properties": {}}
+    for kind, key in sorted(keys):
+        mark = f"qz{kind}{key}zq"
+        schemas[kind][key] = [mark] if key.endswith("Of") else values.get(key, mark)
+    of_all = {"type": "object", "properties": {_PARAMETER: schemas["parameter"]}, "required": [_PARAMETER]}
+    for key in of_all.keys() & schemas["parameters"].keys() if schemas["parameter"] else ():
+        schemas["parameters"][key] = of_all[key]
+    for owner, key in (("function", "parameters"), ("tool", "parameters"), ("tool", "function")):
+        if key in schemas[owner]:
+            schemas[owner][key] = schemas[key]
+    return schemas["tool"]
 
 
 def _known_sides(tokenizer: Tokenizer, pair: Pair) -> tuple[Known, ...]:
-    prompt: Any = pair.prompt
-    parts: Any = (pair.chosen, pair.rejected) if pair.chosen else ([],)
-    beginning, options, has_tools = [*map(_shape_of, prompt)], "{}", False
+    parts: Any = (pair.prompt, pair.chosen, pair.rejected)
+    beginning, options, tool_keys = [*map(_shape_of, parts[0])], "{}", frozenset[tuple[str, str]]()
     if pair.template_options:
-        has_tools = "tools" in pair.template_options
+        tool_keys = _tool_keys(pair.template_options.get("tools"))
         options = json.dumps({k: v for k, v in pair.template_options.items() if k != "tools"}, default=str)
-    sides = [[*beginning, *map(_shape_of, part)] for part in parts]
-    known = known_shape(tokenizer, Shape(tuple(sides[0]), len(prompt), options, has_tools))
-    if len(sides) == 1 or sides[0] == sides[1]:
-        return (known,) * len(sides)
-    return known, known_shape(tokenizer, Shape(tuple(sides[1]), len(prompt), options, has_tools))
+    sides = [tuple(beginning + [*map(_shape_of, part)]) for part in (parts[1:] if pair.chosen else ([],))]
+    return tuple(known_shape(tokenizer, Shape(side, len(pair.prompt), options, tool_keys)) for side in sides)
 
 
 def _shape_of(message: Message) -> str | tuple[str, bool]:
@@ -299,82 +340,32 @@ def _shape_of(message: Message) -> str | tuple[str, bool]:
     return _IDS.sub(r'\1"000000000"', _NUMBERS.sub("1", shape))
 
 
-def _sides(pair: Pair) -> tuple[str, ...]:
-    return ("chosen", "rejected") if pair.chosen else ("prompt",)
-
-
-def _messages(pair: Pair, side: str) -> list[Message]:
-    parts: Any = {"prompt": [], "chosen": pair.chosen, "rejected": pair.rejected}
-    return [*pair.prompt, *parts[side]]
-
-
 def _is_plain(message: Message) -> bool:
     content = message["content"]
-    return len(message) == 2 and type(content) is str and not ("think" in content or "THINK" in content)
+    if len(message) != 2 or type(content) is not str:
+        return False
+    return not ("think>" in content or "thinking>" in content or "THINK]" in content)  # see THINKING
 
 
-def _texts(messages: Sequence[Message]) -> Iterator[Text]:
-    for number, message in enumerate(messages):
-        if _is_plain(message):
-            yield Text(number, "content", message["content"])
-            continue
-        found: list[tuple[str, str]] = []
+def _take_texts(
+    messages: Sequence[Message], change: Callable[[int, str], str] = lambda number, text: text
+) -> tuple[list[Text], list[Message]]:
+    """Returns the texts of messages, and the messages with `change(number, text)` in the place of each."""
+    texts: list[Text] = []
 
-        def note(field: str, text: str, found: list[tuple[str, str]] = found) -> str:
-            found.append((field, text))
-            return text
+    def take(field: str, text: str) -> str:
+        texts.append(Text(len(changed), field, text))
+        return change(len(texts) - 1, text)
 
-        _mapped(message, note)
-        yield from (Text(number, field, text) for field, text in found)
-
-
-def _marked(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages with a mark in place of each text that is not blank."""
-    numbers = count()
-
-    def mark(field: str, text: str) -> str:
-        number = next(numbers)
-        return _MARK.format(number) if text.strip() else text
-
-    return [_mapped(message, mark) for message in messages]
+    changed: list[Message] = []
+    for message in messages:
+        changed.append(_mapped(message, take))
+    return texts, changed
 
 
-def _mark_is_written(
-    messages: Sequence[Message], wanted: int, options: Mapping[str, Any], tokenizer: Tokenizer
-) -> bool:
-    """Returns True if marks at both ends of a text are written: a template may read a text, or change it."""
-    numbers = count()
-
-    def mark(field: str, text: str) -> str:
-        return f"qzbeginzq {text} qzendzq" if next(numbers) == wanted else text
-
-    try:
-        rendered = _rendered([_mapped(message, mark) for message in messages], options, tokenizer)
-    except BadRow:  # the template reads this text, and wants another one
-        return True
-    return "qzbeginzq" in rendered and "qzendzq" in rendered
-
-
-def _with_no_answer(pair: Pair, tokenizer: Tokenizer) -> str:
+def _render(messages: list[Message], options: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     with rendering():
-        messages: Any = [*pair.prompt, {"role": "assistant", "content": ""}]
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **pair.template_options))
-
-
-def _rendered(messages: list[Message], options: Mapping[str, Any], tokenizer: Tokenizer) -> str:
-    with rendering():
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options)).lower()
-
-
-def _is_in(text: str, rendered: str) -> bool:
-    """Returns True if the rendering has the text, white space and JSON's escapes aside."""
-    squeezed = "".join(rendered.split())
-    forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
-    return any("".join(form.split()) in squeezed for form in forms)
-
-
-def _may_be_left_out(text: Text, num_prompt: int) -> bool:
-    return text.field == "reasoning" and text.message < num_prompt
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
 
 def _mapped(message: Message, change: Callable[[str, str], str]) -> Message:

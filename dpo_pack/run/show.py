@@ -72,7 +72,7 @@ def show_recipe(
                 num_positions=num_positions,
             )
             views.append(view)
-            trained |= {view.place(pair.row_number): pair for pair in pairs if part == "train"}
+            trained |= {view.place(pair.row.number): pair for pair in pairs if part == "train"}
     there = {pair.row for view in views for pair in view.pairs}
     there |= {row.row for view in views for row in view.dropped}
     if missing := sorted(set(asked_rows) - there):
@@ -133,9 +133,9 @@ def _view_source(
                     if number in (asked_rows or ingestion.dropped_rows[bad.reason])
                 ]
                 for pair in batch.kept:
-                    if len(pairs) < FIRST_ROWS or pair.row_number in asked_rows:
+                    if len(pairs) < FIRST_ROWS or pair.row.number in asked_rows:
                         pairs.append(pair)
-                        contents[pair.row_number] = content[pair.row_number]
+                        contents[pair.row.number] = content[pair.row.number]
         is_at_end = next(rows, None) is None and (reads_all or ingestion.num_rows <= FIRST_ROWS)
     if ingestion.num_rows == 0:
         raise DataError(f"{ingestion.located.label} has no rows; correct or remove {key}")
@@ -143,9 +143,9 @@ def _view_source(
     left_out = [_reason(reason, ingestion) for reason in ingestion.first_dropped]
     many = [reason for reason in left_out if reason.count >= FEW * reason.of]
     faults = sorted([*find_faults(pairs, origin), *many], key=lambda fault: -fault.count)
-    first = [pair.row_number for pair in pairs[: 2 if key.startswith("data.train.") else 1]]
+    first = [pair.row.number for pair in pairs[: 2 if key.startswith("data.train.") else 1]]
     wanted = asked_rows or {*first, *(fault.rows[0] for fault in faults)}
-    shown = [pair for pair in pairs if pair.row_number in wanted]
+    shown = [pair for pair in pairs if pair.row.number in wanted]
     summary = ingestion.summary()
     view = SourceView(
         name=name,
@@ -161,7 +161,7 @@ def _view_source(
         warnings=faults,
         left_out=left_out,
         dropped=dropped,
-        pairs=[shown_pair(pair, origin, contents[pair.row_number], faults) for pair in shown],
+        pairs=[shown_pair(pair, origin, contents[pair.row.number], faults) for pair in shown],
     )
     return view, pairs
 

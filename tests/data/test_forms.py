@@ -52,7 +52,7 @@ def pairs_of(path: Path | str, data: dict[str, Any] | None = None, **source: Any
         tokenizer=TOKENIZER,
     )
     with ingestion.start() as (rows, settings):
-        return [kept.pair for batch in ingestion.batches(rows, settings) for kept in batch.kept]
+        return [kept.row.pair for batch in ingestion.batches(rows, settings) for kept in batch.kept]
 
 
 def rows_file(tmp_path: Path, *rows: Any, name: str = "rows.jsonl") -> Path:

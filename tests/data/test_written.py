@@ -15,7 +15,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.formats import FORMATS, BadRow
 from dpo_pack.data.tokenizer import apply_chat_template
-from dpo_pack.data.written import check_written, suited
+from dpo_pack.data.written import TOOL_KEY, check_written, suited
 
 _TURN = "{% for m in messages %}{{ '<s>' + m.role + '\n' }}BODY{{ '</s>\n' }}{% endfor %}"
 _OPEN = "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
@@ -144,6 +144,53 @@ def test_a_row_is_kept_if_and_only_if_all_of_it_is_written(body: str, shape: str
 )
 def test_what_is_missing_is_named(body: str, shape: str, verdict: str) -> None:
     assert _judge(_TURN.replace("BODY", BODIES[body]) + _OPEN, shape)[0] == verdict
+
+
+_CITY = {"type": "string", "description": "where", "title": "City"}
+_TOOL = {
+    "name": "weather",
+    "description": "tells",
+    "strict": True,
+    "parameters": {"type": "object", "properties": {"city": _CITY}},
+}
+
+
+@pytest.mark.parametrize(
+    ("tool", "template", "counts"),
+    [
+        ({"type": "function", "function": _TOOL}, "{{ tools | tojson }}", set()),
+        (_TOOL, "{{ tools | tojson }}", set()),
+        (
+            {"function": _TOOL},
+            "{% for t in tools %}{{ t.function.name ~ t.function.description ~ "
+            "(t.function.parameters | tojson) }}{% endfor %}",
+            {f"{TOOL_KEY}strict"},
+        ),
+        (
+            {"function": _TOOL},
+            "{% for t in tools %}{{ t.function.name ~ t.function.description }}{% for n, p in "
+            "t.function.parameters.properties.items() %}{{ n ~ p.description }}{% endfor %}{% endfor %}",
+            {f"{TOOL_KEY}{key}" for key in ("strict", "title", "type")},
+        ),
+        (_TOOL, "{% for t in tools %}{{ (t.function or {}).name }}{% endfor %}", {"tools_not_written"}),
+        (
+            {"function": _TOOL},
+            "{{ tools[0].function.name ~ tools[0].function.description }}",
+            {"tools_not_written"},
+        ),
+        ({"function": _TOOL}, "", {"tools_not_written"}),
+    ],
+)
+def test_of_tools_names_and_descriptions_are_written_and_other_keys_are_told(
+    tool: dict[str, Any], template: str, counts: set[str]
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template + _TURN.replace("BODY", BODIES["content alone"]) + _OPEN
+    row = {"prompt": [_user("why")], "chosen": [_says("a")], "rejected": [_says("b")], "tools": [tool]}
+    suiting = suited(FORMATS["conversational"].pair(row), tokenizer)
+    texts = apply_chat_template(suiting.pair, (suiting.pair.chosen, suiting.pair.rejected), tokenizer)
+    found = {name for name in check_written(suiting, texts, tokenizer)[0] if "not_written" in name}
+    assert found == counts if "tools_not_written" not in counts else counts <= found
 
 
 @pytest.mark.slow
