@@ -23,6 +23,10 @@ from dpo_pack.system.files import read_json
 # What transformers 4 reads in place of `rope_parameters`; version 5 reads these keys too.
 _OLD_ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base")
 _NEW_TOKENIZER_CLASSES = ("TokenizersBackend", "SentencePieceBackend", "MistralCommonBackend")
+_PROCESSOR_FILES = (  # of towers, which are carried through
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "chat_template.json",
+)  # fmt: skip
 _OF_THIS_MACHINE = ("is_local", "local_files_only")  # transformers 5 writes how it loaded the tokenizer
 
 
@@ -79,6 +83,10 @@ def save_model(
         config.save_pretrained(target)
         _complete_config(target / "config.json", config, is_tied=is_tied(model))
         _save_tokenizer(tokenizer, target, turn_end)
+        for name in _PROCESSOR_FILES if config.get_text_config() is not config else ():
+            file = _given_file(config._name_or_path, name, vars(config).get("_commit_hash"), downloads=True)
+            if file is not None:
+                shutil.copyfile(file, target / name)
     return saved
 
 
@@ -190,11 +198,11 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: 
     names |= {"tokenizer.json", *tokenizer.vocab_files_names.values()}
     vocabularies = [
         (read_json(Path(file)) or {}).get("model", {}).get("vocab") if file is not None else None
-        for file in (_given_file(tokenizer, "tokenizer.json"), str(target / "tokenizer.json"))
+        for file in (_given_file(tokenizer.name_or_path, "tokenizer.json"), str(target / "tokenizer.json"))
     ]
     if vocabularies[0] is not None and vocabularies[0] == vocabularies[1]:
         for name in names:
-            if (file := _given_file(tokenizer, name)) is not None:
+            if (file := _given_file(tokenizer.name_or_path, name)) is not None:
                 shutil.copyfile(file, target / name)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         settings = read_json(target / name)
@@ -210,14 +218,16 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: 
         (target / name).write_text(text + "\n", encoding="utf-8")
 
 
-def _given_file(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
-    """Returns the path of a file from which the tokenizer was loaded; never downloads it."""
+def _given_file(
+    source: str, name: str, revision: str | None = None, *, downloads: bool = False
+) -> str | None:
+    """Returns the path of a file of the checkpoint or tokenizer `source`, if it has one of this name."""
     options: dict[str, Any] = {
-        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "gated_repo")
+        f"_raise_exceptions_for_{what}": False
+        for what in ("missing_entries", "gated_repo", "connection_errors")
     }
-    options["_raise_exceptions_for_connection_errors"] = False
-    source = tokenizer.name_or_path
-    return cached_file(source, name, local_files_only=True, **options) if source else None
+    options |= {"local_files_only": not downloads, "revision": revision}
+    return cached_file(source, name, **options) if source else None
 
 
 def needs_transformers_5(directory: Path) -> bool:

@@ -1,7 +1,8 @@
 """Reads an exported model as its users do, and compares it with what was trained. Imports no dpo_pack.
 
 A run starts this file as a program, with a JSON object on stdin (`read_back_job` in run/export.py). The last
-line on stdout is a JSON object: `failure` is null or a sentence that names a file; `error` is by token.
+line on stdout is a JSON object: `failure` is null or a sentence that names a file; `error` is by token, and
+`unquantised` is that of a base that training quantises and this process does not.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _Job = dict[str, Any]
 
 def main() -> None:
     job: _Job = json.load(sys.stdin)
-    directory, error = Path(job["directory"]), None
+    directory, error, unquantised = Path(job["directory"]), None, None
     with contextlib.redirect_stdout(sys.stderr):
         try:
             types = {}  # of tensors, by file and name
@@ -37,11 +38,13 @@ def main() -> None:
                 failure = _wrong_tensor(model, directory, types, job)
             if failure is None and job["sequences"]:
                 failure, error = _wrong_logps(model, job)
+                if job["quantization"] is not None and failure is None:
+                    _, unquantised = _wrong_logps(_read(directory, {**job, "quantization": None}), job)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as raised:  # whatever the libraries say of these files
             failure = f"{directory} cannot be read: {type(raised).__name__}: {' '.join(str(raised).split())}"
-    print(json.dumps({"failure": failure, "error": error}))
+    print(json.dumps({"failure": failure, "error": error, "unquantised": unquantised}))
 
 
 def _wrong_file(directory: Path, types: dict[str, dict[str, str]], job: _Job) -> str | None:
@@ -76,13 +79,30 @@ def _read(directory: Path, job: _Job) -> Any:
     options |= {"revision": job["revision"]}
     dtype = getattr(torch, job["parameters"])
     if job["sequences"]:
+        if job["quantization"] is not None:
+            settings = transformers.BitsAndBytesConfig.from_dict(job["quantization"])
+            options |= {"quantization_config": settings, "device_map": {"": job["device"]}}
         base = auto.from_pretrained(job["base"], dtype=dtype, **options)
+        if getattr(base, "is_quantized", False):  # training computes with weights that are restored
+            base = _restored(base, dtype)
     else:  # the adapter alone is compared, so the base's weights are not read
         config = AutoConfig.from_pretrained(job["base"], **options)
         with torch.device("meta"):
             del options["revision"]
             base = auto.from_config(config, dtype=dtype, **options).to_empty(device="cpu")
     return PeftModel.from_pretrained(base, str(directory)).get_base_model()
+
+
+def _restored(base: Any, dtype: torch.dtype) -> Any:
+    states = {name: getattr(p, "quant_state", None) for name, p in base.named_parameters()}
+    shapes = {name: state.shape for name, state in states.items() if state is not None}
+    for name, shape in shapes.items():  # on a CPU bitsandbytes takes other blocks' scales for some shapes
+        states[name].shape = torch.Size((1, shape.numel()))
+    base = base.dequantize(dtype)
+    for name, shape in shapes.items():
+        parameter = base.get_parameter(name)
+        parameter.data = parameter.data.view(shape)
+    return base
 
 
 def _wrong_tensor(model: Any, directory: Path, types: dict[str, dict[str, str]], job: _Job) -> str | None:

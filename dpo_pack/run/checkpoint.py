@@ -214,20 +214,20 @@ class Exporter:
 
     def read_back_job(self, directory: Path, saved: dict[str, Tensor]) -> dict[str, Any]:
         """Returns what a process needs to compare the export with the policy; every rank must call it."""
-        setup, wanted = self.setup, self.setup.recipe.export.verify
-        weights = sum(parameter.nbytes for parameter in self.loaded.model.parameters())
+        facts, device, wanted = self.setup.policy_facts, self.setup.device, self.setup.recipe.export.verify
+        weights = facts.num_parameters * facts.precision.parameters.itemsize  # as the reader restores them
         release_memory()
-        on_cuda = setup.device.type == "cuda"
-        free = torch.cuda.mem_get_info(setup.device)[0] if on_cuda else host_memory().free
-        fits = ranks.first_says(free > _ROOM_TO_READ * weights) and setup.policy_facts.quantization is None
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory().free
+        fits = ranks.first_says(free > _ROOM_TO_READ * weights)
         return read_back_job(
             self.loaded,
             directory,
             saved,
             self.compared_pairs() if wanted == "full" or (wanted == "auto" and fits) else [],
-            revision=setup.policy_facts.revision,
-            trust_remote_code=setup.policy_facts.trust_remote_code,
-            device=setup.device,
+            revision=facts.revision,
+            trust_remote_code=facts.trust_remote_code,
+            device=device,
+            quantize=facts.quantize,
         )
 
     def _card(self) -> str:

@@ -31,6 +31,7 @@ from dpo_pack.model.fingerprint import HEADER_NAMES, stored_dtype, tensor_digest
 from dpo_pack.model.loading import auto_class, load_config, load_model, load_tokenizer
 from dpo_pack.model.lora import SavedAdapter, read_adapter, require_peft
 from dpo_pack.model.parallel import full_state, is_sharded
+from dpo_pack.model.quantize import Quantization, quantization_settings
 from dpo_pack.model.saving import (
     eos_tokens,
     find_beyond,
@@ -142,6 +143,7 @@ def read_back_job(
     revision: str | None,
     trust_remote_code: bool,
     device: torch.device,
+    quantize: Quantization | None = None,
 ) -> dict[str, Any]:
     """Returns what proofs/read_back.py needs to compare the export with the model; every rank must call it.
 
@@ -162,6 +164,7 @@ def read_back_job(
         "base": None if loaded.adapter is None else loaded.adapter.base,
         "revision": revision,
         "trust_remote_code": trust_remote_code,
+        "quantization": None if quantize is None else quantization_settings(quantize).to_dict(),
         "parameters": str(next(scorer.model.parameters()).dtype).removeprefix("torch."),
         "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
         "device": str(device),
@@ -229,8 +232,9 @@ def verified_sentence(job: dict[str, Any], answer: dict[str, Any] | None) -> str
             f"export.verify: the model in the files is not the one that was trained: {answer['failure']}; "
             "its checkpoints are right; report this, or export anew with other releases of the packages"
         )
-    sequences, error = len(job["sequences"]), answer["error"]
+    sequences, error, plain = len(job["sequences"]), answer["error"], answer["unquantised"]
     also = f"; log-probs of {sequences} sequences differ by {error:.1e} nats a token" if sequences else ""
+    also += f" (with the base that is not quantised, by {plain:.1e})" if plain is not None else ""
     return f"verified: the files hold all {len(job['digests'])} trained tensors bit for bit{also}"
 
 

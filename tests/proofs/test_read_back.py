@@ -22,13 +22,14 @@ from support.ten_families import TEN
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_run import tiny_run
 from support.tiny_tokenizer import tiny_tokenizer
+from support.two_ranks import run_on_ranks
 from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 from dpo_pack import trainer
 from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.saving import save_model
-from dpo_pack.model.scorer import Precision
+from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import read_back
 from dpo_pack.recipe.load import load_recipe
@@ -136,7 +137,7 @@ def test_a_planted_fault_is_found_and_its_file_is_named(
     right = answer(job, monkeypatch, capsys)
     assert right["failure"] is None and right["error"] < 1e-5, right
     without_sequences = answer({**job, "sequences": []}, monkeypatch, capsys)
-    assert without_sequences == {"failure": None, "error": None}
+    assert without_sequences == {"failure": None, "error": None, "unquantised": None}
     plant(copy, "model.safetensors" if kind == "model" else "adapter_model.safetensors")
     with pytest.raises(AssertionError, match=names):
         raise AssertionError(answer(job, monkeypatch, capsys)["failure"])
@@ -179,13 +180,17 @@ def saved_checkpoint(family: str, directory: Path) -> Path:
         }
         sizes = {"image_size": 28, "patch_size": 14}
         config = Gemma3Config(
-            text_config=tiny_config("gemma3_text").to_dict(), vision_config={**vision, **sizes}
+            text_config=tiny_config("gemma3_text", vocab_size=len(tiny_tokenizer())).to_dict(),
+            vision_config={**vision, **sizes},
         )
         model: Any = Gemma3ForConditionalGeneration(config)
     else:
         model = tiny_model(family, vocab_size=len(tiny_tokenizer()))
     model.save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
+    for name in ("preprocessor_config.json", "processor_config.json", "chat_template.json"):
+        if family == "gemma3":
+            (directory / name).write_text(f'{{"of": "{name}"}}')
     return directory
 
 
@@ -207,7 +212,10 @@ def saved_job(path: Path, target: Path, lora: LoraSettings | None, *, packed: bo
         for parameter in loaded.model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.01 * torch.randn_like(parameter))
-    saved = save_model(loaded, AutoTokenizer.from_pretrained(path), target)
+    return reader_job(loaded, target, save_model(loaded, AutoTokenizer.from_pretrained(path), target))
+
+
+def reader_job(loaded: LoadedModel, target: Path, saved: dict[str, torch.Tensor]) -> dict[str, Any]:
     ids = np.arange(5, 12, dtype=np.int32)
     groups = [
         Group(context=ids, completions=(ids[:4], ids[2:])),
@@ -233,6 +241,40 @@ def test_readers_of_every_kind_of_model_find_what_was_trained(
     job = saved_job(path, tmp_path / "model", lora, packed=family != "mamba")
     found = export.read_back(job)
     assert found is not None and found["failure"] is None and len(job["sequences"]) == 4
+    for file in [*path.glob("*processor*"), *path.glob("chat_template.json")] if lora is None else ():
+        assert file.read_bytes() == (tmp_path / "model" / file.name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("lora", ["null", "{r: 2}"], ids=["whole", "lora"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_what_two_ranks_hold_in_shards_is_read_back(family: str, lora: str, tmp_path: Path) -> None:
+    recipe = tiny_run(tmp_path)
+    overrides = [
+        f"model.path={saved_checkpoint(family, tmp_path / 'base')}",
+        *(f"model.lora={lora}", "distributed.strategy=fsdp2", "export.verify=full", "optim.lr=1e-2"),
+    ]
+    run_on_ranks(lambda: trainer.train(load_recipe(recipe, overrides), Console(quiet=True)))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["verified"] is True
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_merged_model_is_read_back(
+    dtype: str, jobs: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, write = [], export._write_model
+
+    def keep(loaded: LoadedModel, *words: Any, **named: Any) -> None:
+        written.append((loaded, write(loaded, *words, **named)))
+
+    monkeypatch.setattr(export, "_write_model", keep)
+    adapter = Path(jobs["adapter"]["directory"])
+    export.merge_adapter(adapter, tmp_path / "merged", base=None, dtype=dtype, trust_remote_code=False)
+    ((merged, saved),) = written
+    job = reader_job(merged, tmp_path / "merged", saved)
+    assert (found := export.read_back(job)) is not None and found["failure"] is None, found
+    assert dtype != "auto" or found["error"] < 1e-5
 
 
 # Beside this environment's torch. The last line is llama.cpp's converter and what it needs.

@@ -41,7 +41,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe with its model and pairs, and run/, a finished run on a base in 4 bits."""
     directory = tmp_path_factory.mktemp("quantized")
     tiny_run(directory)
-    train(recipe_in(directory, LORA, NF4), Console(quiet=True))
+    train(recipe_in(directory, LORA, NF4, "export.verify=full"), Console(quiet=True))
     return directory
 
 
@@ -163,6 +163,7 @@ def test_plain_peft_and_merge_take_the_adapter_on_the_base_that_is_not_quantised
     assets: Path, tmp_path: Path
 ) -> None:
     adapter = assets / "run" / "model"
+    assert read_json(assets / "run" / "run.json")["verified"] is True  # in another process
     tokens = torch.arange(12)[None]
     with torch.no_grad():
         adapted = PeftModel.from_pretrained(
