@@ -51,7 +51,7 @@ class HeadBounds:
     """Upper limits on how many logits are in memory at once."""
 
     chunk_tokens: int  # tokens of one chunk
-    chunk_bytes: int  # size of a chunk's two [C, V] buffers in fp32; but a chunk has at least one token
+    chunk_bytes: int  # size of a chunk's two [C, V] buffers; but a chunk has at least one token
     kept_bytes: int  # size of the softmax weights that we keep, so that the backward pass can reuse them
 
 
@@ -63,6 +63,10 @@ HEAD_BOUNDS = {
     "cpu": HeadBounds(chunk_tokens=256, chunk_bytes=256 * 2**20, kept_bytes=512 * 2**20),
     "cuda": HeadBounds(chunk_tokens=8192, chunk_bytes=2**30, kept_bytes=0),
 }
+
+
+# Whether torch adds a product in low precision to an fp32 tensor: cuBLAS does.
+_ADDS_TO_FLOAT32 = torch.version.hip is None
 
 
 def token_logps(
@@ -84,15 +88,18 @@ def token_logps(
     effect in an autograd Function's backward; the log-softmax is in fp32 (float64 if the products are). The
     backward pass computes a chunk's logits again, unless its softmax was kept or the head is frozen.
     """
+    passes = passes or HeadPasses()
     vocabulary_bytes = weight.shape[0] * max(4, weight.element_size())
-    chunk_tokens = max(1, min(bounds.chunk_tokens, bounds.chunk_bytes // (2 * vocabulary_bytes)))
+    # Compiled passes have two buffers in the products' dtype, and none in fp32.
+    buffer_bytes = weight.shape[0] * compute_dtype.itemsize if passes.are_compiled else vocabulary_bytes
+    chunk_tokens = max(1, min(bounds.chunk_tokens, bounds.chunk_bytes // (2 * buffer_bytes)))
     if not torch.is_grad_enabled():
         # An autograd Function cannot see that gradients are off, and would keep tensors for a backward pass.
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     # If the logits have a softcap, we keep the softcap's derivative beside the softmax.
     buffers_per_chunk = 1 if transform.softcap is None else 2
     kept_chunks = bounds.kept_bytes // (chunk_tokens * vocabulary_bytes * buffers_per_chunk)
-    plan = (transform, compute_dtype, chunk_tokens, kept_chunks, wanted, passes or HeadPasses())
+    plan = (transform, compute_dtype, chunk_tokens, kept_chunks, wanted, passes)
     with torch.autocast(hidden.device.type, enabled=False):
         logps, *statistics = _ChunkedLogps.apply(hidden, weight, bias, targets, *plan)  # type: ignore[no-untyped-call]
     return logps, TokenStatistics(*statistics)
@@ -209,6 +216,10 @@ class _ChunkedLogps(torch.autograd.Function):
                 grad_hidden[chunk] = times_transposed(grad_logits, head_weight.T)
             if grad_weight is not None and wide == ctx.dtype:
                 grad_weight.addmm_(grad_logits.T, hidden[chunk])
+            elif grad_weight is not None and _ADDS_TO_FLOAT32 and grad_weight.device.type == "cuda":
+                # One kernel, which also does not round the chunk's gradient.
+                factors = grad_logits.T, hidden[chunk]
+                torch.addmm(grad_weight, *factors, out_dtype=wide, out=grad_weight)
             elif grad_weight is not None:
                 grad_weight += grad_logits.T @ hidden[chunk]
             del grad_logits
@@ -327,6 +338,7 @@ class HeadPasses:
 
     forward: Callable[..., ChunkResult] = _chunk_forward
     backward: Callable[..., tuple[Tensor, Tensor | None]] = _chunk_backward
+    are_compiled: bool = False
 
 
 def compile_head(*, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False) -> HeadPasses:
@@ -335,4 +347,5 @@ def compile_head(*, backend: str | Callable[..., Any] = "inductor", falls_back: 
     `falls_back` is that of `compile_layers`.
     """
     compiled = functools.partial(torch.compile, backend=backend, fullgraph=not falls_back)
-    return HeadPasses(forward=compiled(_chunk_forward), backward=compiled(_chunk_backward))
+    passes = {"forward": compiled(_chunk_forward), "backward": compiled(_chunk_backward)}
+    return HeadPasses(**passes, are_compiled=True)

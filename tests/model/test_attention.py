@@ -15,7 +15,6 @@ import torch
 from support.flash_stand_ins import use_stand_ins
 from support.marks import slow
 from torch import Tensor
-from torch.utils import deterministic
 
 import dpo_pack.model.attention.flash as flash
 import dpo_pack.model.attention.flex as flex
@@ -347,7 +346,7 @@ def test_the_backward_pass_of_torch_varlen_is_deterministic_and_nothing_else_is(
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
             modes["backward"] = torch.are_deterministic_algorithms_enabled()
-            modes["fills"] = deterministic.fill_uninitialized_memory  # all new memory with NaN
+            modes["fills"] = flash._memory.fill_uninitialized_memory  # all new memory with NaN
             return grads[0] * 2
 
     def kernel(query: Tensor, *arguments: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
@@ -365,7 +364,7 @@ def test_the_backward_pass_of_torch_varlen_is_deterministic_and_nothing_else_is(
         out = BACKENDS["torch_varlen"](before, states, states, segments, options)
         out.sum().backward(retain_graph=True)
         assert modes == {"forward": False, "backward": True, "fills": False, "after": False}
-        assert deterministic.fill_uninitialized_memory
+        assert flash._memory.fill_uninitialized_memory
     with torch.no_grad():
         BACKENDS["torch_varlen"](before, states, states, segments, options)
 

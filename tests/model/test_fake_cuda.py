@@ -1,33 +1,45 @@
 """A CUDA build of torch without a GPU: what a row and a model's forward do there, but for the numbers.
 
 A fake tensor has no values: whoever asks for one, as a wait for the device does, gets an error, and so does
-who mixes devices. Backward passes need a device (tests marked gpu), those written here by hand do not.
+who mixes devices. Whole steps need the fake driver of scripts/test_cuda_build.sh.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.fake_cuda import fake_cuda, has_fake_driver
+from support.operation_counts import Counting
 from support.tiny_models import VOCABULARY, tiny_config
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM
 
+from dpo_pack.losses import make_objective
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.flash import supports_window_and_scale
-from dpo_pack.model.attention.segments import _Take
-from dpo_pack.model.fast_layers import trim_last_layer
+from dpo_pack.model.attention.segments import _Take, on_device
+from dpo_pack.model.fast_layers import cast_experts, trim_last_layer
 from dpo_pack.model.layout import Row, packed_row
+from dpo_pack.model.loading import _checkpoint_activations
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, HeadTransform, WantedStatistics, _ChunkedLogps
+from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.model.shape import router_balance
 from dpo_pack.packing.lengths import Group
+from dpo_pack.recipe.training import LossRecipe
+from dpo_pack.training.batches import GlobalBatch, PairRow
+from dpo_pack.training.metrics import column, join_values, pair_values
+from dpo_pack.training.optim import NonfiniteGuard, build_optimizer, clip_gradients
+from dpo_pack.training.step_loss import begin_step_loss, score_pairs
 
 pytestmark = pytest.mark.cuda_build
 CUDA = torch.device("cuda")
@@ -36,13 +48,9 @@ WITH_WINDOWS = ["mistral", "gemma3_text", "phi3"]
 
 
 @pytest.fixture(autouse=True)
-def _fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)  # fake tensors have none
-    # Without a device torch.autocast switches itself off.
-    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+def _fake() -> Iterator[None]:
     register_attention()
-    with FakeTensorMode():
+    with fake_cuda(backward=has_fake_driver()):
         yield
 
 
@@ -124,7 +132,12 @@ def test_the_backward_pass_of_the_head_waits_for_nothing(
     outputs = _ChunkedLogps.forward(
         ctx, hidden, weight, None, targets, transform, dtype, 3, kept, WantedStatistics(), HeadPasses()
     )
-    grad_hidden, grad_weight, *_ = _ChunkedLogps.backward(ctx, *outputs)
+    with Counting() as counted:
+        grad_hidden, grad_weight, *_ = _ChunkedLogps.backward(ctx, *outputs)
+    # Of each of three chunks, one kernel adds the product, also one in bf16, to the gradient in fp32.
+    name = "aten::addmm_" if dtype == torch.float32 else "aten::addmm"
+    assert counted.names[name] == (3 if trains_head else 0)
+    assert counted.names["aten::add_"] == 0 and counted.names["aten::mm"] == (6 if trains_head else 0)
     assert grad_hidden is not None and grad_hidden.shape == hidden.shape and grad_hidden.is_cuda
     assert (grad_weight is not None) == trains_head
     assert grad_weight is None or (grad_weight.shape == weight.shape and grad_weight.is_cuda)
@@ -138,3 +151,108 @@ def test_the_backward_pass_of_gathered_keys_waits_for_nothing() -> None:
     gathered = _Take.forward(ctx, states, row.segments.kv_gather)
     grad, _ = _Take.backward(ctx, gathered)
     assert len(gathered) > row.num_tokens and grad.shape == states.shape and grad.dtype == states.dtype
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "wpo": {"weighting": "wpo"},
+    "ld_alpha": {"ld_alpha": 0.5},
+    "aot": {"type": "aot"},
+}
+STEPS = [
+    *(
+        (family, "fp32", "sigmoid", "")
+        for family in ("llama", "qwen2", "qwen3", "olmo2", "phi3", "gemma3_text")
+    ),
+    *((family, "bf16", "sigmoid", "") for family in ("llama", "qwen3", "mixtral", "qwen3_moe")),
+    *(("llama", "fp32", loss, "") for loss in ("wpo", "ld_alpha", "aot")),
+    *(
+        ("llama", "fp32", "sigmoid", other)
+        for other in ("checkpointing", "selective", "lora", "merged", "weights")
+    ),
+    ("qwen3", "bf16", "sigmoid", "checkpointing"),
+    ("llama", "bf16", "sigmoid", "lora"),
+    ("qwen3_moe", "fp32", "sigmoid", "router"),
+]
+
+
+@pytest.mark.skipif(not has_fake_driver(), reason="scripts/test_cuda_build.sh loads the fake driver")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "types", "loss", "other"), STEPS)
+def test_a_whole_step_waits_for_no_device(
+    family: str, types: str, loss: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows forward and backward, clipping, the guard and the optimizer; then an evaluation's forward."""
+    dtype, autocast = (torch.bfloat16, None) if types == "bf16" else (torch.float32, torch.bfloat16)
+    with CUDA:
+        model = AutoModelForCausalLM.from_config(
+            tiny_config(family), attn_implementation=ATTENTION_NAME, dtype=dtype
+        )
+    cast_experts()
+    trim_last_layer(model)
+    adapter = None
+    if other == "lora":
+        settings = LoraSettings(r=4, alpha=8, dropout=0.0, target_modules="all-linear", seed=0)
+        monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_, **__: self)  # by swapping tensors
+        with CUDA:
+            adapter = attach_adapter(
+                model, settings, base="a", revision=None, recipe_key="model.path", reads_weights=True
+            )
+        autocast = torch.bfloat16
+    scorer = CompletionLogps(
+        model, backend=BACKENDS["torch_varlen"], autocast=autocast, adapter=adapter,
+        wanted=WantedStatistics(squares=loss == "wpo"),
+    ).eval()  # fmt: skip
+    if other in ("checkpointing", "selective"):
+        _checkpoint_activations(model, keeps_products=other == "selective")
+    router = None
+    if other == "router":
+        router = router_balance(model, 0.01)
+        assert router is not None
+    recipe = LossRecipe(**LOSSES[loss])
+    objective = make_objective(
+        recipe.terms, recipe.options, weighting=recipe.weighting, ld_alpha=recipe.ld_alpha
+    )
+    optimizer = build_optimizer("adamw", scorer, lr=1e-6, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    guard = NonfiniteGuard(stops=True, device=CUDA)
+    rows = [pair_row(other) for _ in range(2)]
+    batch = GlobalBatch(
+        epoch=0.0, num_pairs=6, num_rows=2, num_tokens=100, mean_chosen_tokens=5.0, rows=rows, row_pairs=[],
+    )  # fmt: skip
+    step = begin_step_loss(objective, batch, scorer, router, device=CUDA)
+    values = []
+    for number, row in enumerate(rows, start=1):
+        output = scorer(row.row)
+        pairs = score_pairs(objective, output, row)
+        losses, share = step.of_row(number, output, pairs)
+        share.backward()
+        values.append(pair_values(pairs, losses))
+    joined = join_values(values, CUDA)
+    norm = clip_gradients(scorer, 1.0)
+    guard.check(1, column(joined, "loss"), norm, batch.pair_indices, optimizer)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    assert norm.is_cuda and joined.is_cuda
+    with torch.no_grad():
+        score_pairs(objective, scorer(rows[0].row), rows[0])
+
+
+def pair_row(kind: str) -> PairRow:
+    """Three pairs; "merged": two of them share the chosen completion; "weights": tokens have weights."""
+    row = make_row()
+    if kind == "router":
+        row = replace(row, token_copies=torch.ones(row.num_tokens, device=CUDA))
+    scored = len(row.targets)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=CUDA)
+
+    index = token_index = None
+    if kind == "merged":
+        index = on_device(np.asarray([0, 1, 0, 3, 4, 5]), CUDA)
+        token_index = on_device(np.arange(scored), CUDA)
+    return PairRow(
+        row=row, sequence_index=index, token_index=token_index,
+        token_weights=zeros(scored) if kind == "weights" else None, reference=zeros(3, 2),
+        reference_tokens=torch.zeros(scored, device=CUDA), pair_weights=zeros(3), pair_indices=np.arange(3),
+    )  # fmt: skip

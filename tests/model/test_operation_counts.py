@@ -109,7 +109,7 @@ def test_experts_compute_in_the_dtype_of_autocast_and_all_at_once(
             return func(*args, **(kwargs or {}))
 
     row = packed_row(proof_groups(VOCABULARY), torch.device("cpu"), share_prompt=True)
-    with Experts():
+    with Experts():  # type: ignore[no-untyped-call]
         scorer(row).sums.sum().backward()
     assert kinds == {"aten::_grouped_mm torch.bfloat16": 24}  # forward, both gradients
 

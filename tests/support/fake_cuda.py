@@ -36,14 +36,36 @@ def has_fake_driver() -> bool:
         return False
 
 
+def _properties(capability: tuple[int, int]) -> SimpleNamespace:
+    shared = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448}.get(capability, 101376)
+    return SimpleNamespace(
+        name="a GPU", major=capability[0], minor=capability[1], total_memory=80 * 2**30,
+        multi_processor_count=132, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536,
+        warp_size=32, gcnArchName="", shared_memory_per_block=49152, shared_memory_per_block_optin=shared,
+        shared_memory_per_multiprocessor=shared + 1024, L2_cache_size=50 * 2**20, max_threads_per_block=1024,
+        uuid="x", is_integrated=False,
+    )  # fmt: skip
+
+
 @contextmanager
-def fake_cuda(*, backward: bool = False) -> Iterator[pytest.MonkeyPatch]:
+def fake_cuda(
+    *, backward: bool = False, capability: tuple[int, int] = (9, 0)
+) -> Iterator[pytest.MonkeyPatch]:
     """Context in which CUDA tensors are fake. `backward`: autograd works as well (see above)."""
+    properties = _properties(capability)
+    stream = SimpleNamespace(cuda_stream=0, stream_id=0, device_index=0, device=CUDA, device_type=1)
     with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": properties,
+            "get_device_capability": capability, "get_device_name": properties.name, "synchronize": None,
+            "is_initialized": False, "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": None, "_lazy_init": None, "current_stream": stream, "_exchange_device": 0,
+            "_maybe_exchange_device": 0, "set_device": None, "is_bf16_supported": True,
+        }.items():  # fmt: skip
+            patch.setattr(torch.cuda, name, functools.partial(_answer, value))
         patch.setattr(Tensor, "pin_memory", lambda self: self)  # fake tensors have none
         # Without a device torch.autocast switches itself off.
         patch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
-        patch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
         patch.setattr(FakeTensorMode, "avoid_device_init", property(lambda self: True))
         for name in ("init_gpu_context", "init_cuda_context"):
             if hasattr(fake_tensor, name):
@@ -68,14 +90,8 @@ def inductor_without_a_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Com
     from torch._inductor.graph import GraphLowering
     from triton.backends.compiler import GPUTarget
 
-    shared = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448}.get(capability, 101376)
-    properties = SimpleNamespace(
-        name="a GPU", major=capability[0], minor=capability[1], total_memory=80 * 2**30,
-        multi_processor_count=132, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536,
-        warp_size=32, gcnArchName="", shared_memory_per_block=49152, shared_memory_per_block_optin=shared,
-        shared_memory_per_multiprocessor=shared + 1024, L2_cache_size=50 * 2**20, max_threads_per_block=1024,
-        uuid="x", is_integrated=False,
-    )  # fmt: skip
+    properties = _properties(capability)
+    shared = properties.shared_memory_per_block_optin
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     utils = {"max_shared_mem": shared, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
     driver = SimpleNamespace(
@@ -102,7 +118,6 @@ def inductor_without_a_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Com
 
         return SimpleNamespace(call=call, __file__="", key="")
 
-    stream = SimpleNamespace(cuda_stream=0, stream_id=0, device_index=0, device=CUDA, device_type=1)
     with (
         pytest.MonkeyPatch.context() as patch,
         inductor_config.patch(
@@ -111,14 +126,6 @@ def inductor_without_a_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Com
         ),
         functorch_config.patch(enable_autograd_cache=False),
     ):  # fmt: skip
-        for name, value in {
-            "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": properties,
-            "get_device_capability": capability, "get_device_name": properties.name, "synchronize": None,
-            "is_initialized": False, "get_rng_state": torch.zeros(16, dtype=torch.uint8),
-            "set_rng_state": None, "_lazy_init": None, "current_stream": stream, "_exchange_device": 0,
-            "_maybe_exchange_device": 0, "set_device": None,
-        }.items():  # fmt: skip
-            patch.setattr(torch.cuda, name, functools.partial(_answer, value))
         for owner in (interface.CudaInterface, interface.CudaInterface.Worker):
             patch.setattr(owner, "get_device_properties", staticmethod(lambda device=None: properties))
             patch.setattr(owner, "current_device", staticmethod(lambda: 0))

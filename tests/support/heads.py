@@ -79,17 +79,20 @@ def chunked(
     passes: HeadPasses | None = None,
 ) -> tuple[Tensor, TokenStatistics]:
     """`token_logps` with a memory bound given in tokens and chunks instead of bytes."""
-    row_bytes = V * max(4, head.weight.element_size())
+    compute_dtype = compute_dtype or head.weight.dtype
+    row_bytes = buffer_bytes = V * max(4, head.weight.element_size())
+    if passes is not None and passes.are_compiled:
+        buffer_bytes = V * compute_dtype.itemsize
     return token_logps(
         head.hidden,
         head.weight,
         head.bias,
         head.targets,
         transform=transform,
-        compute_dtype=compute_dtype or head.weight.dtype,
+        compute_dtype=compute_dtype,
         bounds=HeadBounds(
             chunk_tokens=V * chunk_tokens,  # bytes decide
-            chunk_bytes=2 * chunk_tokens * row_bytes,
+            chunk_bytes=2 * chunk_tokens * buffer_bytes,
             kept_bytes=kept_chunks * chunk_tokens * row_bytes,
         ),
         wanted=wanted,
