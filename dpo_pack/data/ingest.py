@@ -132,7 +132,8 @@ class Ingestion:
                 if progress is not None:
                     progress(f"Tokenizing {self.located.label}", self.num_rows, self.rows_in_all)
                 yield batch
-        self._check_rows("the first " if self.num_rows == self.max_rows else "")
+        which = "the first " if self.num_rows == self.max_rows else ""
+        self._check_rows(which)
         if self.num_rows == 0:
             raise DataError(f"{self.located.label} has no rows; correct or remove {self.located.key}")
         if self.num_kept == 0:
@@ -141,7 +142,7 @@ class Ingestion:
             remedy = self.remedy(bad) or f"mend the rows, or remove {self.located.key}"
             reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped_counts.most_common())
             raise DataError(
-                f"{self.located.label}: no {kept} left of {self.num_rows} rows ({reasons}); "
+                f"{self.located.label}: no {kept} left of {which}{self.num_rows} rows ({reasons}); "
                 f"the first: {self.row_word} {number}: {bad.detail}; {remedy}"
             )
 

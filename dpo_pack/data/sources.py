@@ -84,6 +84,7 @@ class LoadedSource:
     rows_tokenized: int  # 0 if the store was in the cache
     prompts: tuple[Prompt, ...] = ()  # one for each pair of the store
     columns_read: Mapping[str, str] = field(default_factory=dict)  # field -> column, of rows read now
+    reads_all: bool = True  # False: `max_rows` or the source's max_pairs ended the reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -327,6 +328,7 @@ def load_source(
                 rows_tokenized=ingestion.num_rows,
                 prompts=tuple(prompt for batch in read for prompt in batch.prompts),
                 columns_read=ingestion.columns_read,
+                reads_all=next(rows, None) is None,
             )
         directory = cache_dir / "tokens" / _store_key(ingestion, tokenizer_key)
         store = open_store(directory)

@@ -262,6 +262,9 @@ def model_card(
     data_lines += [_source_line("held out", source.path) for source in eval_sources]
     if isinstance(held_out, EvalFraction):
         data_lines.append(f"- held out: a fraction of {held_out.fraction} of the training data")
+    both = (recipe.data.chat_template_kwargs | source.chat_template_kwargs for source in recipe.data.train)
+    options = dict.fromkeys(json.dumps(of_source) for of_source in both if of_source)
+    data_lines += [f"- trained with these options of the chat template: `{option}`" for option in options]
     datasets = dict.fromkeys(source.path for source in recipe.data.train if is_on_hub(source.path))
     head = ModelCardData(
         library_name="transformers" if adapter_base is None else "peft",

@@ -356,7 +356,7 @@ def load_proved(setup: Setup, model: ModelFacts, adapter: LoraSettings | None = 
 
 # --------------------------------------------------------------------------------- the check of a recipe
 
-CHECKED_ROWS = 100  # of each source
+CHECKED_ROWS = 200  # of each source, as `show` reads
 
 
 def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
@@ -471,7 +471,8 @@ def _check_source(
     counts, kept = loaded.store.summary, "pairs" if max_new_tokens is None else "prompts"
     dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in counts["dropped"].items())
     found.append(
-        f"{label}, format {counts['format']}, the first {counts['rows_read']:,} rows have "
+        f"{label}, format {counts['format']}, {'all' if loaded.reads_all else 'the first'} "
+        f"{counts['rows_read']:,} rows {'' if loaded.reads_all else '(no others were read) '}have "
         f"{counts[f'{kept}_kept']:,} {kept}{f', left out: {dropped}' if dropped else ''}"
     )
     found.extend(f"  {note}" for note in source_notes(counts))

@@ -640,16 +640,19 @@ def test_recipe_check_has_a_line_for_each_thing_that_would_stop_the_run(
 
 def test_recipe_check_reads_only_the_first_rows_of_a_long_file(recipe: Path, dpopack: Dpopack) -> None:
     row = (recipe.parent / "pairs.jsonl").read_text().splitlines()[0] + "\n"
+    assert re.search(r"data.train.0: .* all \d+ rows have", dpopack("recipe", "--check", recipe).out)
     long = recipe.parent / "long.jsonl"
-    long.write_text(row * 200 + "no JSON")
+    long.write_text(row * 300 + "no JSON")
     checked = dpopack("recipe", "--check", recipe, f"data.train={long}")
-    assert checked.status == 0 and "the first 100 rows have 100 pairs" in checked.out
+    assert checked.status == 0 and "the first 200 rows (no others were read) have 200 pairs" in checked.out
 
     long.write_text(row * 50 + '{"prompt": "a question"}\n' + row * 200)
     checked = dpopack("recipe", "--check", recipe, f"data.train={long}")
-    assert checked.status == 2 and "missing_column: 1 of the first 100 rows" in checked.err
+    assert checked.status == 2 and "missing_column: 1 of the first 200 rows" in checked.err
     skipped = dpopack("recipe", "--check", recipe, f"data.train={long}", "data.on_bad_row=skip")
-    assert "the first 100 rows have 99 pairs, left out: 1 missing_column\n" in skipped.out
+    assert (
+        "the first 200 rows (no others were read) have 199 pairs, left out: 1 missing_column\n" in skipped.out
+    )
 
 
 def test_doctor_names_versions_devices_and_backends(dpopack: Dpopack) -> None:

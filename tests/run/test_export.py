@@ -228,7 +228,11 @@ def test_the_card_names_hub_ids_whole_and_of_local_paths_the_last_part(tmp_path:
         model={"path": f"{home}/base/", "lora": {"r": 4}},
         tokenizer={"path": "org/tokenizer", "chat_template": f"{home}/own.jinja"},
         reference={"path": f"{home}/sft", "cache_dir": f"{home}/cache"},
-        data={"train": ["org/pairs", f"{home}/pairs/*.jsonl"], "eval": f"{home}/held.jsonl"},
+        data={
+            "train": ["org/pairs", f"{home}/pairs/*.jsonl"],
+            "eval": f"{home}/held.jsonl",
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
         checkpoint={"resume": f"{home}/other/checkpoints/step-000002"},
     )
     card = model_card(recipe, totals=TOTALS, evaluation=EVALUATION, adapter_base=f"{home}/base")
@@ -237,6 +241,7 @@ def test_the_card_names_hub_ids_whole_and_of_local_paths_the_last_part(tmp_path:
     for part in (
         "A LoRA adapter for base: base fine-tuned with", "(https://huggingface.co/datasets/org/pairs)",
         "- training: `*.jsonl`", "- held out: `held.jsonl`", "path: org/tokenizer", "resume: step-000002",
+        '- trained with these options of the chat template: `{"enable_thinking": false}`',
     ):  # fmt: skip
         assert part in card, part
     assert home in dump_recipe(recipe), "the run's own recipe keeps its paths"
