@@ -571,6 +571,7 @@ def _value(row: Row, column: str) -> Any:
 def _text(row: Row, column: str) -> str:
     value = _value(row, column)
     if not isinstance(value, str):
+        _without_nulls(value, column)  # a date is no JSON at all
         raise BadRow("wrong_type", f"{column} is {_kind(value)}, not text")
     return value
 

@@ -106,6 +106,8 @@ def test_a_leaf_that_json_does_not_have_is_a_bad_row_that_names_the_key() -> Non
         BadRow, match=r"chosen.0.tool_calls.0.function.arguments.day is a date \(2024-05-02\)"
     ):
         FORMATS["conversational"].pair(row)
+    with pytest.raises(BadRow, match=r"no_json_type.*chosen is a date \(2024-05-02\)"):
+        FORMATS["preference"].pair({"prompt": "when", "chosen": date(2024, 5, 2), "rejected": "never"})
 
 
 LISTS = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
