@@ -92,7 +92,7 @@ from dpo_pack.run.state import TrainState, find_selection, is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.console import TrainingLines, format_seconds, keep_log, shown
 from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
-from dpo_pack.system.files import write_json_atomically
+from dpo_pack.system.files import read_json, write_json_atomically
 from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.machine import release_memory
@@ -414,17 +414,16 @@ class Trainer:
 
     def _describe_in_files(self) -> None:
         run, setup = self.run, self.setup
-        fingerprints, packing = dict(self.identity.fingerprints), None
-        if self.pairs is not None:
-            fingerprints["packing"] = self.pairs.first_plan.fingerprint
-            packing = packing_report(
-                self.pairs, setup.data, setup.policy_facts.shape, model=setup.recipe.model.path
-            )
+        fingerprints = dict(self.identity.fingerprints)
         begin_run(run, dump_recipe(setup.recipe), str(setup.device))
         keep_log(self.console, run.console_log)
         write_json_atomically(run.data_report, setup.data.report)
-        if packing is not None:
-            write_json_atomically(run.packing_report, asdict(packing))
+        if self.pairs is not None:
+            fingerprints["packing"] = plan = self.pairs.first_plan.fingerprint
+            if (read_json(run.packing_report) or {}).get("plan_fingerprint") != plan:  # else a resumed run's
+                shape, path = setup.policy_facts.shape, setup.recipe.model.path
+                packing = packing_report(self.pairs, setup.data, shape, model=path)
+                write_json_atomically(run.packing_report, asdict(packing))
         if self.frozen is not None:
             self.frozen.save(run.reference)
         run.update(fingerprints=fingerprints, inputs=input_fingerprints(setup.recipe))

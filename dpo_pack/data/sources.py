@@ -222,11 +222,14 @@ def _report(
     *,
     is_pairs: bool,
 ) -> dict[str, Any]:
+    of_train = _describe(train, is_pairs)
+    is_one = len(sources) == 1 and held_out_by is None  # then all pairs are those of the source
+    of_sources = [
+        _source_report(name, source, is_pairs, of_train if is_one else None)
+        for name, source in sources.items()
+    ]
     report: dict[str, Any] = {
-        "train": {
-            **_describe(train, is_pairs),
-            "sources": [_source_report(name, source, is_pairs) for name, source in sources.items()],
-        },
+        "train": {**of_train, "sources": of_sources},
         "eval": {
             name: _describe(table, is_pairs) if is_pairs else {"prompts": table.num_pairs}
             for name, table in evals.items()
@@ -236,24 +239,26 @@ def _report(
     for name, source in eval_sources.items():
         report["eval"][name]["source"] = _source_report(name, source, is_pairs)
     if is_pairs:
-        pairs, prompts = _pair_values(train), np.unique(key_values(train.whole_prompt_keys))
-        eval_pairs = [_pair_values(table) for table in evals.values()]
-        eval_prompts = [key_values(table.whole_prompt_keys) for table in evals.values()]
-        of_pairs = np.isin(pairs, np.concatenate([pairs[:0], *eval_pairs]))
-        of_prompts = np.isin(prompts, np.concatenate([prompts[:0], *eval_prompts]))
-        report["train_pairs_in_eval"] = int(of_pairs.sum())
-        report["train_prompts_in_eval"] = int(of_prompts.sum())
+        report["train_pairs_in_eval"] = report["train_prompts_in_eval"] = 0
+        if evals:
+            pairs, prompts = _pair_values(train), np.unique(key_values(train.whole_prompt_keys))
+            eval_pairs = [_pair_values(table) for table in evals.values()]
+            eval_prompts = [key_values(table.whole_prompt_keys) for table in evals.values()]
+            report["train_pairs_in_eval"] = int(np.isin(pairs, np.concatenate(eval_pairs)).sum())
+            report["train_prompts_in_eval"] = int(np.isin(prompts, np.concatenate(eval_prompts)).sum())
         every = (*sources.values(), *eval_sources.values())
         report["rows_tokenized"] = sum(source.rows_tokenized for source in every)
     return report
 
 
-def _source_report(name: str, source: LoadedSource, is_pairs: bool) -> dict[str, Any]:
+def _source_report(
+    name: str, source: LoadedSource, is_pairs: bool, described: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     settings, store = source.recipe, source.store
     of_recipe = {"path": settings.path, "split": settings.split, "weight": settings.weight}
     counts: dict[str, Any] = {"name": name, **of_recipe, **store.summary}
     if is_pairs:
-        counts |= _describe(PairTable.of([store]), is_pairs)
+        counts |= described or _describe(PairTable.of([store]), is_pairs)
         counts["token_store"] = str(store.directory)
         counts["token_store_reused"] = source.rows_tokenized == 0
     return counts

@@ -15,7 +15,7 @@ from dpo_pack.packing.plan import PackingPlan
 
 # Pairs in a micro-batch of padded training, which pads to the longest sequence of the micro-batch.
 PADDED_MICROBATCH_PAIRS = (1, 2, 4, 8, 16)
-# Balance is measured on at most this many steps, spread evenly over the epoch; budgets on fewer.
+# Rows and balance are measured on at most this many steps, spread evenly over the epoch; budgets on fewer.
 MAX_BALANCE_STEPS, MAX_BUDGET_STEPS = 1000, 300
 # A budget is good enough when a pair takes at most this many times as long as under the fastest budget.
 GOOD_ENOUGH = 1.02
@@ -37,12 +37,17 @@ class PaddedComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingStatistics:
-    """Measurements of the plan of one epoch on one rank."""
+    """Measurements of the plan of one epoch on one rank.
+
+    Of an epoch with more than MAX_BALANCE_STEPS steps, rows, tokens, FLOPs and merged pairs are estimates
+    from that many steps.
+    """
 
     num_pairs: int  # a pair counts as often as it is trained on
     num_steps: int
+    steps_measured: int
     num_rows: int
-    max_row_tokens: int
+    max_row_tokens: int  # of the measured steps and of the pairs that exceed the budget
     budget_fill: float  # mean over rows of tokens / budget; an oversize row counts as full
     computed_tokens: int  # tokens that the rows run through the model
     unshared_tokens: int  # both sequences of every pair, with prompts twice and without padding
@@ -157,9 +162,11 @@ def _statistics(
     order: IntArray,
     describe_pair: Callable[[int], str],
 ) -> PackingStatistics:
-    rows = [row for (of_rank,) in plan for row in of_rank]
+    steps, oversize = _spread_steps(plan, MAX_BALANCE_STEPS), plan.oversize_pairs.tolist()
+    rows = [row for step in steps for row in plan.pack_step(step)[0]]
+    scale = len(plan.order) / sum(map(len, rows))  # 1 if all steps are measured
     tokens = np.array([plan.sizes.tokens_in(row) for row in rows])
-    computed = int(tokens.sum())
+    computed = round(int(tokens.sum()) * scale)
     unshared = int(lengths.row_tokens(share_prompt=False)[plan.order].sum())
     if plan.settings.algorithm == PADDED:  # it shares no prompts: its tokens beyond `unshared` are padding
         longest = np.array([plan.sizes.tokens[row].max() // 2 for row in rows])
@@ -168,6 +175,7 @@ def _statistics(
         by_sharing, flops = 0, padded_flops(shape, longest, num_sequences, scored_tokens=scored)
     else:
         by_sharing, flops = unshared - computed, sum(plan.sizes.cost_of(row) for row in rows)
+    flops *= scale
     padded, merging = [], plan.sizes.merging
     for microbatch_pairs in PADDED_MICROBATCH_PAIRS:  # of the epoch's order; `plan.order` can be that of rows
         begins = np.arange(0, len(order), microbatch_pairs)
@@ -186,18 +194,17 @@ def _statistics(
     return PackingStatistics(
         num_pairs=len(plan.order),
         num_steps=len(plan),
-        num_rows=len(rows),
-        max_row_tokens=int(tokens.max()),
+        steps_measured=len(steps),
+        num_rows=round(len(rows) * scale),
+        max_row_tokens=int(max(tokens.max(), plan.sizes.tokens[oversize].max(initial=0))),
         budget_fill=float(np.minimum(tokens / plan.settings.token_budget, 1.0).mean()),
         computed_tokens=computed,
         unshared_tokens=unshared,
         saved_by_sharing_tokens=by_sharing,
-        merged_pairs=sum(len(group) for group in groups if len(group) > 1),
+        merged_pairs=round(sum(len(group) for group in groups if len(group) > 1) * scale),
         flops=flops,
         padded=tuple(padded),
-        oversize_pairs={
-            describe_pair(pair): int(plan.sizes.tokens[pair]) for pair in plan.oversize_pairs.tolist()
-        },
+        oversize_pairs={describe_pair(pair): int(plan.sizes.tokens[pair]) for pair in oversize},
     )
 
 
@@ -233,14 +240,16 @@ def _compare_budgets(
     The time of a step, in tokens, is its tokens / `num_ranks`, plus ROW_OVERHEAD_TOKENS for each row of the
     rank with the most rows. That of a pair counts: in scope epoch a step has any number of pairs.
     """
-    sizes, settings, outcomes = plan.sizes, plan.settings, []
+    sizes, settings, outcomes, pairs = plan.sizes, plan.settings, [], np.unique(order)
     for budget in sorted({settings.token_budget, *budgets}):
         rows = settings.rows_per_step
         if rows is not None:  # so that a step has about as many pairs under each budget
             rows = max(round(rows * settings.token_budget / budget), 1)
+        # Scope epoch packs all pairs that it gets, so it gets those of the measured steps only.
+        measured = order[: plan.step_begins[min(len(plan), MAX_BUDGET_STEPS)]] if rows is not None else order
         changed, under = replace(settings, token_budget=budget, rows_per_step=rows), plan
         if changed != settings:
-            under = changed.plan(sizes.tokens, order=order, row_costs=sizes.costs, merging=sizes.merging)
+            under = changed.plan(sizes.tokens, order=measured, row_costs=sizes.costs, merging=sizes.merging)
         steps = _spread_steps(under, MAX_BUDGET_STEPS)
         tokens = np.array([under.sizes.tokens_in(row) for step in steps for row in under.pack_step(step)[0]])
         balance = rank_balance(replace(under, num_ranks=num_ranks), max_steps=MAX_BUDGET_STEPS)
@@ -252,7 +261,7 @@ def _compare_budgets(
             full_step_rows=rows,
             budget_fill=float(np.minimum(tokens / budget, 1.0).mean()),
             max_row_tokens=int(tokens.max()),
-            num_oversize_pairs=len(under.oversize_pairs),
+            num_oversize_pairs=int((sizes.tokens[pairs] > budget).sum()),
             relative_time=float(time / np.diff(under.step_begins)[steps].mean()),
             is_best=False,
         )

@@ -77,7 +77,11 @@ class KeyIndex:
     @staticmethod
     def of(keys: Keys) -> KeyIndex:
         """Makes an index of n keys, [..., 16], which may be in any order and repeat."""
-        strings, first, inverse = np.unique(_as_strings(keys), return_index=True, return_inverse=True)
+        strings = _as_strings(keys)
+        if (strings[1:] > strings[:-1]).all():  # they are keys of an index
+            first = inverse = np.arange(len(strings))
+        else:
+            strings, first, inverse = np.unique(strings, return_index=True, return_inverse=True)
         whole = strings.view(np.uint8).reshape(-1, 16)
         return KeyIndex(strings=strings, keys=whole, first=first, inverse=inverse)
 

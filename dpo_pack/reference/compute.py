@@ -31,8 +31,8 @@ from dpo_pack.packing.bin_packing import (
     padded_rows,
     split_over_ranks,
 )
-from dpo_pack.packing.lengths import Bools, Group, IntArray, ModelShape, pair_flops
-from dpo_pack.reference.cache import KeyIndex, ReferenceCache, TokenLogps, sequence_table
+from dpo_pack.packing.lengths import Bools, FloatArray, Group, IntArray, ModelShape, pair_flops
+from dpo_pack.reference.cache import KeyIndex, Keys, ReferenceCache, TokenLogps, sequence_table
 from dpo_pack.system.console import progress_bar
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.files import add_to_json, read_json
@@ -66,6 +66,7 @@ class ReferenceWork:
     table: PairTable  # [G] the pair of each group
     sides: Bools  # [G, (chosen, rejected)] True if this is the first of equal sequences
     missing: Bools  # [G, 2] True if `sides` is True and the cache lacks the sequence
+    found: tuple[Keys, FloatArray, TokenLogps]  # of all different sequences, with the values of the cache
 
     def group(self, number: int) -> Group:
         """Returns a group with its missing sequences only."""
@@ -87,13 +88,18 @@ def find_work(
     """Finds the sequences of which the cache lacks what a run needs, see `find_sequences`."""
     table = join_tables(tables)
     index, needs_tokens = find_sequences(table, per_token=per_token)
-    sums, _ = cache.lookup(index.keys, per_token=needs_tokens)
+    sums, tokens = cache.lookup(index.keys, per_token=needs_tokens)
     sides, missing = np.zeros((2, 2 * table.num_pairs), dtype=np.bool_)
     sides[index.first] = True
     missing[index.first] = np.isnan(sums)
     sides, missing = sides.reshape(-1, 2), missing.reshape(-1, 2)
     pairs = np.flatnonzero(sides.any(axis=1))
-    return ReferenceWork(table=table.select(pairs), sides=sides[pairs], missing=missing[pairs])
+    return ReferenceWork(
+        table=table.select(pairs),
+        sides=sides[pairs],
+        missing=missing[pairs],
+        found=(index.keys, sums, tokens),
+    )
 
 
 def join_tables(tables: Sequence[PairTable]) -> PairTable:

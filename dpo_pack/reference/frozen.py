@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dpo_pack.data.store import PairTable
-from dpo_pack.packing.lengths import FloatArray
+from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.reference.cache import (
     SUM,
     TOKENS,
@@ -68,15 +68,24 @@ class FrozenReference:
 
     def covers(self, table: PairTable) -> bool:
         """Returns True if this reference has the values of all sequences of the table."""
-        index, needs_tokens = find_sequences(table)
-        places = KeyIndex.of(self.keys).find(index.keys)
-        return bool((places >= 0).all() and self.tokens.lengths[places[needs_tokens]].all())
+        return self._places(table) is not None
+
+    def _places(self, table: PairTable) -> IntArray | None:
+        """Returns the position in `keys` of each pair's (chosen, rejected), [P, 2]; None if a value lacks."""
+        index = KeyIndex.of(self.keys)
+        places = np.stack([index.find(keys) for keys in (table.chosen_keys, table.rejected_keys)], axis=1)
+        is_there = (places >= 0).all() and self.tokens.lengths[places[table.has_token_weights]].all()
+        return places if is_there else None
 
     def only(self, table: PairTable) -> FrozenReference:
         """Returns the values of the table's sequences only. This reference must have all of them."""
-        keys = find_sequences(table)[0].keys
-        places = KeyIndex.of(self.keys).find(keys)
-        return FrozenReference(keys=keys, sums=self.sums[places], tokens=self.tokens.take(places))
+        of_pairs, is_used = self._places(table), np.zeros(len(self.keys), dtype=np.bool_)
+        assert of_pairs is not None
+        is_used[of_pairs] = True
+        places = np.flatnonzero(is_used)
+        return FrozenReference(
+            keys=self.keys[places], sums=self.sums[places], tokens=self.tokens.take(places)
+        )
 
     def joined(self, other: FrozenReference) -> FrozenReference:
         """Returns the values of both references. If both have a sequence, this reference's value is used."""
@@ -87,10 +96,9 @@ class FrozenReference:
 
     def of(self, table: PairTable) -> PairReference:
         """Returns the values of the table's pairs. Raises CacheError if a sequence has no value here."""
-        if not self.covers(table):
+        places, tokens = self._places(table), self.tokens
+        if places is None:
             raise CacheError("this run's reference.parquet belongs to other data; use another output_dir")
-        index, tokens = KeyIndex.of(self.keys), self.tokens
-        places = np.stack([index.find(keys) for keys in (table.chosen_keys, table.rejected_keys)], axis=1)
         sums = self.sums[places]  # [P, (chosen, rejected)]
         for pair in np.flatnonzero(table.has_token_weights).tolist():
             for side, weights in enumerate(table.token_weights(pair)):

@@ -61,8 +61,8 @@ class Namespace:
     models: tuple[str, ...]  # paths of the models that used it, the latest first
     parameters: str  # dtype of the model's parameters
     autocast: str | None
-    sequences: int  # distinct sequences
-    sequences_per_token: int  # distinct sequences with per-token values
+    sequences: int  # in all parts; one that is in several parts counts in each
+    sequences_per_token: int  # those with per-token values
     parts: int
     damaged_parts: int  # parts that were renamed because of damage
     size_bytes: int
@@ -80,12 +80,12 @@ def _namespace_at(directory: Path) -> Namespace:
     times = read_json(directory / USED_FILE, UsedTimes) or {}
     used = {model: seconds for model, seconds in times.items() if 0 <= seconds <= time.time()}
     parts = sorted(directory.glob("part-*.parquet"))
-    keys, has_tokens = [np.zeros((0, 16), dtype=np.uint8)], [np.zeros(0, dtype=np.bool_)]
-    for part in parts:
-        with contextlib.suppress(OSError, KeyError, pa.ArrowException):  # a run will set it aside
-            keys.append(keys_of(pq.read_table(part, columns=[KEY])))
-            has_tokens.append(np.full(len(keys[-1]), TOKENS in pq.read_schema(part).names))
-    index, with_tokens = KeyIndex.of(np.concatenate(keys)), np.concatenate(has_tokens)
+    num_sequences = num_per_token = 0
+    for part in parts:  # only their footers are read
+        with contextlib.suppress(OSError, pa.ArrowException):  # a run will set it aside
+            footer = pq.read_metadata(part)
+            num_sequences += footer.num_rows
+            num_per_token += footer.num_rows * (TOKENS in footer.schema.to_arrow_schema().names)
     files = _our_files(directory)
     newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
     return Namespace(
@@ -94,8 +94,8 @@ def _namespace_at(directory: Path) -> Namespace:
         models=tuple(sorted(used, key=lambda model: -used[model])),
         parameters=str(described.get("parameters")),
         autocast=described.get("autocast"),
-        sequences=len(index.keys),
-        sequences_per_token=len(np.unique(index.inverse[with_tokens])),
+        sequences=num_sequences,
+        sequences_per_token=num_per_token,
         parts=len(parts),
         damaged_parts=sum(file.suffix == ".damaged" for file in files),
         size_bytes=sum(map(_size, files)),

@@ -35,10 +35,13 @@ def rows_sentence(report: PackingReport) -> str:
     if report.merge_prompts:
         sharing += f", {ours.merged_pairs:,} pairs merged"
     rows, tokens = ours.num_rows / ours.num_steps, ours.computed_tokens / ours.num_steps
+    measured = ""
+    if ours.steps_measured < ours.num_steps:
+        measured = f" (measured on {ours.steps_measured:,} steps)"
     return (
         f"rows of up to {report.token_budget:,} tokens, {report.algorithm}, {sharing}; on average a step has "
         f"{rows:,.1f} rows and {tokens:,.1f} tokens; rows are {ours.budget_fill:.1%} full, the longest has "
-        f"{ours.max_row_tokens:,} tokens."
+        f"{ours.max_row_tokens:,} tokens{measured}."
     )
 
 

@@ -157,6 +157,7 @@ class ReferencePass:
 
     cache: ReferenceCache
     tables: Sequence[PairTable]  # the pairs whose log-probs the cache now has
+    found: FrozenReference | None  # all log-probs, if the cache had them before
     per_token: bool  # whether the loss needs a log-prob for each token
     num_computed: int  # sequences that the pass computed
     num_cached: int  # sequences that the cache had before
@@ -164,7 +165,7 @@ class ReferencePass:
 
     def values(self) -> FrozenReference:
         """Returns the log-probs of all sequences of `tables`. Raises CacheError if the cache has lost one."""
-        return FrozenReference.take(self.cache, self.tables, per_token=self.per_token)
+        return self.found or FrozenReference.take(self.cache, self.tables, per_token=self.per_token)
 
 
 def resume_reference(setup: Setup, frozen: Path) -> tuple[FrozenReference, float]:
@@ -197,6 +198,8 @@ def prepare_reference(
     cache = ReferenceCache(facts.cache_dir, facts.namespace, used_by=facts.label)
     per_token = setup.recipe.loss.ld_alpha is not None  # LD-DPO weights tokens; sums are not enough
     work = find_work(cache, tables, per_token=per_token)
+    keys, sums, of_tokens = work.found
+    has_all = not np.isnan(sums).any()
     # All ranks use the list of rank 0. A rank that looks later could find more sequences in the cache.
     work = replace(work, missing=ranks.first_says(work.missing))
     todo = int(work.missing.sum())
@@ -218,6 +221,7 @@ def prepare_reference(
     return ReferencePass(
         cache=cache,
         tables=tables,
+        found=FrozenReference(keys=keys, sums=sums, tokens=of_tokens) if has_all else None,
         per_token=per_token,
         num_computed=todo,
         num_cached=num_cached,

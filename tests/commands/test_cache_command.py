@@ -83,7 +83,7 @@ def test_list_says_whose_log_probs_there_are(tmp_path: Path) -> None:
     found = json.loads(cache("list", "--json", "--cache-dir", tmp_path))
     assert [entry["parameters"] for entry in found] == ["float32", "bfloat16"]  # the latest used first
     assert found[0]["models"] == ["org/model"] and found[0]["namespace"] == first.directory.name
-    assert (found[0]["sequences"], found[0]["sequences_per_token"], found[0]["parts"]) == (5, 2, 3)
+    assert (found[0]["sequences"], found[0]["sequences_per_token"], found[0]["parts"]) == (8, 2, 3)
     assert found[0]["size_bytes"] == sum(path.stat().st_size for path in first.directory.iterdir())
     text = cache("list", "--cache-dir", tmp_path)
     assert "org/model" in text and "2 namespaces" in text

@@ -72,6 +72,24 @@ def test_what_is_saved_and_what_is_computed_add_up_to_padded_training(
         assert (ours.saved_by_sharing_tokens > 0) is share_prompt
 
 
+@pytest.mark.parametrize("rows_per_step", [None, 3])
+def test_of_a_long_epoch_only_some_steps_are_packed_and_the_numbers_stay_close(
+    monkeypatch: pytest.MonkeyPatch, rows_per_step: int | None
+) -> None:
+    random = np.random.default_rng(0)
+    prompt, chosen, rejected = (random.integers(1, 40, 3000) for _ in range(3))
+    lengths = PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=prompt)
+    whole = inspect(lengths, token_budget=200, rows_per_step=rows_per_step).statistics
+    monkeypatch.setattr("dpo_pack.packing.report.MAX_BALANCE_STEPS", 100)
+    monkeypatch.setattr("dpo_pack.packing.report.MAX_BUDGET_STEPS", 50)
+    report = inspect(lengths, token_budget=200, rows_per_step=rows_per_step)
+    ours = report.statistics
+    assert whole.steps_measured == whole.num_steps == ours.num_steps > ours.steps_measured == 100
+    for name in ("num_rows", "computed_tokens", "saved_by_sharing_tokens", "flops", "budget_fill"):
+        assert getattr(ours, name) == pytest.approx(getattr(whole, name), rel=0.1), name
+    assert "measured on 100 steps" in " ".join(rendered(report).split())
+
+
 def test_flops_of_ours_and_of_padded_training_are_those_counted_by_hand() -> None:
     shape = ModelShape(
         token_weights=10.0,
