@@ -340,11 +340,13 @@ def merge(
         found = Path(stack.enter_context(model_of(os.fspath(source), console)))
         replacement = None if base is None else stack.enter_context(model_of(base, console))
         stack.enter_context(console.status("Merging"))
-        adapter = merge_adapter(
+        adapter, line = merge_adapter(
             found, Path(out), base=replacement, dtype=dtype, trust_remote_code=trust_remote_code
         )
     for warning in unknown_settings(adapter.directory):
         console.print(warning)
+    if line:
+        console.print(line)
     console.print(f"Merged {adapter.directory} into {adapter.base}: {out}")
     return Path(out)
 

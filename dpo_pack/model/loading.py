@@ -51,7 +51,13 @@ from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.quantize import Quantization, compute_restored, quantization_settings
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
-from dpo_pack.system.errors import DpoPackError, ModelError, first_line, is_out_of_memory
+from dpo_pack.system.errors import (
+    DpoPackError,
+    ModelError,
+    UnsupportedModelError,
+    first_line,
+    is_out_of_memory,
+)
 from dpo_pack.system.hub import check_model
 
 # Vision checkpoints of which only the text model is built: the base model of the whole has the head, too.
@@ -157,6 +163,11 @@ def load_model(
     if routes_tokens(config):
         cast_experts()
         notes += filter(None, [experts_note(device, precision.activations)])
+    if any(getattr(module, "is_causal", True) is False for module in text_model(model).modules()):
+        raise UnsupportedModelError(
+            f"{recipe_key}: {path}: {type(model).__name__} attends to later tokens of a prompt as well, as "
+            "PaliGemma and embedding models do; give a causal model"
+        )
     trained = [*text_model(model).parameters(), *model.get_output_embeddings().parameters()]
     for parameter in set(model.parameters()).difference(trained):
         parameter.requires_grad_(False)  # of towers, which pairs of texts do not reach

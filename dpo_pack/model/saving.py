@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
@@ -104,14 +105,25 @@ def _kept_wide(model: PreTrainedModel, name: str, dtype: torch.dtype) -> bool:
 
 
 @torch.no_grad()
-def round_weights(model: PreTrainedModel, dtype: torch.dtype, *, keeps_type: bool) -> None:
-    """Rounds all saved tensors to the values of `dtype`; with `keeps_type` they stay in their own type."""
+def round_weights(model: PreTrainedModel, dtype: torch.dtype, *, keeps_type: bool) -> tuple[int, int]:
+    """Rounds all saved tensors to the values of `dtype`; with `keeps_type` they stay in their own type.
+
+    Returns how many of this rank's values change, and how many of these become 0 or subnormal.
+    """
+    num_changed = num_lost = 0
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and not _kept_wide(model, name, dtype):
+            rounded = tensor.data.to(dtype)
+            own = (one.to_local() if isinstance(one, DTensor) else one for one in (rounded, tensor.data))
+            after, before = own
+            changes = after != before
+            num_changed += int(changes.sum())
+            num_lost += int((changes & (after.abs() < torch.finfo(dtype).tiny)).sum())
             if keeps_type:
-                tensor.copy_(tensor.to(dtype))
+                tensor.copy_(rounded)
             else:
-                tensor.data = tensor.data.to(dtype)
+                tensor.data = rounded
+    return num_changed, num_lost
 
 
 def find_beyond(state: dict[str, Tensor], dtype: torch.dtype) -> str | None:

@@ -39,10 +39,8 @@ from torch.distributed.tensor import DTensor
 import dpo_pack
 from dpo_pack.data.tokenizer import TURN_END_TOKENS
 from dpo_pack.model.fingerprint import relevant_config, stored_dtype
-from dpo_pack.model.saving import find_beyond, round_weights
+from dpo_pack.model.saving import find_beyond
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.rows import pair_sums
 from dpo_pack.recipe.load import INFO_FILE, check_environment, load_recipe
 from dpo_pack.reference.cache import namespace_digest
 from dpo_pack.reference.frozen import FrozenReference
@@ -57,11 +55,13 @@ from dpo_pack.run.checkpoint_files import (
     saved_counters,
 )
 from dpo_pack.run.export import (
+    compared_pairs,
     export_model,
     model_card,
     name_turn_end,
     read_back,
     read_back_job,
+    round_and_measure,
     verified_sentence,
 )
 from dpo_pack.run.log import RunLog
@@ -76,7 +76,7 @@ from dpo_pack.system.files import discard, path_aside, put_in_place, read_json, 
 from dpo_pack.system.machine import host_memory, package_versions, release_memory
 from dpo_pack.training.batches import BatchSource
 
-_LOOKED_AT = 64  # pairs, for the ends of answers and for pairs to measure the export with
+_LOOKED_AT = 64  # pairs, for the ends of answers
 _ROOM_TO_READ = 1.5  # free memory in weights of the model, for a second one
 _COUNTERS = (  # the fields that TrainState and Counters share
     "step", "num_pairs", "num_tokens", "num_flops", "train_seconds", "evaluation", "owes_evaluation",
@@ -173,44 +173,18 @@ class Exporter:
             if beyond is not None:
                 self.say(
                     f"Warning: export.dtype: {beyond} has values beyond float16, so the model is written in "
-                    "float32"
+                    "float32; export.dtype: bfloat16 writes two bytes a weight"
                 )
                 return torch.float32
         return dtype
 
-    def compared_pairs(self) -> list[Group]:
-        """Returns the two shortest of the first pairs, held-out ones if there are any, to measure exports."""
-        tables = [table for table in self.setup.data.eval.values() if table.num_pairs] or [
-            self.setup.data.train
-        ]
-        if self.setup.recipe.online is not None:  # its pairs do not exist beforehand
-            return []
-        pairs = [tables[0].group(pair) for pair in range(min(tables[0].num_pairs, _LOOKED_AT))]
-        return sorted(pairs, key=lambda pair: len(pair.context) + sum(map(len, pair.completions)))[:2]
-
-    @torch.no_grad()
     def round_policy(self) -> None:
-        """Gives the policy the values that the export will have; prints by how much its margins change."""
-        dtype, facts, scorer = self.export_dtype(), self.setup.policy_facts, self.loaded.scorer
+        """Gives the policy the values that the export will have; prints what that changes."""
+        dtype, facts = self.export_dtype(), self.setup.policy_facts
         if dtype is None or dtype.itemsize >= facts.precision.parameters.itemsize or self.loaded.adapter:
             return
-        pairs, device = self.compared_pairs(), self.setup.device
-
-        def margins() -> Tensor:
-            sums = [pair_sums(scorer, [pair], device) for pair in pairs]
-            return self.setup.recipe.loss.beta * torch.cat(sums).diff(dim=-1)
-
-        before = margins() if pairs else None
-        round_weights(self.loaded.model, dtype, keeps_type=True)
-        line = f"The weights are rounded to {str(dtype).removeprefix('torch.')} (export.dtype)"
-        if before is not None:
-            change = float((margins() - before).abs().mean())
-            line += f", which changes the reward margins of {len(pairs)} pairs by {change:.1e} in the mean"
-            evaluations = self.facts()[1].values()
-            known = [one["rewards/margins"] for one in evaluations if "rewards/margins" in one]
-            if known and change > 0.1 * abs(known[0]):
-                line += f", more than a tenth of {known[0]:.1e}; export.dtype: float32 keeps them"
-        self.say(line)
+        known = [one["rewards/margins"] for one in self.facts()[1].values() if "rewards/margins" in one]
+        self.say(round_and_measure(self.loaded, dtype, self.setup, known, key="export.dtype: float32"))
 
     def read_back_job(self, directory: Path, saved: dict[str, Tensor]) -> dict[str, Any]:
         """Returns what a process needs to compare the export with the policy; every rank must call it."""
@@ -223,7 +197,7 @@ class Exporter:
             self.loaded,
             directory,
             saved,
-            self.compared_pairs() if wanted == "full" or (wanted == "auto" and fits) else [],
+            compared_pairs(self.setup) if wanted == "full" or (wanted == "auto" and fits) else [],
             revision=facts.revision,
             trust_remote_code=facts.trust_remote_code,
             device=device,

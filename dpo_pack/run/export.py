@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -44,14 +45,23 @@ from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import pair_sums
 from dpo_pack.proofs.start_up import FLOAT32_BOUND, distance_of_row
-from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, dump_recipe, source_names
+from dpo_pack.recipe.load import (
+    INFO_FILE,
+    TOKENIZER_FILES,
+    Recipe,
+    dump_recipe,
+    load_recipe,
+    source_names,
+)
 from dpo_pack.recipe.schema import EvalFraction
+from dpo_pack.run.checkpoint_files import MODEL
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.samples import Sample
+from dpo_pack.run.setup import Setup, prepare
 from dpo_pack.system import ranks
-from dpo_pack.system.console import format_seconds, shown
-from dpo_pack.system.errors import ModelError, RunError
-from dpo_pack.system.files import dispensable, text_of, written_aside
+from dpo_pack.system.console import format_seconds, make_console, shown
+from dpo_pack.system.errors import DpoPackError, ModelError, RunError
+from dpo_pack.system.files import dispensable, read_json, text_of, written_aside
 from dpo_pack.system.hub import is_adapter, is_on_hub, name_for_others
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.process import printable
@@ -131,6 +141,44 @@ def name_turn_end(
             f"base ({eos}) where you generate, or use 'dpopack merge', which writes it"
         )
     return turn_end, f"Answers end with {token}: the model's files name it as an end, as well as {eos}"
+
+
+def compared_pairs(setup: Setup) -> list[Group]:
+    """Returns the two shortest of the first pairs, held-out ones if there are any, to measure exports."""
+    if setup.recipe.online is not None:  # its pairs do not exist beforehand
+        return []
+    table = next((table for table in setup.data.eval.values() if table.num_pairs), setup.data.train)
+    pairs = [table.group(pair) for pair in range(min(table.num_pairs, _LOOKED_AT))]
+    return sorted(pairs, key=lambda pair: len(pair.context) + sum(map(len, pair.completions)))[:2]
+
+
+@torch.no_grad()
+def round_and_measure(
+    loaded: LoadedModel, dtype: torch.dtype, setup: Setup | None, known: Sequence[float], *, key: str
+) -> str:
+    """Rounds the weights to values of `dtype`, in their type. Returns a line about what that changes.
+
+    `setup` is of the run, for pairs on its device; None: they are unknown. `known` are mean margins of
+    held-out pairs. `key` is what keeps float32.
+    """
+    pairs = [] if setup is None else compared_pairs(setup)
+    line = f"The weights are rounded to {str(dtype).removeprefix('torch.')}"
+
+    def margins() -> Tensor:
+        sums = [pair_sums(loaded.scorer, [pair], loaded.model.device) for pair in pairs]
+        return torch.cat(sums).diff(dim=-1)
+
+    before = margins() if pairs else None
+    counts = ranks.every_rank_says(round_weights(loaded.model, dtype, keeps_type=True))
+    changed, lost = map(sum, zip(*counts, strict=True))
+    if lost:
+        line += f"; {lost / changed:.1%} of the values that this changes become 0 or subnormal"
+    if before is not None and setup is not None:
+        change = setup.recipe.loss.beta * float((margins() - before).abs().mean())
+        line += f"; that changes the reward margins of {len(pairs)} pairs by {change:.1e} in the mean"
+        if known and change > 0.1 * abs(known[0]):
+            line += f", more than a tenth of {known[0]:.1e}; {key} keeps them"
+    return line
 
 
 @torch.no_grad()
@@ -317,6 +365,7 @@ def _samples_in_markdown(samples: Sequence[tuple[str, Sample]]) -> list[str]:
     return lines
 
 
+_LOOKED_AT = 64  # pairs, for those to measure exports with
 _USAGE_TITLE = "## How to use it"
 
 
@@ -393,8 +442,10 @@ _MERGE = "dpopack merge"
 
 def merge_adapter(
     source: Path, target: Path, *, base: str | None, dtype: str, trust_remote_code: bool
-) -> SavedAdapter:
-    """Writes the merged model and the tokenizer to `target`, whole or not at all; returns the adapter.
+) -> tuple[SavedAdapter, str]:
+    """Writes the merged model and the tokenizer to `target`, whole or not at all.
+
+    Returns the adapter, and a line about what rounding changes; it is empty where nothing is rounded.
 
     `source` is the directory of an adapter or of a run. `base` replaces the base that the adapter names. Base
     plus adapter is computed in float32 and rounded once, to `dtype`; `auto`: the type of the base's weights.
@@ -426,7 +477,17 @@ def merge_adapter(
     if (beyond := find_beyond(merged.model.state_dict(), rounded)) is not None:
         kind = str(rounded).removeprefix("torch.")
         raise ModelError(f"{_MERGE}: {beyond} has values beyond {kind}; use --dtype bfloat16 or float32")
-    round_weights(merged.model, rounded, keeps_type=False)
+    line = ""
+    if rounded != torch.float32:
+        setup, known = None, list[float]()
+        run = directory.parent if directory.name == MODEL else directory
+        with contextlib.suppress(DpoPackError):  # its data may be gone
+            recipe = load_recipe(run, ["distributed.num_processes=auto", "logging.trackers=[]"])
+            setup = prepare(recipe, make_console(quiet=True), takes_prompts=True)
+            evaluations = (read_json(run / INFO_FILE) or {}).get("evaluation", {}).values()
+            known = [one["rewards/margins"] for one in evaluations if "rewards/margins" in one]
+        line = round_and_measure(merged, rounded, setup, known, key="--dtype float32")
+        round_weights(merged.model, rounded, keeps_type=False)
     turn_end, note = name_turn_end(merged, tokenizer)
     example = _usage(
         str(target),
@@ -437,7 +498,7 @@ def merge_adapter(
     with written_aside(target) as temporary:
         card = _merged_card(adapter, f"{example}\n{note}.\n" if note else example)
         _write_model(merged, tokenizer, temporary, card, dtype=rounded, turn_end=turn_end)
-    return adapter
+    return adapter, line
 
 
 def _merged(adapter: SavedAdapter, trust_remote_code: bool) -> LoadedModel:

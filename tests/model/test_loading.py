@@ -19,7 +19,7 @@ from dpo_pack.model.loading import load_config, load_errors, load_model, load_to
 from dpo_pack.model.lora import read_adapter
 from dpo_pack.model.scorer import Precision
 from dpo_pack.model.shape import without_weights
-from dpo_pack.system.errors import ModelError
+from dpo_pack.system.errors import ModelError, UnsupportedModelError
 
 
 def test_a_model_that_does_not_fit_into_memory_is_not_called_a_wrong_path() -> None:
@@ -34,6 +34,23 @@ class NotATensor:
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return print, ("code of a stranger",)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_model_that_reads_prompts_in_both_directions_is_refused(packed: bool, tmp_path: Path) -> None:
+    tiny_model("gemma", use_bidirectional_attention=True).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="attends to later tokens"):
+        load_model(
+            str(tmp_path),
+            revision=None,
+            trust_remote_code=False,
+            precision=Precision(parameters=torch.float32, autocast=None),
+            attention="auto",
+            packed=packed,
+            gradient_checkpointing=False,
+            device=torch.device("cpu"),
+            recipe_key="model.path",
+        )
 
 
 @pytest.mark.parametrize("reads", ["weights", "hashes"])

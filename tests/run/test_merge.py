@@ -39,8 +39,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def merge(source: Path, target: Path, **options: Any) -> None:
-    merge_adapter(source, target, **{"base": None, "dtype": "auto", "trust_remote_code": False, **options})
+def merge(source: Path, target: Path, **options: Any) -> str:
+    _, line = merge_adapter(
+        source, target, **{"base": None, "dtype": "auto", "trust_remote_code": False, **options}
+    )
+    return line
 
 
 def logits(model: Any) -> Tensor:
@@ -78,8 +81,10 @@ def test_the_command_merges_and_its_errors_are_one_line(trained: Path, tmp_path:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_are_rounded_once_after_they_are_merged(dtype: str, trained: Path, tmp_path: Path) -> None:
-    merge(trained / "run", tmp_path / "float32", dtype="float32")
-    merge(trained / "run", tmp_path / dtype, dtype=dtype)
+    assert not merge(trained / "run", tmp_path / "float32", dtype="float32")
+    line = merge(trained / "run", tmp_path / dtype, dtype=dtype)
+    assert f"rounded to {dtype}" in line and "changes the reward margins of 2 pairs by" in line
+    assert ("% of the values that this changes become 0 or subnormal" in line) == (dtype == "float16")
     wide, narrow = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto") for name in ("float32", dtype)
     )
