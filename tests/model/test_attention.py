@@ -131,6 +131,29 @@ def test_attention_by_sdpa_equals_a_softmax_written_out(
     assert_as_written_out("sdpa", window, special, dtype=torch.float64, size=8, bound=bound)
 
 
+@pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])
+def test_flash_attention_takes_values_that_are_narrower_than_keys(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_stand_ins(monkeypatch)
+    segments, options = make_segments(CPU), AttentionOptions(scale=0.2, window=None, softcap=None, sinks=None)
+    needs = replace(PLAIN, head_dim=24, value_head_dim=16, has_custom_scale=True)
+    assert backend_obstacle(name, needs, device=CUDA, dtype=torch.bfloat16) is None
+    tokens, keys = sum(segments.query_lengths), sum(segments.key_lengths)
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
+        for shape in ((tokens, 4, 24), (keys, 2, 24), (keys, 2, 16))
+    ]
+    results = []
+    for attend, states in ((BACKENDS[name], inputs), (plain_attention, [each.float() for each in inputs])):
+        out = attend(*states, segments, options)
+        assert out.shape == (tokens, 4, 16)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for ours, plain in zip(*results, strict=True):
+        assert (ours.float() - plain.float()).norm() <= 1e-2 * plain.float().norm()
+
+
 @pytest.fixture
 def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU torch refuses FlexAttention's backward pass; its definition in plain operations has it."""
@@ -254,7 +277,7 @@ def test_auto_takes_the_first_backend_without_an_obstacle_and_says_why() -> None
         ({}, torch.float32, "bf16 or fp16, not float32"),
         ({"has_softcap": True}, torch.bfloat16, "caps attention logits"),
         ({"has_sinks": True}, torch.bfloat16, "sinks"),
-        ({"value_head_dim": 32}, torch.bfloat16, "differ"),
+        ({"value_head_dim": 96}, torch.bfloat16, "values have a larger head dimension (96) than keys (64)"),
         ({"head_dim": 512, "value_head_dim": 512}, torch.bfloat16, "above 256"),
         ({"head_dim": 100, "value_head_dim": 100}, torch.bfloat16, "100 is not a multiple of 8"),
     ],

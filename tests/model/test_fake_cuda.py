@@ -164,7 +164,10 @@ STEPS = [
         (family, "fp32", "sigmoid", "")
         for family in ("llama", "qwen2", "qwen3", "olmo2", "phi3", "gemma3_text")
     ),
-    *((family, "bf16", "sigmoid", "") for family in ("llama", "qwen3", "mixtral", "qwen3_moe")),
+    *(
+        (family, "bf16", "sigmoid", "")
+        for family in ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+    ),
     *(("llama", "fp32", loss, "") for loss in ("wpo", "ld_alpha", "aot")),
     *(
         ("llama", "fp32", "sigmoid", other)

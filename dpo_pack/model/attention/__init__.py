@@ -227,8 +227,8 @@ def _flash_obstacle(name: str, needs: AttentionNeeds, device: torch.device, dtyp
         return f"its kernel takes bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
     if needs.has_sinks:
         return "the model has attention sinks, and its kernel cannot compute them"
-    if needs.head_dim != needs.value_head_dim:
-        return f"head dimensions of keys ({needs.head_dim}) and values ({needs.value_head_dim}) differ"
+    if needs.head_dim < needs.value_head_dim:
+        return f"values have a larger head dimension ({needs.value_head_dim}) than keys ({needs.head_dim})"
     if needs.head_dim > 256:
         return f"head dimension {needs.head_dim} is above 256"
     if name == "flash_attn":

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import deterministic
 
@@ -32,7 +33,7 @@ def flash_attn_attention(
 
     assert options.sinks is None  # select_backend refuses these models
     out: Tensor = flash_attn_varlen_func(
-        *as_autocast(query, key, value),
+        *as_autocast(query, key, _as_wide(value, query)),
         segments.cu_seqlens_q,
         segments.cu_seqlens_k,
         max(segments.query_lengths),
@@ -43,7 +44,7 @@ def flash_attn_attention(
         softcap=options.softcap or 0.0,
         deterministic=True,
     )
-    return out
+    return out[..., : value.shape[-1]]
 
 
 def torch_varlen_attention(
@@ -54,7 +55,7 @@ def torch_varlen_attention(
 
     assert options.softcap is None and options.sinks is None  # select_backend refuses these models
     out = varlen_attn(
-        *as_autocast(query, key, value),
+        *as_autocast(query, key, _as_wide(value, query)),
         segments.cu_seqlens_q,
         segments.cu_seqlens_k,
         max(segments.query_lengths),
@@ -63,7 +64,13 @@ def torch_varlen_attention(
     )
     assert isinstance(out, Tensor)  # it returns a tuple only if the caller asks for the logsumexp
     _make_backward_deterministic(out)
-    return out
+    return out[..., : value.shape[-1]]
+
+
+def _as_wide(value: Tensor, query: Tensor) -> Tensor:
+    """Pads values with zeros to the width of queries, which the kernels want: latent attention has less."""
+    missing = query.shape[-1] - value.shape[-1]
+    return F.pad(value, (0, missing)) if missing else value
 
 
 @contextlib.contextmanager
