@@ -436,7 +436,7 @@ def _parsed(text: str) -> Any:
     """Returns the list or object that a text is in JSON or as Python prints it; the text if it is neither."""
     if text.lstrip()[:1] not in ("[", "{") or len(text) > MAX_ROW_SIZE:
         return text
-    for parse in (json.loads, ast.literal_eval):
+    for parse in (json.loads, ast.literal_eval, _as_numpy_prints):
         with (
             warnings.catch_warnings(action="ignore"),  # of wrong escapes
             suppress(ValueError, SyntaxError, RecursionError, MemoryError),
@@ -444,6 +444,10 @@ def _parsed(text: str) -> Any:
             value = parse(text)
             return value if isinstance(value, list | dict) else text
     return text
+
+
+def _as_numpy_prints(text: str) -> Any:
+    return ast.literal_eval(re.sub(r"\}\s*\n\s*\{", "}, {", text))  # no commas; no text has line breaks
 
 
 def _as_list(value: Any) -> Any:

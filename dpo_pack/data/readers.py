@@ -315,7 +315,7 @@ def open_directory(paths: Sequence[Path], names: ColumnNames) -> OpenRows | None
 
 
 def check_start(path: Path, label: str) -> None:
-    """Raises DataError if a file is a Git LFS pointer, UTF-16, or one object around the rows."""
+    """Raises DataError if a file is not what its name says, or one object around the rows."""
     start = b""
     with suppress(*_FILE_ERRORS):  # whoever reads the rows says so
         with path.open("rb") as plain:
@@ -323,22 +323,38 @@ def check_start(path: Path, label: str) -> None:
         if data_suffix(path).endswith(".gz") and start.startswith(b"\x1f\x8b"):
             with _open_binary(path) as file:
                 start = file.read(1 << 12)
-    what = ""
-    if start.startswith(b"version https://git-lfs"):
-        what = "a Git LFS pointer, not the data; run 'git lfs pull' in its repository"
-    elif start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        what = "UTF-16 text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
-    elif ".json" in data_suffix(path) and (found := _ROWS_IN_OBJECT.match(start.decode(errors="replace"))):
-        what = f"one JSON object with the rows in {found[1]!r}; save this list alone (jq '.{found[1]}' FILE)"
-    if what:
-        raise DataError(f"{label} is {what}")
+    for suffixes, pattern, what in _OTHER_STARTS:
+        found = re.match(pattern, start) if data_suffix(path).startswith(suffixes) else None
+        if found is not None:
+            raise DataError(
+                f"{label} is {what.format(*(one.decode(errors='replace') for one in found.groups()))}"
+            )
 
 
-# An object whose first value, simple ones aside, is a list of objects that look like rows.
-_ROWS_IN_OBJECT = re.compile(
-    r'\s*\{(?:\s*"[^"]*"\s*:\s*(?:"[^"]*"|[-\w.]+|\{[^{}]*\})\s*,)*'
-    r'\s*"(?!prompt|chosen|rejected|messages|conversation|answers|history|context|tools)([^"]+)"\s*:'
-    r'\s*\[\s*\{\s*"(?:id|prompt\w*|chosen|rejected|messages|conversations|instruction|question)"'
+# Suffixes of files, how their first bytes are then not, and what the file is.
+_OTHER_STARTS = (
+    (
+        "",
+        rb"version https://git-lfs",
+        "a Git LFS pointer, not the data; run 'git lfs pull' in its repository",
+    ),
+    (
+        (".json", ".csv"),
+        rb"\xff\xfe|\xfe\xff|.\x00|\x00.",
+        "UTF-16 text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
+    ),
+    ((".json", ".csv"), rb"\s*<[!?hH]", "a page of the web, not the data; download the file itself"),
+    (".jsonl", rb"\s*\[\s*\{", "a JSON array, not JSON lines; give it a name that ends in .json"),
+    (
+        ".json",
+        # One object whose first value, simple ones aside, is a list of objects that look like rows.
+        rb'\s*\{(?:\s*"[^"]*"\s*:\s*(?:"[^"]*"|[-\w.]+|\{[^{}]*\})\s*,)*'
+        rb'\s*"(?!prompt|chosen|rejected|messages|conversation|answers|history|context|tools)([^"]+)"\s*:'
+        rb'\s*\[\s*\{\s*"(?:id|prompt\w*|chosen|rejected|messages|conversations|instruction|question)"',
+        "one JSON object with the rows in {0!r}; save this list alone (jq '.{0}' FILE)",
+    ),
+    (".json", rb"\s*\{\s*\n", "JSON whose rows take several lines; write each on one line (jq -c . FILE)"),
+    (".csv", rb"(?:[^,\n]*[^,\n\w])?prompt([;\t|])[^,\n]*\n", "separated by {0!r}; save it with commas"),
 )
 
 

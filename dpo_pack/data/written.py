@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ TOOL_KEY = "tool_keys_not_written/"  # begins the names of counts
 _PARAMETER = "qzparameterzq"  # the name of one
 _STRUCTURE = ("function", "parameters", "properties")  # keys of tools
 # A list of parts, an object and JSON in JSON, as a template prints what it should have taken apart.
-_PRINTED = re.compile(r"""\[\{['"]type['"]: ?['"]text['"]|\\"qz\d+zq|\{'\w+': 'qz\d+zq""")
+_PRINTED = re.compile(r"""\[\{['"]type['"]: ?['"]\w*text['"]|\\"qz\d+zq|\{'\w+': 'qz\d+zq""")
+_PRINTED_BY_PYTHON = re.compile(r"\[\{'type': '|\{'\w+': 'qz\d|\['qz\d")
 
 
 # Ids and numbers of calls, which are no part of a shape. Some templates want ids of nine characters.
@@ -56,6 +57,7 @@ class Known(NamedTuple):
     """How a template writes the rows of a shape."""
 
     lost: frozenset[int]  # the numbers of the texts that it does not write
+    prints: bool  # it prints a list of parts or an object as Python does
     misses_tools: bool  # it leaves out names or descriptions of functions or parameters
     tool_keys: frozenset[str]  # other keys of the tools' schemas that it leaves out
     changes: tuple[str, ...]  # the CHANGES with which it writes more
@@ -68,12 +70,12 @@ def _texts_as_parts(message: Message) -> Message:
 
 
 def _parts_as_text(message: Message) -> Message:
-    parts = message["content"]
-    if not isinstance(parts, list) or any(
-        not isinstance(p, dict) or set(p) != {"type", "text"} for p in parts
-    ):
+    """Joins parts if each is a text, whatever a provider's API calls it."""
+    parts, aside = message["content"], {"type", "text", "cache_control", "annotations"}
+    if not isinstance(parts, list):
         return message
-    return {**message, "content": "\n".join(part["text"] for part in parts)}
+    texts: list[Any] = [p.get("text") if isinstance(p, dict) and p.keys() <= aside else p for p in parts]
+    return {**message, "content": "\n".join(texts)} if all(isinstance(t, str) for t in texts) else message
 
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
@@ -153,6 +155,10 @@ def check_written(
     sides = (1, 2) if pair.chosen else (0,)  # of `parts`
     characters = 0
     for side, known, rendered in zip(sides, row.known, texts[1:] or texts, strict=True):
+        if known.prints:
+            name = ("the prompt", "prompt and chosen", "prompt and rejected")[side]
+            detail = f"the chat template prints a list or object in {name} as Python does, not its texts"
+            raise BadRow("text_not_written", detail)
         suspects, at = set(known.lost), 0
         for number, text in enumerate(contents[0] + contents[side] if side else contents[0]):
             found = rendered.find(text[:_QUICK], at)  # much faster than to look for the whole text
@@ -270,13 +276,15 @@ def known_shape(tokenizer: Tokenizer, shape: Shape) -> Known:
         with suppress(BadRow):
             other = _render(changed, options, tokenizer).lower()
             # Marks that are missing, or in a form that only a program prints.
-            fewer = sum(mark not in other for mark in required) + len(_PRINTED.findall(other))
+            printed = len(_PRINTED.findall(other)) + len(_PRINTED_BY_PYTHON.findall(other))
+            fewer = sum(mark not in other for mark in required) + printed
         if fewer < problems:
             problems, rendered, marked, changes = fewer, other, changed, (*changes, *names)
     if problems >= _UNRENDERED:  # each row says why
-        return Known(frozenset(), False, frozenset(), changes)
+        return Known(frozenset(), False, False, frozenset(), changes)
     lost = frozenset(int(mark[2:-2]) for mark in required if mark not in rendered)
     # Of the tools, names and descriptions must be written; what else is left out is told.
+    prints = _PRINTED_BY_PYTHON.search(rendered) is not None
     misses_tools, left_out = False, set[str]()
     for kind, key in shape.tool_keys:
         if key == "name" or (key == "description" and kind != "parameters"):
@@ -287,7 +295,7 @@ def known_shape(tokenizer: Tokenizer, shape: Shape) -> Known:
                 if _render(marked, options, tokenizer).lower() == rendered:
                     left_out.add(key)
     misses_tools = misses_tools or (_PARAMETER in str(options.get("tools")) and _PARAMETER not in rendered)
-    return Known(lost, misses_tools, frozenset(left_out), changes)
+    return Known(lost, prints, misses_tools, frozenset(left_out), changes)
 
 
 def _tool_keys(tools: Any) -> frozenset[tuple[str, str]]:
@@ -377,7 +385,19 @@ def _mapped(message: Message, change: Callable[[str, str], str]) -> Message:
     mapped["content"] = _mapped_content(mapped.get("content"), change)
     if _calls(message):
         mapped["tool_calls"] = [_mapped_call(call, change) for call in message["tool_calls"]]
+    elif message.get("content") is None:  # the text may be in keys that only this template knows, or none
+        for key, value in message.items():
+            if key not in ("role", "name", "tool_calls", "tool_call_id", "id", *_REASONING_KEYS):
+                mapped[key] = _mapped_leaves(value, partial(change, key))
     return mapped
+
+
+def _mapped_leaves(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped_leaves(inner, change) for key, inner in value.items()}
+    return [_mapped_leaves(inner, change) for inner in value] if isinstance(value, list) else value
 
 
 def _mapped_content(content: Any, change: Callable[[str, str], str]) -> Any:
@@ -387,36 +407,31 @@ def _mapped_content(content: Any, change: Callable[[str, str], str]) -> Any:
             is_thought = at + 1 < len(parts) and "/" in parts[at + 1]
             parts[at] = change("reasoning" if is_thought else "content", parts[at])
         return "".join(parts)
-    mapped = []
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, str):
-            part = change("content", part)
-        elif isinstance(part, dict):
-            part = dict(part)
-            for name, field in (("thinking", "reasoning"), ("text", "content")):
-                if isinstance(part.get(name), str):
-                    part[name] = change(field, part[name])
-            if "content" in part:
-                part["content"] = _mapped_content(part["content"], change)
-        mapped.append(part)
-    return mapped if isinstance(content, list) else content
+    if not isinstance(content, list):
+        return content
+    fields = {"thinking": "reasoning", "text": "content"}
+    mapped: list[Any] = []
+    for part in content:
+        if not isinstance(part, dict):
+            mapped.append(change("content", part) if isinstance(part, str) else part)
+            continue
+        is_known = not part.keys().isdisjoint((*fields, "content"))
+        mapped.append(dict(part))
+        for key, value in part.items():
+            if key == "content":
+                mapped[-1][key] = _mapped_content(value, change)
+            elif (is_known and key in fields) or not (is_known or key == "type" or key.endswith("id")):
+                mapped[-1][key] = _mapped_leaves(value, partial(change, fields.get(key, "content")))
+    return mapped
 
 
 def _mapped_call(call: Message, change: Callable[[str, str], str]) -> Message:
     if isinstance(call.get("function"), dict):
         return {**call, "function": _mapped_call(call["function"], change)}
-
-    def mapped(value: Any) -> Any:
-        if isinstance(value, str):
-            return change("tool_calls", value)
-        if isinstance(value, dict):
-            return {key: mapped(inner) for key, inner in value.items()}
-        return [mapped(inner) for inner in value] if isinstance(value, list) else value
-
     arguments = _parsed(call.get("arguments"))
     is_json = arguments is not call.get("arguments")
     changed = {
-        name: mapped(value)
+        name: _mapped_leaves(value, partial(change, "tool_calls"))
         for name, value in {**call, "arguments": arguments}.items()
         if name in call and name in ("name", "arguments")
     }

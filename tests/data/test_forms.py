@@ -120,6 +120,7 @@ WHOLE = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
         {key: json.dumps(value) for key, value in LISTS.items()},
         {key: json.dumps(value) for key, value in WHOLE.items()},
         {key: repr(value) for key, value in LISTS.items()},
+        {key: repr(value).replace("}, {", "}\n {") for key, value in WHOLE.items()},  # as numpy prints
         {"messages": json.dumps([ASK]), "chosen": "good", "rejected": "bad"},
         {key: {k: [m[k] for m in value] for k in ("role", "content")} for key, value in LISTS.items()},
         {
@@ -191,6 +192,11 @@ def test_an_error_has_the_line_that_reads_the_rows(row: dict[str, Any], line: st
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "Git LFS pointer"),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "Git LFS pointer"),
         ("a.csv", "prompt,chosen,rejected\n".encode("utf-16"), "UTF-16 text; save it as UTF-8"),
+        ("a.jsonl", '{"prompt": "why"}'.encode("utf-16-le"), "UTF-16 text"),
+        ("a.jsonl", b"<!DOCTYPE html>\n<html>", "a page of the web"),
+        ("a.jsonl", b'[{"prompt": "why"}]', "a JSON array, not JSON lines"),
+        ("a.jsonl", b'{\n "prompt": "why"\n}', "take several lines"),
+        ("a.csv", b"prompt;chosen;rejected\nwhy;a;b\n", "separated by ';'"),
         ("a.json", b'{"version": 1,\n "data": [\n {"id": 1}]}', "with the rows in 'data'"),
     ],
 )
