@@ -87,17 +87,11 @@ class Evaluation:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A dict for each set (and for `a`, `b` and `difference`, which `of` names) with its numbers."""
+        """The numbers of each set, a dict for each model, `of` model, or a, b and difference."""
         return [
-            {
-                "set": name,
-                **of,
-                **{key: number for key, number in one.items() if not isinstance(number, dict)},
-            }
+            {"set": name, "of": part, **{key: one[key] for key in one if not isinstance(one[key], dict)}}
             for name, found in self.sets.items()
-            for of, one in (
-                [({"of": part}, found[part]) for part in found] if "difference" in found else [({}, found)]
-            )
+            for part, one in (found if "difference" in found else {"model": found}).items()
         ]
 
     def __repr__(self) -> str:
@@ -139,13 +133,15 @@ def train(
         with many_imports():
             import torch
 
-            from dpo_pack.run.memory_estimate import print_fit_elsewhere
+            from dpo_pack.run.memory_estimate import print_memory_estimate
+            from dpo_pack.run.pairs import offline_source
             from dpo_pack.run.setup import prepare
             from dpo_pack.system.console import make_console
 
-        settings: dict[str, Any] = {"runs_models": False, "device": torch.device("cuda")}
-        setup = prepare(loaded, make_console(quiet=quiet), takes_prompts=True, **settings)
-        print_fit_elsewhere(setup, device_bytes=memory, num_devices=devices)
+        elsewhere: dict[str, Any] = {"runs_models": False, "device": torch.device("cuda")}
+        setup = prepare(loaded, make_console(quiet=quiet), takes_prompts=True, **elsewhere)
+        planned = loaded.online is None and offline_source(loaded, setup.data, setup.policy_facts).first_plan
+        print_memory_estimate(setup, planned or None, device_bytes=memory, num_devices=devices)
         return Run(path=Path(loaded.output_dir))
     with _on_every_rank(recipe, overrides, command, trains=True, quiet=quiet, verbose=verbose) as found:
         from dpo_pack.trainer import train as run_training

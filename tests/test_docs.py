@@ -168,6 +168,7 @@ def test_the_commands_of_the_tutorials_and_the_notebook_run(
     short = [*few, "train.max_steps=2", "train.eval_every_steps=2", "packing.pairs_per_step=4"]
     calls = [["train", "configs/quickstart.yaml"]]
     for page in ("tutorial-quickstart.md", "tutorial-lora.md", "tutorial-online.md"):
+        assert blocks(DOCS / page, "bash")[0].startswith("source .venv/bin/activate")
         calls += commands(DOCS / page)
     assert len(calls) >= 8
     for name, *arguments in calls:

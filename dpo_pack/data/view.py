@@ -126,13 +126,14 @@ class ShownRecipe:
     def rows(self) -> list[dict[str, Any]]:
         """A dict for each pair: source, row, warnings, and as texts prompt, chosen and rejected."""
         return [
-            {
-                "source": source.name,
-                "row": pair.row,
-                "prompt": "".join(token.text for token in pair.chosen if token.part == "prompt"),
-                "chosen": "".join(token.text for token in pair.chosen if token.part == "completion"),
-                "rejected": "".join(token.text for token in pair.rejected if token.part == "completion"),
-                "warnings": list(pair.warnings),
+            {"source": source.name, "row": pair.row, "warnings": list(pair.warnings)}
+            | {
+                name: "".join(token.text for token in tokens if token.part == part)
+                for name, tokens, part in (
+                    ("prompt", pair.chosen, "prompt"),
+                    ("chosen", pair.chosen, "completion"),
+                    ("rejected", pair.rejected, "completion"),
+                )
             }
             for source in self.sources
             for pair in source.pairs

@@ -456,7 +456,7 @@ def merge_adapter(
     if directory is None:
         raise ModelError(
             f"{source}: no adapter_config.json in this directory or in its model/; give the directory of an "
-            "adapter, or of a finished run with model.lora"
+            "adapter, or of a run with model.lora"
         )
     require_peft(_MERGE)
     adapter = read_adapter(directory, _MERGE)

@@ -39,7 +39,6 @@ from dpo_pack.run.models import (
     num_gradients,
     training_bytes,
 )
-from dpo_pack.run.pairs import offline_source
 from dpo_pack.run.setup import Setup, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
@@ -307,38 +306,24 @@ def stays_gathered(setup: Setup, plan: PackingPlan | None) -> bool:
 # ---- What is printed
 
 
-def print_memory_estimate(setup: Setup, plan: PackingPlan | None) -> None:
-    """Prints the memory that the run needs on one device, the free memory, and what would fit."""
-    facts, longest_pair = memory_facts(setup, plan)
-    _print_estimate(setup, facts, longest_pair, available_memory(setup.device), num_devices=ranks.num_ranks())
-    in_host = sum(state_bytes(facts)) if facts.num_shards > 1 and facts.cpu_offload else 0.0
-    host = available_memory(torch.device("cpu"))
-    if in_host > host.free:  # a process's part
-        free = f"{format_bytes(host.free)} of {format_bytes(host.total)} are free"
-        setup.console.print(f"It does not fit the host: {free}. Leave distributed.cpu_offload out")
-
-
-def print_fit_elsewhere(setup: Setup, *, device_bytes: int, num_devices: int) -> None:
-    """Prints whether the run fits a machine with `num_devices` GPUs of `device_bytes` each, and if not, what
-    would fit. `setup` is for CUDA; no GPU is needed."""
-    recipe = setup.recipe
-    plan = None
-    if recipe.online is None:
-        plan = offline_source(recipe, setup.data, setup.policy_facts).first_plan
-    facts, longest_pair = memory_facts(setup, plan)
-    strategy, can_shard = recipe.distributed.strategy, why_not_sharded(recipe) is None and facts.bits is None
-    if num_devices > 1 and (strategy == "fsdp2" or (strategy == "auto" and can_shard)):
-        held = sum(state_bytes(facts)) + estimate_memory(facts)["weights cast"]
-        is_sharded = strategy == "fsdp2" or held > STATE_SHARE * device_bytes
-        facts = replace(facts, num_shards=num_devices if is_sharded else 1)
-    memory = AvailableMemory(free=device_bytes, total=device_bytes)
-    _print_estimate(setup, facts, longest_pair, memory, num_devices=num_devices)
-
-
-def _print_estimate(
-    setup: Setup, facts: MemoryFacts, longest_pair: int, memory: AvailableMemory, *, num_devices: int
+def print_memory_estimate(
+    setup: Setup, plan: PackingPlan | None, *, device_bytes: int | None = None, num_devices: int = 1
 ) -> None:
-    console, estimate = setup.console, estimate_memory(facts)
+    """Prints the memory that the run needs on one device, the free memory, and what would fit.
+
+    `device_bytes`: of each of `num_devices` GPUs of a machine that is not here; None: of this machine.
+    """
+    console, here = setup.console, device_bytes is None
+    facts, longest_pair = memory_facts(setup, plan)
+    memory = AvailableMemory(free=device_bytes or 0, total=device_bytes or 0)
+    if here:
+        memory, num_devices = available_memory(setup.device), ranks.num_ranks()
+    elif num_devices > 1 and (wanted := setup.recipe.distributed.strategy) != "ddp":
+        held = sum(state_bytes(facts)) + estimate_memory(facts)["weights cast"]
+        can_shard = why_not_sharded(setup.recipe) is None and facts.bits is None
+        if wanted == "fsdp2" or (can_shard and held > STATE_SHARE * memory.total):
+            facts = replace(facts, num_shards=num_devices)
+    estimate = estimate_memory(facts)
     needed = sum(estimate.values())
     in_host = sum(state_bytes(facts)) if facts.num_shards > 1 and facts.cpu_offload else 0.0
     texts = {
@@ -347,9 +332,9 @@ def _print_estimate(
         "activations": f"of {facts.row_tokens:,} tokens, the largest row",
         "working memory": f"of the head on {facts.row_scored:,} scored tokens, or a layer",
     }
-    each = "one" if num_devices == 1 else f"each of {num_devices}"
-    kind = facts.device.type + (f" device{'s' if num_devices > 1 else ''}")
-    console.print(f"Memory on {each} {kind}, estimated, see docs/memory.md:")
+    which = f"each of {num_devices}" if num_devices > 1 else "one"
+    devices = f"device{'s' if num_devices > 1 else ''}"
+    console.print(f"Memory on {which} {facts.device.type} {devices}, estimated, see docs/memory.md:")
     for name, num_bytes in (estimate | {"a step": needed, "in host memory": in_host}).items():
         if num_bytes:
             console.print(f"  {name:<17}{format_bytes(num_bytes):>11}  {texts.get(name, '')}".rstrip())
@@ -358,50 +343,45 @@ def _print_estimate(
     needs = attention_needs(setup.policy_facts.config)
     if needs.has_softcap or needs.has_sinks:
         console.print("  not counted: scores that sdpa keeps for softcaps and sinks, up to 3 x activations")
-    free = f"{format_bytes(memory.free)} of {format_bytes(memory.total)} are free".removeprefix(
-        f"{format_bytes(memory.total)} of "
-    )
+    free = _what_is_free(memory) if here else f"a device has {format_bytes(memory.total)}"
     if needed <= memory.free:
         console.print(f"It fits: {free}")
-        return
-    rows_per_step = setup.recipe.packing.rows_per_step
-    changes = [*fitting_rows(facts, longest_pair, memory.free, rows_per_step=rows_per_step)] or [
-        *_fitting_states(facts, longest_pair, memory.free, num_devices=num_devices)
-    ]
-    fits = "What would fit, the cheapest change first" if changes else "No single change is enough"
-    console.print(f"It does not fit: {free}. {fits}:")
-    for overrides, num_bytes in changes:
-        console.print(f"  {overrides}: {format_bytes(num_bytes)}")
-    console.print("  less state: model.dtype=bfloat16, model.lora, or fsdp2 on more devices")
+    else:
+        rows = setup.recipe.packing.rows_per_step
+        changes = [*fitting_rows(facts, longest_pair, memory.free, rows_per_step=rows)]
+        changes = changes or [*_fitting_states(facts, longest_pair, memory.free, num_devices)]
+        fits = "What would fit, the cheapest change first" if changes else "No single change is enough"
+        console.print(f"It does not fit: {free}. {fits}:")
+        for overrides, num_bytes in changes:
+            console.print(f"  {overrides}: {format_bytes(num_bytes)}")
+        console.print("  less state: model.dtype=bfloat16, model.lora, or fsdp2 on more devices")
+    host = available_memory(torch.device("cpu"))
+    if here and in_host > host.free:  # a process's part
+        console.print(f"It does not fit the host: {_what_is_free(host)}. Leave distributed.cpu_offload out")
 
 
 def _fitting_states(
-    facts: MemoryFacts, longest_pair: int, available_bytes: float, *, num_devices: int
+    facts: MemoryFacts, longest_pair: int, available_bytes: float, num_devices: int
 ) -> Iterator[tuple[str, float]]:
     """Yields like `fitting_rows`, for a run whose state is too large: changes that make the state smaller."""
     low = replace(facts, precision=Precision(parameters=torch.bfloat16, autocast=None))
-    shards = (
-        {}
-        if facts.optimizer != "adamw" or facts.bits is not None
-        else {number: replace(facts, num_shards=number) for number in (1 << power for power in range(1, 11))}
-    )
+    shards = {number: replace(facts, num_shards=number) for number in (num_devices, 2, 4, 8, 16, 32, 64, 128)}
+    can_shard = facts.optimizer == "adamw" and facts.bits is None
     tried = {}
-    if facts.num_shards == 1 and num_devices in shards:
-        tried["distributed.strategy=fsdp2"] = shards.pop(num_devices)
+    if can_shard and facts.num_shards < num_devices:
+        tried["distributed.strategy=fsdp2"] = shards[num_devices]
     if facts.optimizer == "adamw" and facts.precision.parameters.itemsize > 2:
         tried["model.dtype=bfloat16"] = low
     if facts.lora_rank is None:
         tried["model.lora={r: 16} model.dtype=bfloat16"] = replace(low, lora_rank=16)
-    for overrides, changed in tried.items():
+    for number in sorted(shards) if can_shard else ():
+        if number > num_devices:
+            tried[f"{number} devices, distributed.strategy=fsdp2"] = shards[number]
+    for name, changed in tried.items():
         for rows, num_bytes in islice(fitting_rows(changed, longest_pair, available_bytes), 1):
-            yield f"{overrides} {rows}".strip(), num_bytes
-    larger = (
-        (f"{number} devices, distributed.strategy=fsdp2 {rows}".strip(), num_bytes)
-        for number, changed in shards.items()
-        if number > num_devices
-        for rows, num_bytes in islice(fitting_rows(changed, longest_pair, available_bytes), 1)
-    )
-    yield from islice(larger, 1)
+            yield f"{name} {rows}".strip(), num_bytes
+            if "devices" in name:  # more devices would do, too
+                return
 
 
 def fitting_rows(
@@ -428,6 +408,10 @@ def fitting_rows(
             if tokens < whole and rows_per_step is not None:  # a step then has about as many pairs as before
                 overrides += f" packing.rows_per_step={round(rows_per_step * whole / tokens)}"
             yield overrides.strip(), needed(changed, tokens)
+
+
+def _what_is_free(memory: AvailableMemory) -> str:
+    return f"{format_bytes(memory.free)} of {format_bytes(memory.total)} are free"
 
 
 def print_measured_memory(

@@ -446,7 +446,7 @@ def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
         "Proof: " in short.out and "Reference log-probs" not in short.out and "reference pass;" in short.out
     )
     elsewhere = dpopack("train", recipe, "--dry-run", "--memory", "80GiB", "--devices", "8").out
-    assert "Memory on each of 8 cuda devices" in elsewhere and "It fits: 80.00 GiB" in elsewhere
+    assert "Memory on each of 8 cuda devices" in elsewhere and "It fits: a device has 80.00 GiB" in elsewhere
     assert "Proof" not in elsewhere
     for wrong in (["--full"], ["--memory", "1GB"], ["--dry-run", "--devices", "2"]):
         refused = dpopack("train", recipe, *wrong)
@@ -455,7 +455,9 @@ def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
     assert (outcome.status, outcome.err) == (0, "")
     assert "2 steps of 8 pairs" in outcome.out and "Dry run" in outcome.out
     assert "  columns of pairs that are not read: kind\n" in outcome.out
-    assert "not read" not in dpopack("inspect-packing", recipe).out
+    weighted = dpopack("inspect-packing", recipe, "data.train.0.weight=1.5").out
+    assert "not read" not in weighted and "16 pairs to train on (24 an epoch, by the sources' w" in weighted
+    assert "24 pairs in 3 steps" in weighted
     assert not (recipe.parent / "run").exists()
     assert "44 of 44 different sequences cached" in dpopack("precompute-ref", recipe).out
 
@@ -480,7 +482,8 @@ def test_evaluate_gives_the_metrics_that_training_ended_with(trained: Path, dpop
     assert list(metrics) == ["heldout"] and metrics["heldout"]["pairs"] == 6
     for name in ("rewards/accuracies", "rewards/margins", "loss", "kl/chosen", "kl/rejected"):
         assert metrics["heldout"][name] == pytest.approx(ended_with["heldout"][name], abs=1e-5)
-    in_words = dpopack("evaluate", trained, "--json", trained.parent / "metrics.json").out
+    in_words = dpopack("evaluate", trained.parent / "run", "--json", trained.parent / "metrics.json").out
+    assert "Reference log-probs of 6 pairs: " in in_words
     assert json.loads((trained.parent / "metrics.json").read_text()) == metrics
     assert snapshot(trained.parent / "run") == before
     assert sum(part["pairs"] for part in metrics["heldout"]["by_length"].values()) == 6

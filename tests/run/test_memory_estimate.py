@@ -336,6 +336,21 @@ def test_in_scope_epoch_shorter_rows_come_with_more_of_them(eight_billion: Memor
     assert told.split()[1].startswith("packing.rows_per_step=") and rows == round(6 * 8192 / budget) > 6
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "expected"),
+    [
+        (1, ["model.lora={r: 16} model.dtype=bfloat16", "2 devices, distributed.strategy=fsdp2"]),
+        (8, ["distributed.strategy=fsdp2", "model.lora={r: 16} model.dtype=bfloat16", "16 devices"]),
+    ],
+)
+def test_of_smaller_states_the_cheapest_come_first(
+    num_devices: int, expected: list[str], eight_billion: MemoryShape
+) -> None:
+    found = list(memory._fitting_states(plain(eight_billion), 1000, 80 * GIB, num_devices))
+    assert len(found) == len(expected) and all(num_bytes <= 80 * GIB for _, num_bytes in found)
+    assert all(name.startswith(begin) for begin, (name, _) in zip(expected, found, strict=True)), found
+
+
 # ------------------------------------------------------------------------------------------- what is reported
 
 

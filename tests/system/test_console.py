@@ -23,6 +23,7 @@ from dpo_pack.system.console import (
     progress_bar,
 )
 from dpo_pack.system.errors import CacheError
+from dpo_pack.system.process import complain
 
 
 def test_a_run_keeps_what_was_printed_before_and_after_its_directory_was_there(
@@ -99,6 +100,9 @@ def test_a_terminal_gets_long_lines_wrapped_at_words_and_paths_whole(
         "  /a/path/that/is/longer/than/any/line/of/this/terminal",
     ]
     assert (tmp_path / "console.log").read_text(encoding="utf-8").splitlines()[0] == sentence
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    complain(sentence)
+    assert capsys.readouterr().err.splitlines()[1] == "    accuracy 1.000, margin 4.8767"
 
 
 @pytest.mark.parametrize("verbose", [False, True])
