@@ -125,7 +125,9 @@ class ColumnNames:
 
         Raises DataError if the row has a column of this name too.
         """
-        for theirs in self.nested:
+        for theirs in self.mapping.values():
+            if theirs is None or "." not in theirs:
+                continue
             column, *keys = theirs.split(".")
             value = row.get(column)
             for key in keys:
@@ -138,11 +140,6 @@ class ColumnNames:
             if value is not None:
                 row = {**row, theirs: value}
         return row
-
-    @property
-    def nested(self) -> list[str]:
-        """The names in `columns` that may be those of keys in a column."""
-        return [theirs for theirs in self.mapping.values() if theirs is not None and "." in theirs]
 
     def select(self, columns: Columns) -> list[str]:
         """Returns the columns to read: those that a format reads, and those whose values must be checked.
@@ -258,7 +255,9 @@ def open_rows(
         with closing(read_rows(None, renames=False)) as rows:
             return [row for _, row in islice(rows, _FIRST_ROWS) if isinstance(row, dict)]
 
-    nested, wanted = names.nested, None
+    # These names in `columns` may be those of keys in a column.
+    nested = [theirs for theirs in names.mapping.values() if theirs is not None and "." in theirs]
+    wanted = None
     if columns is not None:
         owners = {name for name, _ in columns}
         inner = [(name, "") for name in nested if name.split(".")[0] in owners - {name}]

@@ -241,8 +241,9 @@ def _report(
     if is_pairs:
         report["train_pairs_in_eval"] = report["train_prompts_in_eval"] = 0
         if evals:
-            pairs, prompts = _pair_values(train), np.unique(key_values(train.whole_prompt_keys))
-            eval_pairs = [_pair_values(table) for table in evals.values()]
+            pairs = key_values(train.chosen_keys, train.rejected_keys)
+            prompts = np.unique(key_values(train.whole_prompt_keys))
+            eval_pairs = [key_values(table.chosen_keys, table.rejected_keys) for table in evals.values()]
             eval_prompts = [key_values(table.whole_prompt_keys) for table in evals.values()]
             report["train_pairs_in_eval"] = int(np.isin(pairs, np.concatenate(eval_pairs)).sum())
             report["train_prompts_in_eval"] = int(np.isin(prompts, np.concatenate(eval_prompts)).sum())
@@ -265,33 +266,26 @@ def _source_report(
 
 
 def _describe(pairs: PairTable, is_pairs: bool) -> dict[str, Any]:
-    """Returns counts and length percentiles, JSON-able. Duplicate pairs are counted but not removed."""
-    prompts, chosen, rejected = pairs.prompt_lengths, pairs.chosen_lengths, pairs.rejected_lengths
+    """Returns counts and length percentiles, JSON-able. Duplicate pairs are counted but not removed.
+
+    Percentiles are lengths that occur, not interpolated.
+    """
     num_prompts = len(np.unique(key_values(pairs.whole_prompt_keys)))
-    if not is_pairs:
-        return {
-            "prompts": pairs.num_pairs,
-            "distinct_prompts": num_prompts,
-            "lengths_tokens": {"prompt": _summarize_lengths(prompts)},
-        }
-    lengths = {"prompt": prompts, "chosen": chosen, "rejected": rejected}
-    lengths["longest_sequence"] = prompts + np.maximum(chosen, rejected)
-    return {
-        "pairs": pairs.num_pairs,
-        "prompts": num_prompts,
-        "duplicate_pairs": pairs.num_pairs - len(np.unique(_pair_values(pairs))),
-        "lengths_tokens": {name: _summarize_lengths(values) for name, values in lengths.items()},
-    }
-
-
-def _summarize_lengths(lengths: NDArray[np.int32]) -> dict[str, float]:
-    """Returns mean, percentiles (lengths that occur, not interpolated) and maximum of one or more lengths."""
-    p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
-    return {"mean": float(lengths.mean()), "p50": p50, "p90": p90, "p99": p99, "max": int(lengths.max())}
-
-
-def _pair_values(pairs: PairTable) -> NDArray[np.void]:
-    return key_values(np.concatenate([pairs.chosen_keys, pairs.rejected_keys], axis=1))
+    counts = {"prompts": pairs.num_pairs, "distinct_prompts": num_prompts}
+    lengths = {"prompt": pairs.prompt_lengths}
+    if is_pairs:
+        distinct = np.unique(key_values(pairs.chosen_keys, pairs.rejected_keys))
+        counts = {"pairs": pairs.num_pairs, "prompts": num_prompts}
+        counts["duplicate_pairs"] = pairs.num_pairs - len(distinct)
+        lengths |= {"chosen": pairs.chosen_lengths, "rejected": pairs.rejected_lengths}
+        longer = np.maximum(pairs.chosen_lengths, pairs.rejected_lengths)
+        lengths["longest_sequence"] = pairs.prompt_lengths + longer
+    tokens: dict[str, dict[str, float]] = {}
+    for name, values in lengths.items():
+        p50, p90, p99 = np.percentile(values, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
+        tokens[name] = {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
+        tokens[name]["max"] = int(values.max())
+    return {**counts, "lengths_tokens": tokens}
 
 
 def load_source(

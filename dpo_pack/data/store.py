@@ -335,8 +335,9 @@ class _WrittenMeanwhile(Exception):
     """Another process has finished the same store first."""
 
 
-def key_values(keys: NDArray[np.uint8]) -> NDArray[np.void]:
+def key_values(*parts: NDArray[np.uint8]) -> NDArray[np.void]:
     """Turns [P, bytes] keys into [P] values, so that numpy sorts and compares each key as a whole."""
+    keys = np.concatenate(parts, axis=1)
     return np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1]))).ravel()
 
 

@@ -44,7 +44,7 @@ from dpo_pack.data.tokenizer import (
     Tokenizer,
     apply_chat_template,
     assistant_weights,
-    has_other_turns,
+    is_dialogue,
 )
 from dpo_pack.data.written import check_written, suited
 from dpo_pack.packing.lengths import AnyIntArray, Group, common_prefix_length
@@ -288,7 +288,8 @@ def read_row(
         sides = (written.chosen, written.rejected) if is_pair else ()
         texts = apply_chat_template(written, sides, tokenizer)
         counts, contents = check_written(fit, texts, tokenizer)
-        other_turns = is_pair and has_other_turns(pair)
+        completions_read: Any = (pair.chosen, pair.rejected) if is_pair else ()
+        other_turns = any(map(is_dialogue, completions_read))
         read = ReadRow(number, pair, written, texts, counts, contents, other_turns)
     for text in read.texts:
         if len(text) > _MAX_TEXT_CHARS:

@@ -174,12 +174,6 @@ def template_opens_turn(pair: Pair, tokenizer: Tokenizer) -> bool:
     return with_opening != without
 
 
-def has_other_turns(pair: Pair) -> bool:
-    """Returns True if a completion is anything but one message of the assistant."""
-    completions: Any = (pair.chosen, pair.rejected)
-    return any(map(_is_dialogue, completions))
-
-
 def assistant_weights(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer) -> list[TokenWeights | None]:
     """Returns, for prompt + chosen and prompt + rejected, a weight of each token: 1 for the assistant's.
 
@@ -190,7 +184,7 @@ def assistant_weights(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer) ->
     completions: Any = {"chosen": pair.chosen, "rejected": pair.rejected}
     weights: list[TokenWeights | None] = []
     for (column, completion), text in zip(completions.items(), texts, strict=True):
-        if not _is_dialogue(completion):
+        if not is_dialogue(completion):
             weights.append(None)
             continue
         if not tokenizer.is_fast:
@@ -217,7 +211,8 @@ def assistant_weights(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer) ->
     return weights
 
 
-def _is_dialogue(completion: Sequence[Message]) -> bool:
+def is_dialogue(completion: Sequence[Message]) -> bool:
+    """Returns True if a completion is anything but one message of the assistant."""
     return len(completion) != 1 or completion[0]["role"] != "assistant"
 
 

@@ -127,16 +127,23 @@ class Suited(NamedTuple):
 
 def suited(pair: Pair, tokenizer: Tokenizer) -> Suited:
     """Returns the pair with the CHANGES with which the chat template writes more of it; mostly none."""
-    known = _known_sides(tokenizer, pair)
-    changes = {name for side in known for name in side.changes}
-    if not changes:
-        return Suited(pair, (), known)
-    names = tuple(name for name in CHANGES if name in changes)
-    parts: list[Any] = [pair.prompt, pair.chosen, pair.rejected]
-    for name in names:
-        parts = [[CHANGES[name](message) for message in part] for part in parts]
-    pair = replace(pair, prompt=parts[0], chosen=parts[1], rejected=parts[2])
-    return Suited(pair, names, _known_sides(tokenizer, pair))
+    tool_keys, options = frozenset[tuple[str, str]](), "{}"
+    if pair.template_options:
+        tool_keys = _tool_keys(pair.template_options.get("tools"))
+        options = json.dumps({k: v for k, v in pair.template_options.items() if k != "tools"}, default=str)
+    names: tuple[str, ...] = ()
+    while True:
+        parts: Any = (pair.prompt, pair.chosen, pair.rejected)
+        prompt, num_prompt = tuple(map(_shape_of, parts[0])), len(parts[0])
+        sides = [prompt + tuple(map(_shape_of, part)) for part in (parts[1:] if pair.chosen else ([],))]
+        known = tuple(known_shape(tokenizer, Shape(side, num_prompt, options, tool_keys)) for side in sides)
+        changes = {name for side in known for name in side.changes}
+        if names or not changes:
+            return Suited(pair, names, known)
+        names = tuple(name for name in CHANGES if name in changes)
+        for name in names:
+            parts = [[CHANGES[name](message) for message in part] for part in parts]
+        pair = replace(pair, prompt=parts[0], chosen=parts[1], rejected=parts[2])
 
 
 def check_written(
@@ -151,7 +158,13 @@ def check_written(
     """
     pair, left_out = row.pair, 0
     parts: Any = (pair.prompt, pair.chosen, pair.rejected)
-    contents = [texts_of(part) for part in parts]
+    contents: list[list[str]] = [[], [], []]
+    for texts_of_part, part in zip(contents, parts, strict=True):
+        for message in part:
+            if _is_plain(message):
+                texts_of_part.append(message["content"].strip())
+            else:
+                texts_of_part += (text.text.strip() for text in _take_texts([message])[0])
     sides = (1, 2) if pair.chosen else (0,)  # of `parts`
     characters = 0
     for side, known, rendered in zip(sides, row.known, texts[1:] or texts, strict=True):
@@ -178,17 +191,6 @@ def check_written(
         counts |= {"tools_not_written": 1} if known.misses_tools else {}
         counts |= {f"{TOOL_KEY}{key}": 1 for key in known.tool_keys}
     return counts, contents
-
-
-def texts_of(messages: Sequence[Message]) -> list[str]:
-    """Returns the texts of messages without white space at their ends."""
-    found: list[str] = []
-    for message in messages:
-        if _is_plain(message):
-            found.append(message["content"].strip())
-        else:
-            found += (text.text.strip() for text in _take_texts([message])[0])
-    return found
 
 
 def _left_out(
@@ -328,16 +330,6 @@ def _marked_tool(keys: Collection[tuple[str, str]]) -> dict[str, Any]:
         if key in schemas[owner]:
             schemas[owner][key] = schemas[key]
     return schemas["tool"]
-
-
-def _known_sides(tokenizer: Tokenizer, pair: Pair) -> tuple[Known, ...]:
-    parts: Any = (pair.prompt, pair.chosen, pair.rejected)
-    beginning, options, tool_keys = [*map(_shape_of, parts[0])], "{}", frozenset[tuple[str, str]]()
-    if pair.template_options:
-        tool_keys = _tool_keys(pair.template_options.get("tools"))
-        options = json.dumps({k: v for k, v in pair.template_options.items() if k != "tools"}, default=str)
-    sides = [tuple(beginning + [*map(_shape_of, part)]) for part in (parts[1:] if pair.chosen else ([],))]
-    return tuple(known_shape(tokenizer, Shape(side, len(pair.prompt), options, tool_keys)) for side in sides)
 
 
 def _shape_of(message: Message) -> str | tuple[str, bool]:
