@@ -3,12 +3,12 @@
 # kernels, and the tests that need CUDA.
 #   scripts/benchmark_gpu.sh [--minutes N] OUTPUT [hh.jsonl.gz]
 #   scripts/benchmark_gpu.sh --quick [--minutes N] OUTPUT
-#   --quick         only the most important parts, in at most N minutes (default: 9); at most six small files
+#   --quick         only the most important parts, in at most N minutes (default: 9); at most eight small files
 #   --minutes N     stop after N minutes; to continue, run the same command again
 #   OUTPUT          a directory for the results: *.md, *.json, *.txt
 #   hh.jsonl.gz     HH-RLHF's transcript rows; without this file, random tokens with HH's lengths
 #   PYTHON          an interpreter with dpo-pack and its extras [dev,benchmark] (default: python)
-#   BENCHMARK_WORK  a directory for random models: 40 GB, with --quick 3 GB (default: OUTPUT/work; with --quick a
+#   BENCHMARK_WORK  a directory for random models: 40 GB, with --quick 9 GB (default: OUTPUT/work; with --quick a
 #                   temporary directory, removed at the end)
 # Each measurement is written at once, and finished parts are not repeated: after an interruption, run the same
 # command again. A part that fails is reported, and the others still run. Failed tests are not repeated; to repeat
@@ -56,8 +56,8 @@ if [[ -n $quick && -z ${BENCHMARK_WORK:-} ]]; then
 fi
 mkdir -p "$output" "$work"
 export BENCHMARK_OUTPUT=$output BENCHMARK_WORK=$work PYTHON=$python
-shape=0.5b
-[[ $device == cuda ]] || shape=tiny
+shape=0.5b larger=1.5b
+[[ $device == cuda ]] || shape=tiny larger=tiny
 failed=() with_failures=()
 # A script that was started in the background ignores SIGINT, and so would its parts.
 reset=()
@@ -183,12 +183,17 @@ quick_parts() {
     local sizes=(--num-pairs 160 --sweep-pairs 160 --pairs-per-step 32 --token-budgets 16384 --microbatches 2,4)
     [[ $device == cuda ]] ||
         sizes=(--num-pairs 10 --sweep-pairs 10 --pairs-per-step 2 --token-budgets 4096 --microbatches 1,2)
-    # A tenth of the time stays for the last part, and some seconds for the benchmark to end by itself.
-    local seconds=$(($(left) - minutes * 6))
-    most=$seconds part speed.txt "$shape at Tulu 3 lengths, one turn, with a profile" \
-        "$python" scripts/benchmark.py --device "$device" --output "$output/speed" --work "$work" --workload tulu3 \
-        --model "$shape" --quick --minutes "$(in_minutes $((seconds - 15)))" --repeats 1 --reference-batches 2 \
-        --finalists 2 "${sizes[@]}" --no-ablations --also model.compile=true
+    # A tenth of the time stays for the last part, and some seconds for each benchmark to end by itself. The
+    # smallest model alone says little: there the host limits a GPU.
+    local seconds=$(($(left) - minutes * 6)) model file
+    for model in "$shape" "$larger"; do
+        [[ $model == "$larger" ]] && seconds=$(($(left) - minutes * 6)) || seconds=$((seconds * 11 / 20))
+        file=speed-$model
+        most=$seconds part speed.txt "$model at Tulu 3 lengths, one turn, with a profile" \
+            "$python" scripts/benchmark.py --device "$device" --output "$output/$file" --work "$work" \
+            --workload tulu3 --model "$model" --quick --minutes "$(in_minutes $((seconds - 15)))" --repeats 1 \
+            --reference-batches 2 --finalists 2 "${sizes[@]}" --no-ablations --also model.compile=true
+    done
     most=$((minutes * 12)) part reference.txt "search of the longest row with little memory" \
         "$python" -m benchmarking.search "$work" "$device" "$shape"
 }

@@ -101,6 +101,7 @@ class Measurement:
     chosen_logps: list[float] = field(default_factory=list)  # means, nats
     rejected_logps: list[float] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)  # seconds of all steps
+    step_graphs: list[int] = field(default_factory=list)  # [steps] graphs that torch compiled in each step
 
     def train_seconds(self, *, warmup_steps: int) -> float:
         """Of all steps, those that are not timed taken to be as fast, token by token, as the timed ones.

@@ -197,6 +197,11 @@ def _table(report: Report) -> str:
             f"{_training_mfu(report, name)} | {f'{share:.0%}' if share else 'in the steps'} | "
             f"{max(run.peak_memory_bytes for run in runs) / GIB:.2f} | {_startup(runs)} |"
         )
+    for name, runs in report.runs.items():
+        compiled = sum(sum(run.step_graphs[report.warmup_steps :]) for run in runs)
+        if compiled:
+            slow = f"{compiled} graphs were compiled inside timed steps, so its rate is too low"
+            lines.append(f"| {name}: {slow} | | | | | | | | | | |")
     where = "allocated on the GPU" if report.setting["device"] == "cuda" else "resident, the whole process"
     return "\n".join(
         [

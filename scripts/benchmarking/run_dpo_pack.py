@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
+from torch._dynamo.utils import counters
 
 import dpo_pack.trainer
 from benchmarking.contenders import (
@@ -27,7 +30,7 @@ from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.pairs import ReferencePass, prepare_reference
 from dpo_pack.run.setup import Setup
 from dpo_pack.system.console import make_console
-from dpo_pack.trainer import Trainer
+from dpo_pack.trainer import AfterStep, Trainer
 from dpo_pack.training.batches import OfflineSource
 from dpo_pack.training.throughput import PHASES
 
@@ -39,7 +42,11 @@ def run_dpo_pack(
 ) -> Measurement:
     """Measure it in this process; `spawned_at` is when the process was started (Unix time)."""
     begun = time.time()
-    trainer = train_without_export(make_recipe(contender, setting, scratch))
+    graphs: list[int] = []  # compiled until the end of each step
+    trainer = train_without_export(
+        make_recipe(contender, setting, scratch),
+        after_step=lambda _: graphs.append(counters["stats"]["unique_graphs"]),
+    )
     startup_seconds = None
     if spawned_at is not None:
         startup_seconds = begun - spawned_at + trainer.log.startup_seconds
@@ -61,38 +68,46 @@ def run_dpo_pack(
         grad_norms=[step["grad_norm"] for step in steps],
         chosen_logps=[step["logps/chosen"] for step in steps],
         rejected_logps=[step["logps/rejected"] for step in steps],
+        step_graphs=np.diff(graphs, prepend=graphs[0]).tolist(),  # those of the first step are not known
         phases={phase: sum(step[f"seconds/{phase}"] for step in steps) for phase in PHASES},
     )
 
 
-def train_without_export(recipe: Recipe) -> Trainer:
+def train_without_export(recipe: Recipe, *, after_step: AfterStep | None = None) -> Trainer:
     """Train as `dpopack train` does, but leave the model where it is; the trainer when it is over.
 
-    A compiled model makes its code for the reference pass before the pass begins, so that this counts as
-    start-up, where `dpopack train` makes it on the first rows. That of the steps is in the warm-up steps.
+    A compiled model makes its code, for the reference and for training, before the reference pass begins, so
+    that this counts as start-up, where `dpopack train` makes it on the first rows.
     """
     finished: list[Trainer] = []
 
     def prepare_warmed(setup: Setup, policy: LoadedModel | None) -> ReferencePass:
         if policy is not None:
-            warm_up_reference(policy, setup.device)
+            warm_up(policy, setup.device)
         return prepare_reference(setup, policy)
 
     with (
         patch.object(Trainer, "finish", lambda trainer: finished.append(trainer)),
         patch.object(dpo_pack.trainer, "prepare_reference", prepare_warmed),
     ):
-        dpo_pack.trainer.train(recipe, make_console(quiet=True))
+        dpo_pack.trainer.train(recipe, make_console(quiet=True), after_step=after_step)
     return finished[0]
 
 
-@torch.no_grad()
-def warm_up_reference(policy: LoadedModel, device: torch.device) -> None:
-    """Rows of two sizes as the reference, which takes no statistics: the second makes code for all sizes."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), policy.as_reference():
+def warm_up(policy: LoadedModel, device: torch.device) -> None:
+    """Rows of two sizes, because the second makes code for all sizes: as the reference, which takes no
+    statistics, then forward and backward as in training, with statistics and without."""
+    scorer = policy.scorer
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         groups = proof_groups(int(policy.model.config.get_text_config().vocab_size))
-        for some in (groups[:2], groups):
-            policy.scorer(proof_row(policy.scorer, some, device))
+        rows = [proof_row(scorer, some, device) for some in (groups[:2], groups)]
+        with torch.no_grad(), policy.as_reference():
+            for row in rows:
+                scorer(row)
+        for row, measures in itertools.product(rows, (True, False)):
+            with scorer.measuring(measures):
+                scorer(row).sums.sum().backward()
+        scorer.zero_grad(set_to_none=True)
 
 
 def make_recipe(contender: Contender, setting: Setting, scratch: Path) -> Recipe:

@@ -77,7 +77,7 @@ def gpu(tmp_path: Path) -> Gpu:
     return Gpu(tmp_path)
 
 
-def test_quick_leaves_six_files_and_repeats_only_the_part_that_failed(gpu: Gpu) -> None:
+def test_quick_leaves_few_files_and_repeats_only_the_part_that_failed(gpu: Gpu) -> None:
     status, said = gpu.run("--quick", fails="--workload tulu3")
     assert status == 1 and "not done: tiny at Tulu 3 lengths" in said
     assert any("benchmarking.search" in call for call in gpu.calls)  # what comes later is done all the same
@@ -88,9 +88,17 @@ def test_quick_leaves_six_files_and_repeats_only_the_part_that_failed(gpu: Gpu) 
     assert 7.5 < float(call.split("--minutes ")[1].split(" ")[0]) < 7.9  # 9 * 0.9 - 15 s: ends by itself
     work = Path(call.split("--work ")[1].split(" ")[0])  # the models that were made are gone
     assert work.parent.is_dir() and not work.exists() and not work.is_relative_to(gpu.output)
-    assert gpu.files == {"tests.txt", "doctor.txt", "speed.txt", "speed.json", "speed.md", "reference.txt"}
+    assert gpu.files == {
+        *("tests.txt", "doctor.txt", "speed.txt", "speed-tiny.json", "speed-tiny.md", "reference.txt")
+    }
     gpu.run("--quick")
     assert gpu.calls == []
+
+
+def test_quick_measures_two_models_on_a_gpu(gpu: Gpu) -> None:
+    gpu.run("--quick", device="cuda")
+    models = [call.split("--model ")[1].split(" ")[0] for call in gpu.calls if "--workload tulu3" in call]
+    assert models == ["0.5b", "1.5b"] and {"speed-0.5b.md", "speed-1.5b.md"} <= gpu.files
 
 
 def test_only_files_with_tests_for_a_gpu_are_collected(gpu: Gpu) -> None:
