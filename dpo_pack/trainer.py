@@ -64,6 +64,7 @@ from dpo_pack.run.memory_estimate import (
     stays_gathered,
 )
 from dpo_pack.run.pairs import (
+    exact_reference,
     offline_source,
     packing_report,
     prepare_reference,
@@ -265,16 +266,18 @@ class Trainer:
                 "reference_sequences_computed": filled.num_computed,
                 "reference_sequences_cached": filled.num_cached,
             }
+        dtype = setup.policy_facts.precision.activations
+        exact = exact_reference(setup, loaded) if dtype.itemsize < 4 and moving is None else None
         if loaded is None:
             release_memory()
             loaded = load_policy(setup)
         self.loaded, self.source = loaded, pairs
-        self.reference = moving or CachedReference(lookup=None if self.frozen is None else self.frozen.of)
+        lookup = None if self.frozen is None else self.frozen.of
+        self.reference = moving or CachedReference(lookup=lookup, exact=exact)
         if self.frozen is not None:
             pairs.builder = replace(pairs.builder, reference=self.frozen.of(setup.data.train))
             if starts_as_reference:
                 first_row = next(row for rows in pairs.first_plan.pack_step(0) for row in rows)
-                dtype = setup.policy_facts.precision.activations
                 check_start(loaded.scorer, pairs.builder, first_row, dtype=dtype)
         return seconds
 
@@ -659,10 +662,7 @@ class Trainer:
 
 
 def write_page(run: RunDir, console: Console) -> bool:
-    """Writes the page of the finished run. Returns True if this rank has written it; only rank 0 writes.
-
-    The model is already on the disk, so an error of the page is only a warning.
-    """
+    """Writes the page of the finished run, on rank 0. Returns whether it did: an error is only a warning."""
     if not ranks.is_first():
         return False
     try:

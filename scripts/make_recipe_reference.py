@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from dpo_pack.recipe.changes import EARLY_STOPPING_KEYS, NEUTRAL_KEYS, ROW_LAYOUT_KEYS
+from dpo_pack.recipe.changes import COMPARING_KEYS, EARLY_STOPPING_KEYS, NEUTRAL_KEYS, ROW_LAYOUT_KEYS
 from dpo_pack.recipe.load import default_in_yaml
 from dpo_pack.recipe.mistakes import nested_sections
 from dpo_pack.recipe.peers.peer_tables import PEERS, PeerKey, as_word, read_table, rows_of
@@ -189,8 +189,9 @@ def _table(prefix: str, section: type[BaseModel], *, without_sections: bool = Fa
 
 
 def _running_again() -> str:
-    neutral, layout, stopping = (
-        ", ".join(f"`{key}`" for key in keys) for keys in (NEUTRAL_KEYS, ROW_LAYOUT_KEYS, EARLY_STOPPING_KEYS)
+    neutral, layout, stopping, comparing = (
+        ", ".join(f"`{key}`" for key in keys)
+        for keys in (NEUTRAL_KEYS, ROW_LAYOUT_KEYS, EARLY_STOPPING_KEYS, COMPARING_KEYS)
     )
     return f"""\
 ## Running again
@@ -204,7 +205,8 @@ Free to change: {neutral}, where and how a judge's `endpoint` is asked (all but 
 its `max_new_tokens` and `retries`,
 the `name` of a source, and `data.eval` unless it is a fraction of the training pairs.
 With `packing.scope: step` also {layout}. With `train.early_stopping`, {stopping}
-and `data.eval` are not free: they say when the run ends.
+and `data.eval` are not free: they say when the run ends. With `train.early_stopping` or
+`checkpoint.load_best`, {comparing} is not free: evaluations are compared with earlier ones.
 """
 
 

@@ -7,7 +7,7 @@ completion tokens, S sequences, D hidden size, V vocabulary, E experts, R layers
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,12 +16,13 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dpo_pack.model.attention import AttentionBackend, BackendChoice, SeamCalls
+from dpo_pack.model.attention import BACKENDS, AttentionBackend, BackendChoice, SeamCalls
+from dpo_pack.model.compiling import outermost_layers
 from dpo_pack.model.config import head_transform, layer_windows, num_recurrent_calls
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, WantedStatistics, sequence_sums, token_logps
 from dpo_pack.model.lora import Adapter
-from dpo_pack.model.recurrence import RecurrentCall
+from dpo_pack.model.recurrence import RecurrentCall, torch_recurrences
 from dpo_pack.system.errors import UnsupportedModelError
 
 Value = TypeVar("Value")
@@ -206,6 +207,46 @@ class CompletionLogps(nn.Module):
         finally:
             self.wanted = before
 
+    @contextlib.contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """In this context the scorer computes in fp32: no autocast, no TF32, no kernels that round more.
+
+        Parameters in 16 bits are cast while they are needed, those of a layer only while it computes.
+        Quantised ones stay. The weights must not be in shards.
+        """
+        exact: dict[str, Any] = {"autocast": None, "gather_dtype": torch.float32, "recurrent_kernels": {}}
+        exact |= {"backend": self.backend and BACKENDS["sdpa"]}
+        exact |= {"recurrence": self.recurrence or RecurrentCall.run}
+        layers, cast = outermost_layers(self.model), dict[nn.Parameter, Tensor]()
+        inner = {parameter for layer in layers for parameter in layer.parameters()}
+
+        def widen(parameters: Iterable[nn.Parameter]) -> None:
+            for parameter in parameters:
+                if parameter.is_floating_point() and parameter.itemsize == 2:
+                    cast[parameter], parameter.data = parameter.data, parameter.data.float()
+
+        def narrow(parameters: Iterable[nn.Parameter]) -> None:
+            for parameter in cast.keys() & set(parameters):
+                parameter.data = cast.pop(parameter)
+
+        with contextlib.ExitStack() as stack, torch_recurrences(self.model):
+            stack.callback(vars(self).update, {name: vars(self)[name] for name in exact})
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            stack.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+            stack.callback(narrow, list(self.model.parameters()))
+            vars(self).update(exact)
+            torch.set_float32_matmul_precision("highest")
+            torch.backends.cudnn.allow_tf32 = False
+            for layer in layers:
+                before = layer.register_forward_pre_hook(lambda layer, _: widen(layer.parameters()))
+                behind = layer.register_forward_hook(
+                    lambda layer, *_: narrow(layer.parameters()), always_call=True
+                )
+                stack.callback(before.remove)
+                stack.callback(behind.remove)
+            widen(parameter for parameter in self.model.parameters() if parameter not in inner)
+            yield
+
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of matrix products."""
@@ -254,7 +295,8 @@ class LoadedModel:
 class Precision:
     """The dtypes of parameters and of autocast (None: no autocast), the same for policy and reference.
 
-    `gathered` is the dtype in which FSDP2 gathers weights and computes; None means the parameters' dtype.
+    `gathered` is the dtype in which FSDP2 gathers weights and computes, or in which a copy of 16-bit weights
+    computes; None means the parameters' dtype.
     """
 
     parameters: torch.dtype
@@ -264,6 +306,14 @@ class Precision:
     @property
     def activations(self) -> torch.dtype:
         return self.autocast or self.gathered or self.parameters
+
+    @property
+    def in_float32(self) -> Precision:
+        """The precision of `CompletionLogps.in_float32`."""
+        is_wide = self.parameters == torch.float32
+        return Precision(
+            parameters=self.parameters, autocast=None, gathered=None if is_wide else torch.float32
+        )
 
     @property
     def casts_weights(self) -> bool:

@@ -38,18 +38,22 @@ class ProofOutcome:
     proofs: tuple[Proof, ...]
     seconds: float
     is_remembered: bool  # loaded from an earlier start with the same model, versions, backend, device
+    dtype: str = "float32"  # of training's matrix products
 
     def sentences(self) -> tuple[str, str]:
         """Returns what the proofs show, and which of them passed when."""
         numbers = next((proof.numbers for proof in self.proofs if proof.name == "equivalence"), {})
-        error = numbers.get("max error", float("nan"))
+        error, rounding = numbers.get("max error", float("nan")), numbers.get("rounding")
         exact = numbers.get("max error, in float32")
-        errors = f"{error:.1e} nats"
+        equal = f"{self.what} are exact on this model: they equal each sequence alone to "
         if exact is not None:
-            errors = f"{exact:.1e} nats in float32, {error:.1e} with the rounding of training's precision"
-        when = "at an earlier start" if self.is_remembered else f"now, in {self.seconds:.1f} s"
+            equal += f"{exact:.1e} nats in float32; training computes in {self.dtype}"
+        else:
+            equal += f"{error:.1e} nats in {self.dtype}"
+        if rounding is not None and self.dtype != "float32":
+            equal += f", whose own rounding is {rounding:.1e} nats here, packed or not"
         names = ", ".join(proof.name for proof in self.proofs if proof.passed)
-        return f"{self.what} are exact on this model, largest error {errors}", f"passed {when}: {names}"
+        return equal, f"passed {'before' if self.is_remembered else f'now, in {self.seconds:.1f} s'}: {names}"
 
     def raise_failure(self) -> None:
         """Raises UnsupportedModelError for the first proof that failed."""

@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dpo_pack.model.attention import BACKENDS
 from dpo_pack.model.attention.flash import keeps_deterministic_mode
 from dpo_pack.model.compiling import outermost_layers, text_model
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.fast_layers import stock_layers
 from dpo_pack.model.parallel import is_sharded
-from dpo_pack.model.recurrence import RecurrentCall, torch_recurrences
+from dpo_pack.model.recurrence import torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
 from dpo_pack.proofs.recurrence import prove_recurrence
-from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, pair_sums, proof_groups, proof_row, replaced
+from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, pair_sums, proof_groups, proof_row
 from dpo_pack.system.errors import is_out_of_memory, one_line
 
 # Allowed error of a sequence's log-prob in fp32, in nats.
@@ -221,15 +220,7 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
     if scorer.compute_dtype == torch.float32:
         bound = f"max error <= {FLOAT32_BOUND:.0e}, or {bound}"
     elif scorer.gather_dtype is None and next(scorer.model.parameters()).dtype == torch.float32:
-        # All computation is in fp32, with functions that take fp32.
-        without_kernels = replaced(
-            scorer,
-            autocast=None,
-            backend=scorer.backend and BACKENDS["sdpa"],
-            recurrent_kernels={},
-            recurrence=scorer.recurrence or RecurrentCall.run,
-        )
-        with without_kernels, torch_recurrences(scorer.model):
+        with scorer.in_float32():
             exact_numbers, is_exact = distance_of_row(scorer, groups, device)
         numbers |= {f"{name}, in float32": number for name, number in exact_numbers.items()}
         bound += f"; in float32 max error <= {FLOAT32_BOUND:.0e}, or the same"
@@ -284,10 +275,11 @@ def distance_from_stock(
     changes = []
     for _ in range(_NUM_DRAWS):
         with _rounded_otherwise(scorer.model, torch.finfo(scorer.compute_dtype).eps):
-            changes.append((compute_alone() / tokens - alone / tokens).abs().mean())
-    by_rounding = float(torch.stack(changes).max())
+            changes.append((compute_alone() - alone).abs())
+    moved = torch.stack(changes)  # [draws, S]
+    by_rounding = float((moved / tokens).mean(dim=1).max())
     is_rounding = math.isfinite(largest) and mean <= 3 * by_rounding
-    return {**numbers, "rounding a token": by_rounding}, is_rounding
+    return {**numbers, "rounding a token": by_rounding, "rounding": float(moved.max())}, is_rounding
 
 
 @contextlib.contextmanager

@@ -14,14 +14,16 @@ from dpo_pack.recipe.text import Tree
 NEUTRAL_KEYS: tuple[str, ...] = (
     "output_dir", "model.attention", "model.gradient_checkpointing", "model.compile", "model.kernels",
     "model.unused_tensors", "reference.cache_dir", "reference.token_budget", "data.on_bad_row",
-    "data.num_workers", "train.eval_every_steps", "train.stop_on_nonfinite", "checkpoint", "logging",
-    "export",
+    "data.num_workers", "train.eval_every_steps", "train.eval_precision", "train.stop_on_nonfinite",
+    "checkpoint", "logging", "export",
     "distributed.num_processes", "distributed.strategy", "distributed.hybrid", "distributed.cpu_offload",
     "distributed.accumulate_unsharded", "online.generator.token_budget",
     "online.generator.gpu_memory_utilization", "online.generator.endpoint", "online.offload_reference",
 )  # fmt: skip
 # With train.early_stopping these keys decide when the run ends, so they change training.
 EARLY_STOPPING_KEYS = ("checkpoint.metric", "checkpoint.eval_set", "train.eval_every_steps")
+# With train.early_stopping or checkpoint.load_best all evaluations must be comparable.
+COMPARING_KEYS = ("train.eval_precision",)
 # With packing.scope step these keys only decide which pairs of a step share a row, that is, one forward
 # pass. With scope epoch they also decide which pairs form a step.
 ROW_LAYOUT_KEYS: tuple[str, ...] = (
@@ -37,13 +39,16 @@ def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     the rounding of results (attention backend, pairs of a row, number of processes) does not change training.
     """
     stops_early = old.train.early_stopping is not None or new.train.early_stopping is not None
+    compares = stops_early or old.checkpoint.load_best or new.checkpoint.load_best
     is_by_step = old.packing.scope == new.packing.scope == "step"
     neutral = tuple(f"{key}." for key in (*NEUTRAL_KEYS, *(ROW_LAYOUT_KEYS if is_by_step else ())))
     before, after = (_what_trains(recipe, stops_early=stops_early) for recipe in (old, new))
     return {
         key: values
         for key, values in _differences(before, after)
-        if not f"{key}.".startswith(neutral) or (stops_early and key in EARLY_STOPPING_KEYS)
+        if not f"{key}.".startswith(neutral)
+        or (stops_early and key in EARLY_STOPPING_KEYS)
+        or (compares and key in COMPARING_KEYS)
     }
 
 

@@ -15,6 +15,7 @@ from dpo_pack.reports.evaluation_tables import METRIC_NAMES, estimate
 from dpo_pack.reports.run_files import read_runs
 from dpo_pack.reports.run_views import sample_rows
 from dpo_pack.reports.tables import Cells, render_completions, terminal_table
+from dpo_pack.training.health import what_can_be_told
 
 _MOST_SAMPLES = 2
 _METRICS = ("rewards/accuracies", "rewards/margins", "online/win_rate", "online/scores")
@@ -42,6 +43,9 @@ def print_ending(
         cells = Cells(("", "before", "after", "95 % interval"), rows)
         console.print()
         console.print(terminal_table("What was learned, on held-out data", cells, no_wrap=True))
+    for held_out, metrics in evaluation.items():
+        if told := what_can_be_told(metrics):
+            console.print(f"{held_out}: {told}.")
     if any(metrics.get("rewards/margins") == 0.0 for metrics in before.values()):
         console.print(
             "Before training, policy and reference are equal: each margin is 0, and a tie counts half."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dpo_pack.reports.tables import Cells, terminal_table
+from dpo_pack.training.health import what_can_be_told
 
 if TYPE_CHECKING:  # these modules import torch; run pages use this file without torch
     from dpo_pack.training.held_out import Comparison, HeldOutResult
@@ -44,6 +45,7 @@ def render_results(results: Mapping[str, HeldOutResult], console: Console) -> No
         title = f"{name}: {pairs_and_prompts(record)}"
         console.print(terminal_table(title, Cells(("", "mean", "interval"), rows), no_wrap=True))
         _print_parts(record, console, sign="")
+        console.print(f"{what_can_be_told(record)}.")
         if "length/prefers_longer" in record:
             console.print(
                 f"Rewards prefer the longer completion in {record['length/prefers_longer']:.1%} of pairs, "
@@ -66,6 +68,8 @@ def render_comparisons(
         title = f"{name}: {pairs_and_prompts(one)}"
         console.print(terminal_table(title, Cells(("", "A", "B", "B - A", "interval"), rows), no_wrap=True))
         _print_parts(difference, console, sign="+")
+        console.print(f"B - A: {what_can_be_told(difference, without_effect=0.0)}.")
+        console.print(f"Rewards: beta {comparison.first.beta:g} x log-ratio to the recipe's reference")
     console.print(f"A: {models[0]}")
     console.print(f"B: {models[1]}")
     console.print(f"{_INTERVALS}; those of B - A are of each pair's own difference")

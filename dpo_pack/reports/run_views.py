@@ -9,7 +9,7 @@ from typing import Any
 from dpo_pack.reports.evaluation_tables import METRIC_NAMES, estimate, pairs_and_prompts
 from dpo_pack.reports.run_files import RunFiles
 from dpo_pack.reports.tables import Cells
-from dpo_pack.system.console import format_seconds
+from dpo_pack.system.console import format_rate, format_seconds
 
 _Values = list[float | None]
 _MOST_POINTS = 2_000  # a curve has at most so many points
@@ -55,7 +55,10 @@ def runs_cells(runs: Sequence[RunFiles]) -> Cells:
     for run in runs:
         totals = run.info.get("totals", {})
         numbers = (f"{totals.get('steps', 0):,}", f"{totals.get('pairs', 0):,}")
-        speed = (format_seconds(totals.get("train_seconds", 0)), f"{totals.get('pairs_per_second', 0):,.1f}")
+        speed = (
+            format_seconds(totals.get("train_seconds", 0)),
+            format_rate(totals.get("pairs_per_second", 0)),
+        )
         rows.append((run.name, str(run.info["status"]), *numbers, *speed))
     return Cells(("run", "status", "steps", "pairs", "time of steps", "pairs/s"), rows)
 

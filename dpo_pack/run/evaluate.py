@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from torch import Tensor
 
+from dpo_pack.data.store import PairTable
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.win_rate import WinRate, win_rate_sentence
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.models import check_model, resolve_model
-from dpo_pack.run.pairs import prepare_reference, row_builder
+from dpo_pack.run.pairs import exact_reference, prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import Setup, check_data, load_proved, prepare
 from dpo_pack.run.state import Selection, TrainState, judge
@@ -26,15 +31,32 @@ from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.hub import HUB_ID, is_adapter
 from dpo_pack.system.interrupts import Interruption
 from dpo_pack.system.machine import release_memory
+from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.held_out import (
     Comparison,
     HeldOutResult,
     compare_results,
+    draw_measured,
     evaluate_pairs,
     held_out_result,
     write_held_out_pairs,
 )
+from dpo_pack.training.metrics import margin_rounding, pair_metrics
 from dpo_pack.training.references import CachedReference, Reference
+
+# `train.eval_precision: auto` evaluates in fp32 if that adds at most this part of the training. To count
+# it, a token takes so many times as long in fp32 as in 16 bits; a step takes as long as three passes.
+_SMALL_PART, _FLOAT32_COST, _STEP_PASSES = 0.05, {"cuda": 16.0, "cpu": 4.0}, 3.0
+
+
+def float32_part(setup: Setup) -> float:
+    """Returns what evaluations in fp32 add to a run in 16 bits, counted in pairs, as a part of its steps."""
+    recipe, (train, *held_out) = setup.recipe, setup.tables
+    num_steps = recipe.train.epochs * train.num_pairs / recipe.packing.pairs_per_step
+    num_steps = min(num_steps, recipe.train.max_steps or num_steps)
+    num_evaluations = 2 + num_steps // (recipe.train.eval_every_steps or math.inf)
+    added = sum(table.num_pairs for table in held_out) * num_evaluations * _FLOAT32_COST[setup.device.type]
+    return added / (_STEP_PASSES * num_steps * recipe.packing.pairs_per_step)
 
 
 def evaluate_sets(
@@ -48,29 +70,54 @@ def evaluate_sets(
 
     `between_rows` is called before each row, equally often on every rank.
     """
-    recipe = setup.recipe
-    # If data.eval is a fraction, its pairs come from all training sources. Any other set has one source.
-    sources = source_names(recipe.data.train) if isinstance(recipe.data.eval, EvalFraction) else None
-    for name, pairs in setup.data.eval.items():
-        builder = row_builder(setup, pairs, reference)
-        with progress_bar(setup.console, f"Evaluating {name}", pairs.num_pairs, "pairs") as bar:
+    recipe, precision, exact = setup.recipe, setup.recipe.train.eval_precision, reference.exact
+    in_float32 = exact is not None and (
+        precision == "float32" or (precision == "auto" and float32_part(setup) <= _SMALL_PART)
+    )
+
+    def evaluate(pairs: PairTable, *, in_float32: bool, **options: Any) -> tuple[Tensor, RowBuilder]:
+        with contextlib.ExitStack() as stack:
+            scored_by = reference
+            if in_float32:
+                assert exact is not None
+                scored_by = exact
+                for used in {scorer, exact.moving or scorer}:
+                    stack.enter_context(used.in_float32())
+            builder = row_builder(setup, pairs, scored_by)
             values = evaluate_pairs(
                 scorer,
                 builder,
                 setup.objective,
                 token_budget=setup.reference_token_budget,
-                score=reference.score,
-                progress=bar,
+                score=scored_by.score,
                 between_rows=between_rows,
+                **options,
             )
+        return values, builder
+
+    # If data.eval is a fraction, its pairs come from all training sources. Any other set has one source.
+    sources = source_names(recipe.data.train) if isinstance(recipe.data.eval, EvalFraction) else None
+    for name, pairs in setup.data.eval.items():
+        measured = None
+        with progress_bar(setup.console, f"Evaluating {name}", pairs.num_pairs, "pairs") as bar:
+            values, builder = evaluate(pairs, in_float32=in_float32, progress=bar)
+        if exact is not None and not in_float32:
+            settings: dict[str, Any] = {"beta": recipe.loss.beta, "dtype": scorer.compute_dtype}
+            margins = pair_metrics(values, **settings)["rewards/margins"].cpu().numpy()
+            rounding = margin_rounding(values, **settings).cpu().numpy()
+            drawn, chances = draw_measured(margins, rounding, seed=recipe.seed)
+            mean = float(pairs.chosen_scored.mean())
+            exact_values, _ = evaluate(pairs.select(drawn), in_float32=True, mean_chosen_tokens=mean)
+            measured = (drawn, chances, exact_values)
         yield held_out_result(
             name,
             values,
             builder,
             setup.objective,
             source_names=sources or (name,),
-            dtype=scorer.compute_dtype,
+            dtype=torch.float32 if in_float32 else scorer.compute_dtype,
             seed=recipe.seed,
+            measured=measured,
         )
 
 
@@ -106,6 +153,8 @@ class Evaluator:
                 f"reward accuracy {result['rewards/accuracies']:.3f} ({low:.3f} to {high:.3f}), "
                 f"margin {result['rewards/margins']:.4f}, loss {result['loss']:.4f}"
             )
+            if result["eval_precision"] != "float32":
+                sentence += f"; {result['eval_precision']} rounds a margin by {result['margin_noise']:.2g}"
             log.write_evaluation(state.step, held_out.name, result, sentence)
         if results:
             ranks.only_first(lambda: write_held_out_pairs(results, log.run.held_out, step=state.step))
@@ -170,6 +219,8 @@ def evaluate_models(
     if setup.objective.needs_reference:
         held_out = prepare_reference(setup, tables=list(setup.data.eval.values()))
         reference = CachedReference(lookup=held_out.values().of)
+    if setup.policy_facts.precision.activations.itemsize < 4:
+        reference = replace(reference, exact=exact_reference(setup))
     results = []
     for model in models:
         release_memory()

@@ -65,6 +65,7 @@ from dpo_pack.system.files import dispensable, read_json, text_of, written_aside
 from dpo_pack.system.hub import is_adapter, is_on_hub, name_for_others
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.process import printable
+from dpo_pack.training.health import what_can_be_told
 
 
 def export_model(
@@ -342,6 +343,7 @@ def model_card(
             f"| held-out set | {' | '.join(columns.values())} |",
             f"|---|{'---|' * len(columns)}",
             *(f"| {name} | {_cells(metrics, columns)} |" for name, metrics in evaluation.items()),
+            *(f"\n{name}: {told}." for name, of in evaluation.items() if (told := what_can_be_told(of))),
             "",
         ]
     lines += [

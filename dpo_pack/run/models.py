@@ -343,16 +343,19 @@ def load_and_prove(
     if strategy.shards:
         setting["shards"] = True  # the proof includes the code that gathers them
     what = "padded batches" if loaded.scorer.backend is None else "packed rows"
+    dtype = str(model.precision.activations).removeprefix("torch.")
     memo_path, key = model.cache_dir / "proofs.json", namespace_digest(setting)
     shape = dict[str, tuple[Proof, ...]]
     remembered = ranks.first_says((read_json(memo_path, shape) or {}).get(key))
     if remembered is not None and not again:
-        return loaded, ProofOutcome(what=what, proofs=remembered, seconds=0.0, is_remembered=True)
+        return loaded, ProofOutcome(
+            what=what, dtype=dtype, proofs=remembered, seconds=0.0, is_remembered=True
+        )
     proofs = tuple(prove(loaded.scorer, device))
     if all(proof.passed for proof in proofs):
         ranks.only_first(lambda: add_to_json(memo_path, shape, {key: proofs}))
     seconds = time.monotonic() - begun
-    return loaded, ProofOutcome(what=what, proofs=proofs, seconds=seconds, is_remembered=False)
+    return loaded, ProofOutcome(what=what, dtype=dtype, proofs=proofs, seconds=seconds, is_remembered=False)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -33,10 +34,10 @@ from dpo_pack.run.setup import (
     longest_sequence,
 )
 from dpo_pack.system import ranks
-from dpo_pack.system.console import format_seconds
-from dpo_pack.system.errors import UnsupportedModelError
+from dpo_pack.system.console import format_rate, format_seconds
+from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.training.batches import OfflineSource, RowBuilder
-from dpo_pack.training.references import Reference
+from dpo_pack.training.references import CachedReference, Reference
 
 # The counts of shortened pairs in the summary of a source.
 TRUNCATION_COUNTS = ("prompt_truncated", "completions_truncated", "eos_lost")
@@ -183,17 +184,46 @@ def resume_reference(setup: Setup, frozen: Path) -> tuple[FrozenReference, float
     return reference.joined(filled.values()), filled.seconds
 
 
+def exact_reference(setup: Setup, loaded: LoadedModel | None = None) -> Reference | None:
+    """Returns the reference in fp32, for the held-out pairs of a run whose own precision is lower; None if it
+    has no such pairs, or has shards, which are not computed in fp32. Raises RecipeError.
+
+    Its log-probs are computed now, because later the starting weights are gone. `loaded`: see
+    `prepare_reference`.
+    """
+    tables = list(setup.data.eval.values())
+    if tables and setup.strategy.shards and setup.recipe.train.eval_precision == "float32":
+        raise RecipeError(
+            "train.eval_precision: weights in shards are not evaluated in float32; set "
+            "distributed.strategy: ddp, or train.eval_precision: training"
+        )
+    if not tables or setup.strategy.shards:
+        return None
+    if not setup.objective.needs_reference:
+        return CachedReference(lookup=None)
+    return CachedReference(
+        lookup=prepare_reference(setup, loaded, tables=tables, in_float32=True).values().of
+    )
+
+
 def prepare_reference(
-    setup: Setup, loaded: LoadedModel | None = None, *, tables: Sequence[PairTable] | None = None
+    setup: Setup,
+    loaded: LoadedModel | None = None,
+    *,
+    tables: Sequence[PairTable] | None = None,
+    in_float32: bool = False,
 ) -> ReferencePass:
     """Computes every reference log-prob that the cache lacks for the recipe's pairs (or for `tables`).
 
     If the starting policy is the reference and the caller has loaded it, the caller passes it as `loaded`.
     Otherwise this function loads the reference if something is missing, and frees it before it returns.
+    With `in_float32` it computes in fp32, under keys of its own.
     """
     facts, console = setup.reference_facts, setup.console
     if facts is not setup.policy_facts:
         check_data(setup, facts)
+    if in_float32:
+        facts = replace(facts, precision=facts.precision.in_float32)
     tables = setup.tables if tables is None else tables
     cache = ReferenceCache(facts.cache_dir, facts.namespace, used_by=facts.label)
     per_token = setup.recipe.loss.ld_alpha is not None  # LD-DPO weights tokens; sums are not enough
@@ -205,7 +235,8 @@ def prepare_reference(
     todo = int(work.missing.sum())
     num_cached = int(work.sides.sum()) - todo
     console.print(
-        f"Reference log-probs of {sum(table.num_pairs for table in tables):,} pairs: "
+        f"Reference log-probs of {sum(table.num_pairs for table in tables):,} "
+        f"{'held-out pairs in float32' if in_float32 else 'pairs'}: "
         f"{num_cached:,} of {num_cached + todo:,} different sequences cached"
         f"{f', {todo:,} to compute' if todo else ''}"
         f"{f' (cache: {facts.cache_dir})' if num_cached else ''}"
@@ -214,10 +245,10 @@ def prepare_reference(
     if todo:
         tokens = per_token or any(table.has_token_weights.any() for table in tables)
         begun = time.monotonic()
-        _compute_missing(setup, cache, work, loaded, per_token=tokens)
+        _compute_missing(setup, cache, facts, work, loaded, per_token=tokens)
         seconds = time.monotonic() - begun
-        rate = todo / max(seconds, 1e-9)
-        console.print(f"Reference pass: {todo:,} sequences in {format_seconds(seconds)}, {rate:,.0f}/s")
+        rate = format_rate(todo / max(seconds, 1e-9), digits=0)
+        console.print(f"Reference pass: {todo:,} sequences in {format_seconds(seconds)}, {rate}/s")
     return ReferencePass(
         cache=cache,
         tables=tables,
@@ -230,11 +261,12 @@ def prepare_reference(
 
 
 def _compute_missing(
-    setup: Setup, cache: ReferenceCache, work: ReferenceWork, loaded: LoadedModel | None, *, per_token: bool
-) -> None:
-    facts, token_budget = setup.reference_facts, setup.reference_token_budget
+    setup: Setup, cache: ReferenceCache, facts: ModelFacts, work: ReferenceWork,
+    loaded: LoadedModel | None, *, per_token: bool,
+) -> None:  # fmt: skip
+    token_budget, is_exact = setup.reference_token_budget, facts.precision != setup.reference_facts.precision
     cache.check_writable()
-    loaded = loaded or load_proved(setup, facts)
+    loaded = loaded or load_proved(setup, setup.reference_facts)
     settings = PassSettings(
         token_budget=token_budget,
         share_prompt=setup.recipe.packing.share_prompt,
@@ -245,13 +277,13 @@ def _compute_missing(
         in_lockstep=setup.strategy.shards,
         metadata={
             "origin": f"dpo-pack {dpo_pack.__version__}",
-            "attention": loaded.attention.name,
+            "attention": "sdpa" if is_exact else loaded.attention.name,
             "device": setup.device.type,
             "token_budget": str(token_budget),
         },
     )
     search = _budget_search(setup, facts)
-    with loaded.as_reference():
+    with loaded.as_reference(), loaded.scorer.in_float32() if is_exact else contextlib.nullcontext():
         fill_cache(cache, work, loaded.scorer, facts.shape, settings, search=search, console=setup.console)
     for names in ranks.every_rank_says(cache.named_parts):  # all ranks' files are read next
         cache.named_parts |= names

@@ -349,7 +349,8 @@ def load_proved(setup: Setup, model: ModelFacts, adapter: LoraSettings | None = 
         setup.console.print(note)
     outcome.raise_failure()
     sentence, details = outcome.sentences()
-    setup.console.print(f"Proof: {sentence}")
+    whose = "" if model is setup.policy_facts else f" of {model.label}"
+    setup.console.print(f"Proof{whose}: {sentence}")
     print_detail(setup.console, f"  {details}")
     return loaded
 

@@ -100,6 +100,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
+def format_rate(rate: float, *, digits: int = 1) -> str:
+    """1,234.5, or without digits 1,234; below 10 (or 1) two figures, as 0.6 or 0.041."""
+    return f"{rate:,.{digits}f}" if rate >= 10 ** (1 - digits) else f"{rate:.2g}"
+
+
 class Tell(Protocol):
     """Takes the name of the work, the units done, all units (None: unknown), and facts to show, the most
     important first (None: units, rate and time left)."""
@@ -138,9 +143,13 @@ def shown(console: Console, work: str, unit: str = "") -> Iterator[Tell]:
             begun, work = now, what
         if facts is None:
             seconds = now - begun
-            rate = f"{done / max(seconds, 1e-9):,.0f}/s"
+            rate = done / max(seconds, 1e-9)
             left = [f"{format_seconds(seconds * (total - done) / done)} left"] if total and done else []
-            facts = [*left, f"{done:,}{f' of {total:,}' if total else ''} {unit}", rate]
+            facts = [
+                *left,
+                f"{done:,}{f' of {total:,}' if total else ''} {unit}",
+                f"{format_rate(rate, digits=0)}/s",
+            ]
         what = printable(what)
         width = max(0, console.width - bar_width - len(f"{what}  0:00:00  "))
         fitting = _fitting([*([f"{done / total:.0%}"] if total else []), *facts], width)
@@ -203,7 +212,7 @@ class TrainingLines:
             f"loss {record['loss']:.4f}",
             f"margin {record['rewards/margins']:+.4f}",
             f"accuracy {record['rewards/accuracies']:.3f}",
-            f"{record['pairs_per_second']:,.1f} pairs/s",
+            f"{format_rate(record['pairs_per_second'])} pairs/s",
             f"grad norm {record['grad_norm']:.3g}",
             f"lr {record['learning_rate']:.2e}",
         ]

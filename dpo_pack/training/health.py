@@ -206,3 +206,30 @@ RULES: dict[str, Rule] = {
     "exploding_gradients": _exploding_gradients,
     "dying_experts": _dying_experts,
 }
+
+
+# --------------------------------------------------------------------------------- held-out pairs
+
+_SMALL_GAIN = 0.05  # of reward accuracy
+
+
+def what_can_be_told(record: Mapping[str, Any], *, without_effect: float = 0.5) -> str:
+    """Returns what the held-out set can show at all, and what rounding hides, from the interval of the reward
+    accuracy; "" if there is none. If nothing is learned, the accuracy is `without_effect`."""
+    low, high = record.get("intervals", {}).get("rewards/accuracies") or (None, None)
+    if low is None or high is None:
+        return ""
+    # If all pairs are alike the interval has no width; then 3 / pairs bounds the others (the rule of three).
+    pairs = record["pairs"]
+    least = math.ceil(max(100 * (high - low) / 2, 150 / pairs) - 1e-6) / 100
+    sentence = f"{pairs:,} pairs cannot tell less than {least:.2f} of reward accuracy"
+    if least > _SMALL_GAIN:
+        needed = pairs * (least / _SMALL_GAIN) ** 2
+        unit = 10 ** (math.floor(math.log10(needed)) - 1)
+        sentence += f"; {math.ceil(needed / unit) * unit:,.0f} would show {_SMALL_GAIN}"
+    if low <= without_effect <= high:
+        sentence += f"; they cannot tell the accuracy from {without_effect:g}"
+    if record.get("eval_precision", "float32") != "float32":
+        sentence += f". {record['eval_precision']} rounds a margin by {record['margin_noise']:.2g}, which "
+        sentence += f"the intervals count; the mean margin is {record['rewards/margins']:.2g}"
+    return sentence

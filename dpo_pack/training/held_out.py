@@ -3,13 +3,17 @@
 Preference data often prefers the longer completion, and a policy can raise its accuracy by learning only
 this. So an evaluation also gives every mean by length.
 
-Legend: P pairs of the held-out set.
+An evaluation in 16 bits rounds margins, perhaps by more than training has moved them. So M of the pairs are
+computed in fp32, too, and correct the means: docs/numerics.md says how.
+
+Legend: P pairs of the held-out set, M of them measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,15 @@ from dpo_pack.system import ranks
 from dpo_pack.system.files import written_aside
 from dpo_pack.system.ranks import gather_over_ranks
 from dpo_pack.training.batches import PairRow, RowBuilder
-from dpo_pack.training.metrics import averages, column, join_values, logps, pair_metrics, pair_values
+from dpo_pack.training.metrics import (
+    averages,
+    column,
+    join_values,
+    logps,
+    margin_rounding,
+    pair_metrics,
+    pair_values,
+)
 from dpo_pack.training.step_loss import score_pairs
 
 Positions = npt.NDArray[np.int64]  # of pairs in the set's table
@@ -50,6 +62,7 @@ NUM_RESAMPLES = 1000
 _MAX_DRAWS = 50_000_000
 _MIN_RESAMPLES = 200
 _VALUES_AT_A_TIME = 4_000_000  # 32 MB of float64
+MOST_MEASURED = 64  # pairs of a set that are computed in fp32, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +84,8 @@ class HeldOutResult:
     pair_keys: list[bytes]  # [P] names of the pairs' token ids
     row_numbers: Positions  # [P] the pairs' rows in their sources, from 1
     metrics: dict[str, FloatArray]  # METRICS_WITH_INTERVALS, [P] each in the order of the set's table
+    estimates: dict[str, FloatArray]  # the same, corrected: their means estimate those of fp32
+    beta: float
     traits: PairTraits
     record: dict[str, Any]  # averages, intervals, groups: the line of metrics.jsonl
 
@@ -91,6 +106,7 @@ def evaluate_pairs(
     objective: Objective,
     *,
     token_budget: int,
+    mean_chosen_tokens: float | None = None,
     score: Callable[[PairRow], PairRow] = lambda row: row,
     progress: Callable[[int], None] = lambda num_pairs: None,
     between_rows: Callable[[], None] = lambda: None,
@@ -98,8 +114,9 @@ def evaluate_pairs(
     """Returns the `pair_values` of all pairs of the builder's table, in the table's order, on every rank.
 
     A loss that couples pairs couples all pairs of the table. `token_budget` limits the rows, which have no
-    gradients. `score` puts the reference's log-probs into a row. `progress` gets the number of pairs of each
-    row that this rank has computed. `between_rows` is called before each row, equally often on every rank.
+    gradients. `mean_chosen_tokens`: of the set, if the table is a part of it. `score` puts the reference's
+    log-probs into a row. `progress` gets the number of pairs of each row that this rank has computed.
+    `between_rows` is called before each row, equally often on every rank.
     """
     build_rows = pack_sequences_longest_first if builder.is_packed else padded_rows
     parts: list[Tensor] = []
@@ -126,23 +143,81 @@ def evaluate_pairs(
     scored = ScoredPairs(
         policy=logps(values, "policy"), reference=logps(values, "reference"), pair_weights=losses
     )
-    mean_chosen_tokens = float(builder.table.chosen_scored.mean())
+    if mean_chosen_tokens is None:
+        mean_chosen_tokens = float(builder.table.chosen_scored.mean())
     losses.copy_(weighted_losses(objective, scored, mean_chosen_tokens=mean_chosen_tokens))
     return values
 
 
+def draw_measured(margins: FloatArray, rounding: FloatArray, *, seed: int) -> tuple[Positions, FloatArray]:
+    """Draws the pairs to compute in fp32, too; returns their positions, [M], and chances to be drawn, [M].
+
+    margins, rounding: [P] of the pairs, and an estimate of the margins' rounding errors. All pairs are drawn
+    if they are at most MOST_MEASURED. Else a margin near zero has more chance, because its sign may be wrong.
+    """
+    num_pairs, rng = len(margins), np.random.default_rng(seed)
+    near_zero = 1 / (1 + (margins / (2 * rounding)) ** 2)
+    weights = near_zero / near_zero.sum() + 1 / num_pairs  # so no chance is below half of M / P
+    chances = np.ones(num_pairs)
+    is_free = np.full(num_pairs, num_pairs > MOST_MEASURED)
+    while is_free.any():
+        chances[is_free] = weights[is_free] * (MOST_MEASURED - (~is_free).sum()) / weights[is_free].sum()
+        if (chances <= 1).all():
+            break
+        is_free &= chances < 1
+        chances[~is_free] = 1
+    # Systematic sampling in random order: exactly M pairs, each with its own chance.
+    order = rng.permutation(num_pairs)
+    ends = np.floor(np.cumsum(chances[order]) + rng.random())
+    drawn = np.sort(order[np.diff(ends, prepend=0.0) > 0])
+    return drawn, chances[drawn]
+
+
+def estimate_exact(
+    metrics: Mapping[str, FloatArray], exact: Mapping[str, FloatArray], pairs: Positions, chances: FloatArray
+) -> tuple[dict[str, FloatArray], float]:
+    """Returns [P] numbers for each metric, whose mean estimates that in fp32, and margins' rounding (its
+    standard deviation). metrics: [P] in training's precision; exact: [M] in fp32, of the measured `pairs`.
+
+    Each measured pair adds its error / its chance to be measured (Horvitz & Thompson 1952): so the mean has
+    no bias whatever the margins are, and the bootstrap counts the noise of the correction. An accuracy is
+    first the probability that the margin is positive in fp32, if rounding is normal: errors are then small.
+    """
+    margins = metrics["rewards/margins"]
+    errors = margins[pairs] - exact["rewards/margins"]
+    noise = float(np.sqrt((errors**2 / chances).sum() / (1 / chances).sum()))
+    estimates = {metric: values.copy() for metric, values in metrics.items()}
+    is_sure = (metrics["rewards/accuracies"] != 0.5) & (noise > 0)
+    likely = torch.special.ndtr(torch.from_numpy(margins[is_sure] / noise)) if noise else torch.zeros(0)
+    estimates["rewards/accuracies"][is_sure] = likely.numpy()
+    for metric, values in exact.items():
+        estimates[metric][pairs] += (values - estimates[metric][pairs]) / chances
+    return estimates, noise
+
+
 def held_out_result(
     name: str, values: Tensor, builder: RowBuilder, objective: Objective, *, source_names: Sequence[str],
-    dtype: torch.dtype, seed: int,
+    dtype: torch.dtype, seed: int, measured: tuple[Positions, FloatArray, Tensor] | None = None,
 ) -> HeldOutResult:  # fmt: skip
     """Returns averages, intervals and groups of `evaluate_pairs`' values.
 
-    `dtype` is that of the policy's matrix products; `seed` is for the bootstrap.
+    `dtype` is that of the policy's matrix products; `seed` is for the bootstrap. With `measured` pairs (what
+    `draw_measured` returns, and their values in fp32) the metrics with intervals are estimates of fp32's.
     """
     beta, has_reference = objective.options.beta, objective.needs_reference
     columns = pair_metrics(values, beta=beta, dtype=dtype)
     judged = [m for m in METRICS_WITH_INTERVALS if has_reference or not m.startswith("kl/")]
     metrics = {metric: columns[metric].cpu().numpy() for metric in judged}
+    if measured is None:
+        estimates = metrics
+        noise = float(margin_rounding(values, beta=beta, dtype=dtype).square().mean().sqrt())
+    else:
+        pairs, chances, exact_values = measured
+        columns = pair_metrics(exact_values, beta=beta, dtype=torch.float32)
+        # A loss that couples pairs is another one on a part of them.
+        is_other = objective.couples_pairs and len(pairs) < len(values)
+        exact = {m: columns[m].cpu().numpy() for m in judged if not (m == "loss" and is_other)}
+        estimates, noise = estimate_exact(metrics, exact, pairs, chances)
     table = builder.table
     _, first, prompts = np.unique(key_values(table.whole_prompt_keys), return_index=True, return_inverse=True)
     traits = PairTraits(
@@ -152,18 +227,25 @@ def held_out_result(
         source_indices=table.source_indices,
         source_names=source_names,
     )
+    means = means_by_group(estimates, traits, seed=seed)
     record = {
-        **means_by_group(metrics, traits, seed=seed),
+        **means,
         # These replace its means: another order of summation may change the lowest bit.
         **averages(values, beta=beta, dtype=dtype, has_reference=has_reference),
-        **length_preference(metrics["rewards/accuracies"], traits),
+        **length_preference(estimates["rewards/accuracies"], traits),
+        "eval_precision": str(dtype).removeprefix("torch."),
+        "margin_noise": noise,
     }
+    if measured is not None:
+        record |= {metric: means[metric] for metric in judged}
     keys = np.concatenate([table.chosen_keys, table.rejected_keys], axis=1)  # [P, bytes of two sequences]
     return HeldOutResult(
         name=name,
         pair_keys=[key.tobytes() for key in keys],
         row_numbers=table.row_numbers,
         metrics=metrics,
+        estimates=estimates,
+        beta=beta,
         traits=traits,
         record=record,
     )
@@ -197,14 +279,16 @@ def compare_results(one: HeldOutResult, other: HeldOutResult, *, seed: int) -> d
 
     Both results must have the same pairs.
     """
-    differences = {metric: other.metrics[metric] - one.metrics[metric] for metric in one.metrics}
-    return means_by_group(differences, one.traits, seed=seed)
+    differences = {metric: other.estimates[metric] - one.estimates[metric] for metric in one.estimates}
+    return means_by_group(differences, one.traits, seed=seed, lowest_accuracy=-1.0)
 
 
 # ------------------------------------------------------------------------------- means, intervals, groups
 
 
-def means_by_group(metrics: Mapping[str, FloatArray], traits: PairTraits, *, seed: int) -> dict[str, Any]:
+def means_by_group(
+    metrics: Mapping[str, FloatArray], traits: PairTraits, *, seed: int, lowest_accuracy: float = 0.0
+) -> dict[str, Any]:
     """Returns means of `metrics`, [P] each, with intervals: over all pairs, `by_source` if the pairs have
     several sources, and `by_length`, each pair in one bucket of LENGTH_BUCKETS. Empty groups are left out."""
     ratios = traits.chosen_tokens / traits.rejected_tokens
@@ -213,26 +297,32 @@ def means_by_group(metrics: Mapping[str, FloatArray], traits: PairTraits, *, see
     if len(np.unique(traits.source_indices)) > 1:
         kinds["by_source"] = (traits.source_indices, traits.source_names)
     kinds["by_length"] = (buckets, tuple(LENGTH_BUCKETS))
-    described = _means(metrics, traits, np.arange(len(traits.prompts)), seed=seed)
+    means = partial(_means, metrics, traits, seed=seed, lowest_accuracy=lowest_accuracy)
+    described = means(np.arange(len(traits.prompts)))
     for kind, (numbers, names) in kinds.items():
         described[kind] = {}
         for number, name in enumerate(names):
             if len(pairs := np.flatnonzero(numbers == number)):
-                described[kind][name] = _means(metrics, traits, pairs, seed=seed)
+                described[kind][name] = means(pairs)
     return described
 
 
 def _means(
-    metrics: Mapping[str, FloatArray], traits: PairTraits, pairs: Positions, *, seed: int
-) -> dict[str, Any]:
+    metrics: Mapping[str, FloatArray], traits: PairTraits, pairs: Positions, *, seed: int,
+    lowest_accuracy: float,
+) -> dict[str, Any]:  # fmt: skip
     values = np.stack([of_pairs[pairs] for of_pairs in metrics.values()], axis=1)
     prompts = traits.prompts[pairs]
-    intervals = mean_intervals(values, seed=seed, prompts=prompts).tolist()
+    intervals = dict(zip(metrics, mean_intervals(values, seed=seed, prompts=prompts).tolist(), strict=True))
+    means = dict(zip(metrics, values.mean(axis=0).tolist(), strict=True))
+    if (name := "rewards/accuracies") in metrics:  # a correction can lead beyond what is possible
+        bounds = (lowest_accuracy, 1.0)
+        means[name], *intervals[name] = np.clip([means[name], *intervals[name]], *bounds).tolist()
     return {
         "pairs": len(pairs),
         "prompts": len(np.unique(prompts)),
-        **dict(zip(metrics, values.mean(axis=0).tolist(), strict=True)),
-        "intervals": dict(zip(metrics, intervals, strict=True)),
+        **means,
+        "intervals": intervals,
     }
 
 

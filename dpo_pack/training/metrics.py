@@ -90,6 +90,15 @@ def rounding(sums: Tensor, num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
     return ROUNDING_PER_TOKEN[dtype] * num_tokens.sqrt() * (sums / num_tokens).abs().clamp(min=1.0)
 
 
+def margin_rounding(values: Tensor, *, beta: float, dtype: torch.dtype) -> Tensor:
+    """Returns an estimate of the rounding error of each pair's reward margin, [P], see `rounding`."""
+    policy = logps(values, "policy")
+    return beta * torch.hypot(
+        rounding(policy.chosen, policy.chosen_tokens, dtype),
+        rounding(policy.rejected, policy.rejected_tokens, dtype),
+    )
+
+
 def pair_metrics(values: Tensor, *, beta: float, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns by name, for each metric that is a mean over pairs, the value of each pair, [P].
 
@@ -103,8 +112,7 @@ def pair_metrics(values: Tensor, *, beta: float, dtype: torch.dtype) -> dict[str
     chosen_tokens, rejected_tokens = policy.chosen_tokens, policy.rejected_tokens
     # A tie counts as 0.5: a policy that equals its reference prefers neither completion. If policy and
     # reference were computed in different rows, its margin is only as near to zero as rounding allows.
-    noise = (rounding(policy.chosen, chosen_tokens, dtype), rounding(policy.rejected, rejected_tokens, dtype))
-    is_tie = margins.abs() <= beta * torch.hypot(*noise)
+    is_tie = margins.abs() <= margin_rounding(values, beta=beta, dtype=dtype)
     return {
         "loss": column(values, "loss"),
         "rewards/chosen": chosen_rewards,

@@ -27,6 +27,7 @@ from torch import Tensor
 from dpo_pack.data.store import PairTable
 from dpo_pack.model.layout import Row
 from dpo_pack.model.lora import plain_name
+from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, RowLogps
 from dpo_pack.packing.lengths import IntArray
 from dpo_pack.system.errors import ModelError, RunError
@@ -42,6 +43,10 @@ class Reference(Protocol):
     @property
     def moving(self) -> CompletionLogps | None:
         """The reference model, for checkpoints, if its weights follow the policy; None if they do not."""
+
+    @property
+    def exact(self) -> Reference | None:
+        """The reference of an evaluation in fp32, if the run computes in less and can do it; else None."""
 
     def known(self, table: PairTable) -> PairReference | None:
         """Returns log-probs for rows of the table; None if `score` adds them later or the loss needs none."""
@@ -63,6 +68,7 @@ class CachedReference:
     # The log-probs of a table's pairs; raises CacheError if one is missing. None: no loss needs them.
     lookup: Callable[[PairTable], PairReference] | None
     moving: None = None
+    exact: Reference | None = None
 
     def known(self, table: PairTable) -> PairReference | None:
         return None if self.lookup is None else self.lookup(table)
@@ -90,6 +96,11 @@ class LiveReference:
     @property
     def moving(self) -> CompletionLogps | None:
         return None if self.follow_every is None else self.model.scorer
+
+    @property
+    def exact(self) -> Reference | None:
+        scorer = self.model.scorer
+        return None if scorer.compute_dtype == torch.float32 or is_sharded(scorer.model) else self
 
     def known(self, table: PairTable) -> None:
         return None

@@ -117,7 +117,7 @@ def test_the_same_model_is_proved_once_and_by_doctor_again(
     assert len(num_proved) == 1
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("Proof: packed rows are exact on this model") == 2
-    assert text.count("passed at an earlier start") == text.count("passed now") == 1
+    assert text.count("passed before") == text.count("passed now") == 1
     assert dpopack("doctor", recipe)[0] == 0
     assert len(num_proved) == 2
 

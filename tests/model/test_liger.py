@@ -148,7 +148,7 @@ def test_a_recipe_with_kernels_trains_and_its_proof_is_remembered_apart(
     train(load_recipe(recipe, [f"output_dir={tmp_path / 'fused'}", "model.kernels=liger"]), console)
     assert liger.calls > 0
     told = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "passed at an earlier start" not in told
+    assert "passed before" not in told
     assert "44 of 44 different sequences cached" in told  # the values are the same
 
 

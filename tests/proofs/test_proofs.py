@@ -27,7 +27,7 @@ from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import start_up
-from dpo_pack.proofs.rows import Proof, ProofOutcome, proof_groups
+from dpo_pack.proofs.rows import Proof, ProofOutcome, pair_sums, proof_groups
 from dpo_pack.proofs.start_up import FLOAT32_BOUND, prove, prove_equivalence
 
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -299,17 +299,36 @@ def test_every_proof_has_a_sabotage() -> None:
     assert {sabotage.proof for sabotage in SABOTAGES.values()} == set(NAMES)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("precision", ["bfloat16", "bfloat16 autocast"])
+def test_a_scorer_in_float32_computes_as_its_weights_in_float32(family: str, precision: str) -> None:
+    scorer, wide = make_scorer(family, precision=precision), make_scorer(family, precision=precision).float()
+    wide.autocast = None
+    groups, before = proof_groups(32), {name: weight.clone() for name, weight in scorer.named_parameters()}
+    with scorer.in_float32():
+        assert scorer.compute_dtype == torch.float32
+        exact = pair_sums(scorer, groups, CPU)
+    assert torch.equal(exact, pair_sums(wide, groups, CPU))
+    assert not torch.equal(exact, pair_sums(scorer, groups, CPU))  # rounds again
+    for name, weight in scorer.named_parameters():
+        assert weight.dtype == before[name].dtype and torch.equal(weight, before[name]), name
+
+
 def test_the_sentence_of_a_proof_tells_errors_of_packing_from_rounding() -> None:
     def sentence(precision: str) -> tuple[str, dict[str, float]]:
         proof = equivalence(make_scorer("llama", precision=precision))
-        outcome = ProofOutcome(what="packed rows", proofs=(proof,), seconds=0.0, is_remembered=True)
+        dtype = precision.split()[0]
+        outcome = ProofOutcome(
+            what="packed rows", proofs=(proof,), dtype=dtype, seconds=0.0, is_remembered=True
+        )
         return outcome.sentences()[0], proof.numbers
 
     text, numbers = sentence("float32")
-    assert text.endswith(f"largest error {numbers['max error']:.1e} nats")
+    assert text.endswith(f"alone to {numbers['max error']:.1e} nats in float32")
     text, numbers = sentence("bfloat16 autocast")
-    exact, rounded = numbers["max error, in float32"], numbers["max error"]
-    assert exact <= FLOAT32_BOUND < rounded
+    exact, rounding = numbers["max error, in float32"], numbers["rounding"]
+    assert exact <= FLOAT32_BOUND < rounding
     assert text.endswith(
-        f"{exact:.1e} nats in float32, {rounded:.1e} with the rounding of training's precision"
+        f"alone to {exact:.1e} nats in float32; training computes in bfloat16, whose own rounding is "
+        f"{rounding:.1e} nats here, packed or not"
     )

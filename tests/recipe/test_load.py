@@ -177,6 +177,7 @@ def test_the_reference_in_docs_is_up_to_date() -> None:
         (["packing.pairs_per_step=8"], ["packing.pairs_per_step"]),
         (["data.eval=e.jsonl", "train.eval_every_steps=4"], []),
         (["data.eval.fraction=0.1"], ["data.eval"]),
+        (["train.eval_precision=float32"], []),
         (["data.train.0.name=mine"], []),
         (
             ["data.train.0.max_pairs=9", "data.train.0.columns.prompt=q"],
@@ -195,6 +196,16 @@ def test_the_reference_in_docs_is_up_to_date() -> None:
 def test_changed_keys_are_those_that_change_training(overrides: list[str], changed: list[str]) -> None:
     assert changed_keys(load(), load(*overrides)) == changed
     assert sorted(changed_keys(load(*overrides), load())) == sorted(changed)
+
+
+@pytest.mark.parametrize(
+    "compares", ["train.early_stopping={}", "checkpoint={load_best: true, keep_best: 1}"]
+)
+def test_evaluations_that_are_compared_keep_their_precision(compares: str) -> None:
+    assert "train.eval_precision" in changed_keys(
+        load("data.eval=e.jsonl", compares, "train.eval_every_steps=4"),
+        load("data.eval=e.jsonl", compares, "train.eval_every_steps=4", "train.eval_precision=training"),
+    )
 
 
 def test_in_scope_epoch_the_row_layout_changes_training() -> None:

@@ -21,8 +21,11 @@ from dpo_pack.training.held_out import (
     METRICS_WITH_INTERVALS,
     HeldOutResult,
     compare_results,
+    draw_measured,
+    estimate_exact,
     evaluate_pairs,
     held_out_result,
+    mean_intervals,
 )
 from dpo_pack.training.metrics import logps
 
@@ -177,7 +180,7 @@ def test_a_comparison_is_the_mean_of_each_pair_s_difference_with_a_narrower_inte
     one = result(policy)
     random = np.random.default_rng(0)
     better = {name: column + random.normal(0.2, 0.01, NUM_PAIRS) for name, column in one.metrics.items()}
-    other = dataclasses.replace(one, metrics=better)
+    other = dataclasses.replace(one, estimates=better)
     difference = compare_results(one, other, seed=0)
     low, high = difference["intervals"]["rewards/margins"]
     assert difference["rewards/margins"] == pytest.approx(0.2, abs=0.01)
@@ -185,3 +188,28 @@ def test_a_comparison_is_the_mean_of_each_pair_s_difference_with_a_narrower_inte
     own_low, own_high = one.record["intervals"]["rewards/margins"]
     assert high - low < (own_high - own_low) / 10
     assert sum(part["pairs"] for part in difference["by_length"].values()) == NUM_PAIRS
+
+
+@pytest.mark.parametrize("size", [0.1, 0.5, 1.0, 5.0, 10.0])  # of margins, in standard deviations of rounding
+def test_intervals_hold_the_accuracy_of_fp32_however_large_the_rounding(size: float) -> None:
+    """2,000 draws of pairs; `right` is the accuracy in fp32 of the population from which they are drawn."""
+    random, noise, right, num_pairs, num_draws = np.random.default_rng(0), 0.05, 0.65, 128, 2_000
+    estimates, truths = np.empty((2, num_pairs, num_draws))
+    for draw in range(num_draws):
+        # Heavier near zero than a normal distribution: Laplace, moved so that `right` are positive.
+        true = noise * size * (random.laplace(size=num_pairs) - np.log(2 * (1 - right))) / np.sqrt(2)
+        rounded = true + random.normal(0, noise, num_pairs)
+        drawn, chances = draw_measured(rounded, np.full(num_pairs, 0.5 * noise), seed=draw)
+        assert len(drawn) == 64
+        both = [
+            {"rewards/margins": margins, "rewards/accuracies": (margins > 0).astype(float)}
+            for margins in (rounded, true[drawn])
+        ]
+        found, _ = estimate_exact(*both, drawn, chances)
+        estimates[:, draw], truths[:, draw] = found["rewards/accuracies"], true > 0
+    (low, high), (lowest, highest) = (
+        mean_intervals(x, seed=1, num_resamples=500).T for x in (estimates, truths)
+    )
+    assert 0.93 <= ((low <= right) & (right <= high)).mean() <= 0.98
+    width = (high - low).mean() / (highest - lowest).mean()
+    assert width <= (1.15 if size >= 5 else 2.0)

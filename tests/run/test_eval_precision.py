@@ -1,0 +1,61 @@
+"""Runs in bf16: what their evaluations say is what an evaluation in fp32 says, within the interval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from support.run_files import timeless
+from support.tiny_run import tiny_run
+
+from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.run.evaluate import evaluate_models, float32_part
+from dpo_pack.run.setup import prepare
+from dpo_pack.trainer import train
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run(tmp_path_factory.mktemp("precision")).parent
+
+
+@pytest.mark.parametrize("precision", ["model.autocast=bfloat16", "model.dtype=bfloat16"])
+def test_a_run_in_bfloat16_reports_what_float32_finds(
+    directory: Path, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recipe(how: str) -> Recipe:
+        output = f"output_dir={tmp_path / how}"
+        return load_recipe(directory / "recipe.yaml", [output, precision, f"train.eval_precision={how}"])
+
+    def evaluated(how: str) -> dict[str, object]:
+        (results,) = evaluate_models(recipe(how), [str(tmp_path / "training" / "model")], QUIET)
+        return results["heldout"].record
+
+    train(recipe("training"), QUIET)
+    train(recipe("float32"), QUIET)
+    # How pairs are evaluated changes no step.
+    assert timeless(tmp_path / "training", "train") == timeless(tmp_path / "float32", "train")
+    rounded, exact = timeless(tmp_path / "training", "eval")[-1], timeless(tmp_path / "float32", "eval")[-1]
+    assert rounded["eval_precision"] == "bfloat16" and exact["eval_precision"] == "float32"
+    assert rounded["margin_noise"] > 100 * exact["margin_noise"]
+    for name in exact["intervals"]:  # all pairs are measured
+        assert rounded[name] == pytest.approx(exact[name], abs=1e-6)
+        assert rounded["intervals"][name] == pytest.approx(exact["intervals"][name], abs=1e-6)
+        assert evaluated("float32")[name] == pytest.approx(exact[name], abs=1e-6)
+    monkeypatch.setattr("dpo_pack.training.held_out.MOST_MEASURED", 3)  # of 6 pairs
+    few = evaluated("training")
+    low, high = few["intervals"]["rewards/margins"]  # type: ignore[index]
+    assert low < exact["rewards/margins"] < high
+    assert few["rewards/margins"] != pytest.approx(exact["rewards/margins"], abs=1e-9)
+
+
+def test_auto_evaluates_in_float32_where_that_adds_little(directory: Path, tmp_path: Path) -> None:
+    def part(*overrides: str) -> float:
+        return float32_part(prepare(load_recipe(directory / "recipe.yaml", list(overrides)), QUIET))
+
+    assert part() == pytest.approx(6 * 2 * 4 / (3 * 16))
+    assert part("train.epochs=60") <= 0.05 < part("train.epochs=60", "train.eval_every_steps=1")
+    assert part("train.epochs=60", "train.max_steps=2") == part()
