@@ -273,6 +273,7 @@ class ReferenceCache:
         """
         self.directory = cache_dir / "reference" / namespace_digest(namespace)
         self.named_parts: set[str] = set()  # written by this job; a directory listing may lack them
+        self.seen_parts: set[str] = set()  # read by a look-up of this job, or written by it
         if not is_namespace(self.directory):
             write_json_atomically(self.directory / NAMESPACE_FILE, dict(namespace))
         if used_by is not None:
@@ -285,12 +286,15 @@ class ReferenceCache:
             probe.write_bytes(b"probe")
             probe.unlink()
 
-    def lookup(self, keys: Keys, *, per_token: bool | Bools = False) -> tuple[FloatArray, TokenLogps]:
+    def lookup(
+        self, keys: Keys, *, per_token: bool | Bools = False, only_new: bool = False
+    ) -> tuple[FloatArray, TokenLogps]:
         """Maps [n, 16] sequence keys to [n] summed log-probs, and to the log-probs of their tokens.
 
         per_token: whether a sequence needs those of its tokens; for all of them, or [n]. If it does and the
         cache has only its sum, it has no value. A sequence has NaN where it has no value, and token values
         only if it needs them. One part is read at a time, so memory does not grow with the size of the cache.
+        With `only_new`, parts that this job has seen before are not read.
         """
         index = KeyIndex.of(keys)
         needs_tokens = np.broadcast_to(per_token, len(keys))[index.first]  # [U]
@@ -299,6 +303,8 @@ class ReferenceCache:
         # A directory listing of a network file system may lack new files, so this job's own parts are opened
         # by name. If several parts have a sequence, the last part by name counts: always the same one.
         names = {part.name for part in self.directory.glob("part-*.parquet")} | self.named_parts
+        names -= self.seen_parts if only_new else set()
+        self.seen_parts |= names
         for name in sorted(names) if len(which) else ():
             try:
                 table = read_part(self.directory / name, per_token=bool(needs_tokens.any()))
@@ -336,6 +342,7 @@ class ReferenceCache:
             with written_aside(parts[-1]) as temporary:
                 temporary.write_bytes(content)
             self.named_parts.add(parts[-1].name)
+            self.seen_parts.add(parts[-1].name)
         return parts
 
 

@@ -9,6 +9,7 @@ Legend: G groups.
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -284,6 +285,8 @@ def compute_missing(
             if time.monotonic() - written > settings.write_every_seconds:
                 cache.append(pa.concat_tables(finished), settings.metadata)
                 finished, written = [], time.monotonic()
+                if settings.num_ranks == 1 and rows:
+                    rows = _still_missing(cache, plan, rows, settings, progress)
         for members in plan.idle_rows:
             if _try_row(plan.work, members, scorer, settings) is None:
                 _halved(budget, members, plan, settings)
@@ -291,6 +294,31 @@ def compute_missing(
         if finished:
             cache.append(pa.concat_tables(finished), settings.metadata)
     return budget
+
+
+def _still_missing(
+    cache: ReferenceCache,
+    plan: PassPlan,
+    rows: deque[IntArray],
+    settings: PassSettings,
+    progress: Callable[[IntArray], None],
+) -> deque[IntArray]:
+    """Returns the rows that no other run on this cache has computed in the meantime.
+
+    A row stays whole, because its sequences' last bits depend on it. If there is another run, the rows are
+    shuffled, so that the two seldom compute the same row.
+    """
+    table, groups, num_seen = plan.work.table, np.concatenate(rows), len(cache.seen_parts)
+    lacks = plan.work.missing[groups]
+    keys = np.stack((table.chosen_keys[groups], table.rejected_keys[groups]), axis=1)[lacks]
+    lacks[lacks] = np.isnan(cache.lookup(keys, per_token=settings.per_token, only_new=True)[0])
+    if len(cache.seen_parts) == num_seen:
+        return rows
+    left: list[IntArray] = []
+    for row, of_row in zip(rows, np.split(lacks, np.cumsum([len(row) for row in rows])[:-1]), strict=True):
+        left.append(row) if of_row.any() else progress(row)
+    random.Random().shuffle(left)
+    return deque(left)
 
 
 def _try_row(

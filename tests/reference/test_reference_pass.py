@@ -84,6 +84,28 @@ def test_a_killed_pass_would_keep_all_rows_written_so_far(model_path: Path, tmp_
     assert sorted(parts) == sorted(done) and sum(parts) == 20  # none is written twice
 
 
+def test_two_runs_on_one_cache_share_the_work(model_path: Path, tmp_path: Path) -> None:
+    tables, settings = [make_table(random_pairs(40))], replace(SETTINGS, write_every_seconds=0.0)
+    scorer, begun = load_scorer(model_path), list[int]()
+    computed: list[Path] = []
+
+    class Both:
+        backend, model = scorer.backend, scorer.model
+
+        def __call__(self, row: Row) -> RowLogps:
+            begun.append(len(computed))
+            if len(begun) == 2:  # while the first run computes its second row, another one does everything
+                other = ReferenceCache(tmp_path, NAMESPACE)
+                run_pass(other, tables, scorer, settings)
+                computed.extend(other.directory.glob("part-*"))
+            return scorer(row)
+
+    cache, done = ReferenceCache(tmp_path, NAMESPACE), list[int]()
+    run_pass(cache, tables, Both(), settings, progress=done.append)  # type: ignore[arg-type]
+    assert len(begun) == 2 and len(computed) > 3  # the second row was already under way
+    assert sum(done) == 80 and find_work(cache, tables).missing.sum() == 0
+
+
 def test_a_model_whose_log_probs_are_not_finite_is_refused_and_nothing_is_cached(
     model_path: Path, tmp_path: Path
 ) -> None:
