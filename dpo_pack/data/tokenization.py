@@ -285,11 +285,10 @@ def read_row(
         check_last_turn(pair, continues=settings.continues_turns)
         fit = suited(pair, tokenizer)
         written = fit.pair
-        sides = (written.chosen, written.rejected) if is_pair else ()
+        sides: Any = (written.chosen, written.rejected) if is_pair else ()
         texts = apply_chat_template(written, sides, tokenizer)
         counts, contents = check_written(fit, texts, tokenizer)
-        completions_read: Any = (pair.chosen, pair.rejected) if is_pair else ()
-        other_turns = any(map(is_dialogue, completions_read))
+        other_turns = any(map(is_dialogue, sides))
         read = ReadRow(number, pair, written, texts, counts, contents, other_turns)
     for text in read.texts:
         if len(text) > _MAX_TEXT_CHARS:
