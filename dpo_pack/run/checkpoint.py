@@ -311,9 +311,11 @@ class Saver:
     def save_what_is_done(self, error: Exception, *, shared: type[Exception]) -> None:
         """Saves the last complete step after an error, unless other parameters have replaced its own.
 
-        Of several ranks, all must have raised the error: it is `shared`. Another may be of this rank alone.
+        Of several ranks, all must have raised the error: it is `shared`, or `first_goes_first` says so.
+        Another may be of this rank alone.
         """
-        if self.state.step != self.place.step or not (isinstance(error, shared) or ranks.num_ranks() == 1):
+        is_on_all = isinstance(error, shared) or hasattr(error, "on_all_ranks") or ranks.num_ranks() == 1
+        if self.state.step != self.place.step or not is_on_all:
             return
         try:
             self.save_on_the_way_out()

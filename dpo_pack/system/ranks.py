@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpo_pack.system.errors import DpoPackError, RunError
+from dpo_pack.system.errors import DpoPackError, RunError, first_line
 from dpo_pack.system.files import path_aside, writing
 from dpo_pack.system.process import is_set
 
@@ -136,7 +136,10 @@ def wait_for_all() -> None:
 
 @contextlib.contextmanager
 def first_goes_first() -> Iterator[None]:
-    """Rank 0 runs the `with` block first; then the other ranks run it, or raise rank 0's DpoPackError."""
+    """Rank 0 runs the `with` block first; then the other ranks run it, or raise rank 0's DpoPackError.
+
+    Of another error of rank 0 they raise a RunError, and the error has `on_all_ranks`.
+    """
     failure: DpoPackError | None = None if is_first() else first_says(None)
     if failure is not None:
         raise failure
@@ -144,6 +147,10 @@ def first_goes_first() -> Iterator[None]:
         yield
     except DpoPackError as error:
         failure = error
+        raise
+    except Exception as error:
+        failure = RunError(f"rank 0 ended: {type(error).__name__}: {first_line(error)}")
+        error.on_all_ranks = True  # type: ignore[attr-defined]
         raise
     finally:
         if is_first():

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 from support.full_disk import no_file_beyond
 from support.tiny_run import tiny_run
+from support.two_ranks import run_on_ranks
 from support.whole_runs import assert_same_run, at_step, checkpoint_steps, text, whole_run
 
 from dpo_pack import trainer as train_module
@@ -124,6 +125,26 @@ def test_the_same_command_finishes_what_failed_after_the_last_step(
     assert "Going on after step 8 of 8" in text(console) and "step 1/8" not in text(console)
     assert read_json(tmp_path / "run" / "run.json")["status"] == "finished"
     assert_same_run(best_of_a_run if overrides else straight, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_the_last_step_is_saved_when_a_library_fails_on_rank_0_alone(
+    strategy: str, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = whole_run(assets, tmp_path / "run", f"distributed.strategy={strategy}")
+
+    def fails() -> None:
+        with pytest.raises((ValueError, RunError), match="no such type"):
+            train(recipe, Console(quiet=True))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "save_model", raising(ValueError("no such type"))(None))
+        run_on_ranks(fails)
+    assert max(checkpoint_steps(tmp_path / "run")) == 8
+    run_on_ranks(train, recipe, Console(quiet=True))
+    assert read_json(tmp_path / "run" / "run.json")["status"] == "finished"
 
 
 def test_a_disk_without_room_for_the_last_state_still_gets_the_best_model(
