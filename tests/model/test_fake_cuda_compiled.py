@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.fake_cuda import CUDA, Compiled, fake_cuda, has_fake_driver, inductor_without_a_gpu, row_of
+from torch._inductor.codecache import PyCodeCache
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, flex, register_attention
+from dpo_pack.model.attention.flex import flex_attention
+from dpo_pack.model.attention.segments import AttentionOptions, make_segments
 from dpo_pack.model.compiling import compile_layers
 from dpo_pack.model.fast_layers import trim_last_layer
 from dpo_pack.model.logps import compile_head
@@ -80,3 +84,51 @@ def test_what_the_start_tries_is_what_trains_rows_of_all_lengths(name: str, comp
     print(name, new)
     assert new.pop("start") > 0 and new.pop(700) <= 1  # the head's passes, for any number of scored tokens
     assert set(new.values()) == {0}, new
+
+
+def run_flex(compiled: Compiled, options: AttentionOptions, *, head_dim: int, rows: int) -> None:
+    for number in range(rows):
+        lengths = [300 + number, 500, 90]
+        segments = make_segments(lengths, [300 + number, 700, 200], CUDA)
+        states = [
+            torch.empty(sum(tokens), heads, head_dim, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
+            for tokens, heads in ((segments.query_lengths, 8), *[(segments.key_lengths, 4)] * 2)
+        ]
+        out = flex_attention(*states, segments, options)
+        out.backward(gradient=torch.ones_like(out))
+
+
+@pytest.mark.parametrize("special", ["softcap", "sinks"])
+def test_flex_is_compiled_for_rows_of_all_lengths(special: str, compiled: Compiled) -> None:
+    """Gemma 2's softcap, and the sinks of gpt-oss."""
+    sinks = torch.zeros(8, device=CUDA) if special == "sinks" else None
+    softcap = 50.0 if special == "softcap" else None
+    options = AttentionOptions(scale=0.0625, window=64, softcap=softcap, sinks=sinks)
+    flex._kernel.cache_clear()
+    run_flex(compiled, options, head_dim=128, rows=2)
+    before = len(compiled)
+    run_flex(compiled, options, head_dim=128, rows=5)
+    assert len(compiled) == before >= 2
+
+
+@pytest.mark.parametrize("capability", [(9, 0)])  # some minutes each
+def test_every_generated_kernel_becomes_machine_code(capability: tuple[int, int]) -> None:
+    """Layers, head and FlexAttention with softcaps: a kernel may want more shared memory than a GPU has."""
+    register_attention()
+    with inductor_without_a_gpu(capability) as codes, fake_cuda(backward=True, capability=capability):
+        scorer = compiled_scorer(CONFIGS["qwen3 1.7B"])
+        sums = scorer(row_of(700)).sums
+        sums.backward(gradient=torch.ones_like(sums))
+        flex._kernel.cache_clear()
+        options = AttentionOptions(scale=0.0625, window=64, softcap=50.0, sinks=None)
+        run_flex(codes, options, head_dim=128, rows=1)
+        num_kernels = 0
+        for _, code, _ in codes:
+            for name, source in re.findall(
+                r"async_compile\.triton\('(\w+)', '''(.*?)''', device", code, re.S
+            ):
+                kernel = getattr(PyCodeCache.load(source), name)
+                fits = [kernel._precompile_config(config) for config in kernel.configs]
+                assert fits, name
+                num_kernels += 1
+        assert num_kernels == codes.num_kernels() > 20

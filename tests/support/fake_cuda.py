@@ -135,6 +135,7 @@ def inductor_without_a_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Com
         for name, empty in {"cache_key": "", "cache_path": "", "cache_linemap": []}.items():
             patch.setattr(GraphLowering, name, empty, raising=False)
         patch.setattr(triton.runtime.driver, "_active", driver)
+        patch.setattr("torch._inductor.runtime.triton_helpers.set_driver_to_gpu", lambda: None)
         torch._dynamo.reset()
         yield compiled
         torch._dynamo.reset()
