@@ -345,6 +345,8 @@ def _attach_saved(
     own: dict[str, Tensor] = get_peft_model_state_dict(peft_model, state, save_embedding_layers=False)
     whole = {}
     for name, tensor in load_peft_weights(str(directory), device="cpu").items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"its {name} has values that are not finite")
         ours = own.get(name, state.get(name))
         if ours is None:
             continue

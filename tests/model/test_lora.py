@@ -300,6 +300,8 @@ def test_an_adapter_that_does_not_fit_is_one_line(bases: Callable[[str], Path], 
     removed = next(iter(weights))
     save_file({name: tensor for name, tensor in weights.items() if name != removed}, file)
     assert "its weights lack" in refusal(lambda: load(bases("llama"), adapter))
+    save_file({**weights, removed: torch.full_like(weights[removed], torch.nan)}, file)
+    assert "values that are not finite" in refusal(lambda: load(bases("llama"), adapter))
     save_file({**weights, "base_model.model.model.layers.7.lora_A.weight": torch.ones(1)}, file)
     assert "has no layer for its weight" in refusal(lambda: load(bases("llama"), adapter))
     file.write_bytes(b"not weights")
