@@ -409,7 +409,8 @@ def load(recipe: AnyRecipe, overrides: Mapping[str, Any] = {}, *, trains: bool =
     """Makes a Recipe from a caller's arguments. Raises RecipeError, also if this machine lacks what it needs.
 
     Call this before torch is imported: it lets torch's CUDA allocator enlarge its blocks (segments), so rows
-    of many lengths waste less memory. A setting of the user is kept. vLLM's sleep mode refuses this setting.
+    of many lengths waste less memory, and makes waiting threads of OpenMP sleep early. Settings of the user
+    are kept. vLLM's sleep mode refuses that of the allocator.
     """
     from dpo_pack.recipe.load import check_environment, load_recipe, parse_recipe
 
@@ -423,6 +424,10 @@ def load(recipe: AnyRecipe, overrides: Mapping[str, Any] = {}, *, trains: bool =
     has_vllm = loaded.online is not None and loaded.online.generator.type == "vllm"
     if not has_vllm and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # Threads of OpenMP that wait for each other give up their core early: another process may need it.
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # about 0.03 ms; else some ms
+        os.environ.setdefault("KMP_BLOCKTIME", "1")  # ms; else 200
     check_environment(loaded, trains=trains)
     return loaded
 

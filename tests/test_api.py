@@ -112,23 +112,25 @@ def test_several_processes_are_not_started_behind_the_caller_s_back(name: str, r
     ("before", "overrides", "after"),
     [
         ({}, {}, "expandable_segments:True"),
+        ({"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "7"}, {}, "expandable_segments:True"),
         ({}, {"generator": {"type": "vllm"}}, None),
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, {}, "backend:native"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {}, None),
     ],
 )
-def test_the_allocator_s_segments_grow_unless_the_user_or_vllm_says_otherwise(
+def test_torch_s_surroundings_are_set_unless_the_user_or_vllm_says_otherwise(
     before: dict[str, str], overrides: dict[str, Any], after: str | None,
     recipe: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(os, "environ", {**os.environ})
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         os.environ.pop(name, None)
     os.environ |= before
     monkeypatch.setattr("dpo_pack.recipe.load.check_environment", lambda recipe, trains: None)
     judges = {"max_new_tokens": 8, "judges": [{"type": "reward_model", "path": "a"}]}
     api.load(recipe, {"train.max_steps": 2, "online": {**judges, **overrides} if overrides else None})
     assert os.environ.get("PYTORCH_ALLOC_CONF") == after
+    assert os.environ["GOMP_SPINCOUNT"] == before.get("GOMP_SPINCOUNT", "10000")
 
 
 def test_pairs_and_rows_can_be_looked_at_from_python(
