@@ -94,10 +94,10 @@ def _read(directory: Path, job: _Job) -> Any:
 
 
 def _restored(base: Any, dtype: torch.dtype) -> Any:
-    states = {name: getattr(p, "quant_state", None) for name, p in base.named_parameters()}
-    shapes = {name: state.shape for name, state in states.items() if state is not None}
-    for name, shape in shapes.items():  # on a CPU bitsandbytes takes other blocks' scales for some shapes
-        states[name].shape = torch.Size((1, shape.numel()))
+    states = {name: p.quant_state for name, p in base.named_parameters() if hasattr(p, "quant_state")}
+    shapes = {name: state.shape for name, state in states.items()}
+    for state in states.values():  # on a CPU bitsandbytes takes other blocks' scales for some shapes
+        state.shape = torch.Size((1, state.shape.numel()))
     base = base.dequantize(dtype)
     for name, shape in shapes.items():
         parameter = base.get_parameter(name)
