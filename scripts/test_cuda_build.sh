@@ -26,7 +26,7 @@ LD_PRELOAD=$driver/libcuda.so.1 "$PYTHON" -m pytest -m cuda_build "$@" | tee "$l
 {
     echo "# The tests that need a CUDA build of torch"
     echo
-    echo "Written by \`scripts/test_cuda_build.sh\`: \`pytest -m cuda_build\`, on fake CUDA tensors, without a device."
+    echo "Written by \`scripts/test_cuda_build.sh\`: \`pytest -m cuda_build${*:+ $*}\`, on fake CUDA tensors, without a device."
     echo
     "$PYTHON" -c 'import platform, torch, transformers
 print(f"- torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}")'
