@@ -85,6 +85,9 @@ class Evaluation:
     def __getitem__(self, held_out_set: str) -> dict[str, Any]:
         return self.sets[held_out_set]
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sets)
+
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The numbers of each set, a dict for each model, `of` model, or a, b and difference."""

@@ -43,8 +43,10 @@ def test_a_run_from_python_is_the_run_of_the_command(
     assert (run.model_path / "model.safetensors").is_file() and run.report_path.is_file()
     kept = yaml.safe_load((run.path / "recipe.yaml").read_text())
     assert kept["optim"]["lr"] == 5e-4
-    again = api.train(run.path / "recipe.yaml")  # of a finished run
+    again = api.train(run)  # of a finished run
     assert "nothing to do" in capsys.readouterr().out and again == run
+    quiet = api.train(recipe, quiet=True, **{**overrides, "output_dir": recipe.parent / "quiet"})
+    assert capsys.readouterr() == ("", "") and quiet.metrics[-1]["step"] == run.metrics[-1]["step"]
     counts = {"reference_sequences_cached": 44, "reference_sequences_computed": 0}
     assert api.precompute_ref(recipe) == counts
     assert api.report(run.path, output=run.path / "page.html") == run.path / "page.html"
@@ -53,7 +55,7 @@ def test_a_run_from_python_is_the_run_of_the_command(
     results = dpo_pack.evaluate(run, quiet=True)
     assert capsys.readouterr().out == "" and len(repr(results)) < 80
     ((name, expected),) = run.evaluation.items()
-    assert results.rows[0]["set"] == name and run.rows == run.metrics
+    assert results.rows[0]["set"] == name and list(results) == [name] and run.rows == run.metrics
     assert results[name]["rewards/accuracies"] == pytest.approx(expected["rewards/accuracies"], abs=1e-6)
     both = dpo_pack.evaluate(run.path, compare=(run, run.model_path), quiet=True)
     assert [row["of"] for row in both.rows] == ["a", "b", "difference"]

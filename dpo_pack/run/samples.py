@@ -293,8 +293,6 @@ def _models_and_recipe(
             models[name] = (recipe or parse_recipe(plain, ["packing.mode=padded"]), name)
             continue
         own, trained = load_recipe(run), Path(paths.get(name, run / "model"))
-        if not trained.is_dir():
-            raise ModelError(f"sample: {run} has no model yet; finish the run, or give a model")
         models |= {own.model.path: (own, None), str(trained): (own, str(trained))}
         recipe = recipe or own
     return models, recipe

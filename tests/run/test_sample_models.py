@@ -68,11 +68,6 @@ def test_the_eos_that_a_tokenizer_adds_is_not_continued(ids: list[int], expected
     assert samples._prompt("a text", tokenizer, {}, most_tokens=4).ids.tolist() == expected
 
 
-def _no_model(run: Path, tmp_path: Path) -> list[str]:
-    shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("model"))
-    return [str(tmp_path / "copy")]
-
-
 def test_wrong_arguments_are_refused_in_one_line(
     run: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -93,7 +88,6 @@ def test_wrong_arguments_are_refused_in_one_line(
             ("ask",),
             f"{other} has another tokenizer than {model}; sample them with two",
         ),
-        (ModelError, _no_model(run, tmp_path), (), "has no model yet; finish the run"),
     ]
     for kind, models, texts, message in cases:
         with pytest.raises(kind, match=message):
