@@ -147,7 +147,8 @@ def test_flash_attention_takes_values_that_are_narrower_than_keys(
     ]
     results = []
     for attend, states in ((BACKENDS[name], inputs), (plain_attention, [each.float() for each in inputs])):
-        out = attend(*states, segments, options)
+        query, key, value = states
+        out = attend(query, key, value, segments, options)
         assert out.shape == (tokens, 4, 16)
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for ours, plain in zip(*results, strict=True):

@@ -90,11 +90,11 @@ def run_flex(compiled: Compiled, options: AttentionOptions, *, head_dim: int, ro
     for number in range(rows):
         lengths = [300 + number, 500, 90]
         segments = make_segments(lengths, [300 + number, 700, 200], CUDA)
-        states = [
+        query, key, value = (
             torch.empty(sum(tokens), heads, head_dim, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
             for tokens, heads in ((segments.query_lengths, 8), *[(segments.key_lengths, 4)] * 2)
-        ]
-        out = flex_attention(*states, segments, options)
+        )
+        out = flex_attention(query, key, value, segments, options)
         out.backward(gradient=torch.ones_like(out))
 
 

@@ -98,7 +98,8 @@ def test_two_runs_on_one_cache_share_the_work(model_path: Path, tmp_path: Path) 
                 other = ReferenceCache(tmp_path, NAMESPACE)
                 run_pass(other, tables, scorer, settings)
                 computed.extend(other.directory.glob("part-*"))
-            return scorer(row)
+            result: RowLogps = scorer(row)
+            return result
 
     cache, done = ReferenceCache(tmp_path, NAMESPACE), list[int]()
     run_pass(cache, tables, Both(), settings, progress=done.append)  # type: ignore[arg-type]

@@ -14,9 +14,9 @@ from rich.console import Console
 from support.tiny_run import tiny_run
 from support.whole_runs import text, whole_run
 
-from dpo_pack.recipe.load import Recipe, dump_recipe, load_recipe, parse_recipe
+from dpo_pack.recipe.load import RECIPE_FILE, Recipe, dump_recipe, load_recipe, parse_recipe
 from dpo_pack.run import run_dir
-from dpo_pack.run.run_dir import PARTS, RECIPE_FILE, begin_run, find_run, only_run, way_on
+from dpo_pack.run.run_dir import PARTS, begin_run, find_run, only_run, way_on
 from dpo_pack.system.errors import RunError
 from dpo_pack.trainer import train
 

@@ -55,7 +55,8 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None]:
     assert g.shape == k.shape and not use_gate_in_kernel and not kwargs
     # Without it the real function copies `cu_seqlens` to the host, which waits for the device.
-    assert cu_seqlens is None or torch.equal(cu_seqlens_cpu, cu_seqlens.cpu())
+    if cu_seqlens is not None:
+        assert cu_seqlens_cpu is not None and torch.equal(cu_seqlens_cpu, cu_seqlens.cpu())
     assert initial_state is None or initial_state.dtype == torch.float32
     return _delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens

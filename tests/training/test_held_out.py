@@ -201,11 +201,11 @@ def test_intervals_hold_the_accuracy_of_fp32_however_large_the_rounding(size: fl
         rounded = true + random.normal(0, noise, num_pairs)
         drawn, chances = draw_measured(rounded, np.full(num_pairs, 0.5 * noise), seed=draw)
         assert len(drawn) == 64
-        both = [
+        ours, exact = (
             {"rewards/margins": margins, "rewards/accuracies": (margins > 0).astype(float)}
             for margins in (rounded, true[drawn])
-        ]
-        found, _ = estimate_exact(*both, drawn, chances)
+        )
+        found, _ = estimate_exact(ours, exact, drawn, chances)
         estimates[:, draw], truths[:, draw] = found["rewards/accuracies"], true > 0
     (low, high), (lowest, highest) = (
         mean_intervals(x, seed=1, num_resamples=500).T for x in (estimates, truths)
