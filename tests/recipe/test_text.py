@@ -127,7 +127,7 @@ def test_a_file_that_is_no_recipe_is_refused_with_its_place(text: str, place: st
 
 def test_a_file_that_cannot_be_read_is_refused_with_its_name(tmp_path: Path) -> None:
     assert "missing.yaml: no such recipe" in message_of(lambda: load_recipe(tmp_path / "missing.yaml"))
-    assert "cannot read the recipe: Is a directory" in message_of(lambda: load_recipe(tmp_path))
+    assert "no run, as it has no run.json" in message_of(lambda: load_recipe(tmp_path))
     path = tmp_path / "latin.yaml"
     path.write_bytes(b"seed: 1\n# caf\xe9\n")
     message = message_of(lambda: load_recipe(path))
