@@ -142,6 +142,18 @@ def openai(row: Row) -> Row:
     return {**row, **given}
 
 
+def swift(row: Row) -> Row:
+    """Returns a row of ms-swift, whose `messages` end with the chosen answer, under the columns of
+    `conversational`. `rejected_messages` are a whole dialogue; `rejected_response` stands for the answer."""
+    messages = dialogue_prompt(row, "messages")
+    if row.get("rejected_messages") is not None:
+        return {**row, "chosen": messages, "rejected": dialogue_prompt(row, "rejected_messages")}
+    rejected = _answer(row, "rejected_response")
+    if not messages or messages[-1]["role"] != "assistant":
+        raise BadRow("no_assistant_turn", "messages do not end with the chosen answer")
+    return {**row, "prompt": messages[:-1], "chosen": messages[-1:], "rejected": rejected}
+
+
 def tokenized(row: Row) -> Pair:
     """Reads the user's own token ids: `prompt_ids`, `chosen_ids` and `rejected_ids`. No EOS is added.
 
@@ -313,6 +325,8 @@ def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
         "tokenized": has_ids,
         "conversational": is_conversation and not has_ids,
         "openai": "preferred_output" in row and "non_preferred_output" in row,
+        "swift": "messages" in lists
+        and not row.keys().isdisjoint(("rejected_response", "rejected_messages")),
         "transcript": is_transcript,
         "messages": "messages" in lists,
         "sharegpt": "conversations" in lists,
@@ -809,6 +823,12 @@ FORMATS: dict[str, Format] = {
         prompt_column="input",
         pair=lambda row: conversational(openai(row), names_system=True),
         prompt=lambda row: conversational_prompt(openai({**_NO_OUTPUTS, **row}), names_system=True),
+    ),
+    "swift": Format(
+        completion_columns=("messages", "rejected_response"),
+        prompt_column="messages",
+        pair=lambda row: conversational(swift(row), names_system=True),
+        prompt=lambda row: conversational_prompt(swift({"rejected_response": "", **row}), names_system=True),
     ),
     "transcript": Format(
         content="text",

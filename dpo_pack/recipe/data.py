@@ -16,6 +16,7 @@ FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
     "preference": ("prompt", "chosen", "rejected", "weight"),
     "conversational": ("prompt", "chosen", "rejected", *_MESSAGE_FIELDS),
     "openai": ("input", "preferred_output", "non_preferred_output", *_MESSAGE_FIELDS),
+    "swift": ("messages", "rejected_response", "rejected_messages", *_MESSAGE_FIELDS),
     "transcript": ("chosen", "rejected", "weight"),
     "tokenized": (
         "prompt_ids", "chosen_ids", "rejected_ids", "chosen_weights", "rejected_weights", "weight"

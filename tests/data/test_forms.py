@@ -133,6 +133,8 @@ WHOLE = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
             "completions": [{"rank": 1, "completion": [BAD]}, {"rank": 0, "completion": [GOOD]}],
         },
         {"conversation_a": WHOLE["rejected"], "conversation_b": WHOLE["chosen"], "winner": "model_b"},
+        {"messages": WHOLE["chosen"], "rejected_response": "bad"},
+        {"messages": json.dumps(WHOLE["chosen"]), "rejected_messages": WHOLE["rejected"]},
         {"prompt": "why", "first": "good", "second": "bad", "better": "A"},
         {"prompt": "why", "first": "bad", "second": "good", "preference": "second"},
     ],
