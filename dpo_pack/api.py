@@ -205,8 +205,9 @@ def evaluate(
         from dpo_pack.run.checkpoint import model_of
         from dpo_pack.run.evaluate import compare_models, evaluate_models
 
-        own = loaded.output_dir / "model"  # its run.json may be gone
-        names = [os.fspath(name) for name in compare or [model or (own if own.is_dir() else own.parent)]]
+        run = loaded.output_dir
+        has_info = (run / "run.json").is_file() or not (run / "model").is_dir()
+        names = [os.fspath(name) for name in compare or [model or (run if has_info else run / "model")]]
         with contextlib.ExitStack() as stack:
             paths = [stack.enter_context(model_of(name, console)) for name in names]
             results = evaluate_models(loaded, paths, console)

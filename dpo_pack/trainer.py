@@ -267,7 +267,8 @@ class Trainer:
                 "reference_sequences_cached": filled.num_cached,
             }
         dtype = setup.policy_facts.precision.activations
-        exact = exact_reference(setup, loaded) if dtype.itemsize < 4 and moving is None else None
+        has_exact = dtype.itemsize < 4 and moving is None and dry_run is not True
+        exact = exact_reference(setup, loaded) if has_exact else None
         if loaded is None:
             release_memory()
             loaded = load_policy(setup)

@@ -145,11 +145,11 @@ def openai(row: Row) -> Row:
 def swift(row: Row) -> Row:
     """Returns a row of ms-swift, whose `messages` end with the chosen answer, under the columns of
     `conversational`. `rejected_messages` are a whole dialogue; `rejected_response` stands for the answer."""
-    messages = dialogue_prompt(row, "messages")
+    messages = _messages({"messages": dialogue_prompt(row, "messages")}, "messages")
     if row.get("rejected_messages") is not None:
         return {**row, "chosen": messages, "rejected": dialogue_prompt(row, "rejected_messages")}
     rejected = _answer(row, "rejected_response")
-    if not messages or messages[-1]["role"] != "assistant":
+    if messages[-1]["role"] != "assistant":
         raise BadRow("no_assistant_turn", "messages do not end with the chosen answer")
     return {**row, "prompt": messages[:-1], "chosen": messages[-1:], "rejected": rejected}
 
@@ -483,16 +483,20 @@ def _holds_messages(text: Any) -> bool:
     parsed = _parsed(text) if isinstance(text, str) else text
     messages = _as_list(parsed) if isinstance(_as_list(parsed), list) else [parsed]
     return bool(messages) and all(
-        isinstance(message, dict) and message.get("role", message.get("from")) in _ROLES
+        isinstance(message, dict) and _is_among(message.get("role", message.get("from")), _ROLES)
         for message in messages
     )
+
+
+def _is_among(role: Any, roles: Container[str]) -> bool:
+    return isinstance(role, str) and role in roles  # JSON may have a list there, which has no hash
 
 
 def _message(value: Any, column: str) -> Any:
     """Returns a message of ShareGPT, `{from, value}`, as `{role, content}`; other values unchanged."""
     if not isinstance(value, dict) or value.get("from") is None or value.get("role") is not None:
         return value
-    if value["from"] not in _SHAREGPT_ROLES:
+    if not _is_among(value["from"], _SHAREGPT_ROLES):
         known = ", ".join(_SHAREGPT_ROLES)
         detail = f"{column} has a message from {str(value['from'])[:40]!r}; known: {known}"
         raise BadRow("unknown_role", detail)

@@ -217,34 +217,43 @@ class CompletionLogps(nn.Module):
         exact: dict[str, Any] = {"autocast": None, "gather_dtype": torch.float32, "recurrent_kernels": {}}
         exact |= {"backend": self.backend and BACKENDS["sdpa"]}
         exact |= {"recurrence": self.recurrence or RecurrentCall.run}
-        layers, cast = outermost_layers(self.model), dict[nn.Parameter, Tensor]()
-        inner = {parameter for layer in layers for parameter in layer.parameters()}
+        layers = outermost_layers(self.model)
+        inner = {module for layer in layers for module in layer.modules()}
+        swapped: dict[nn.Module, dict[str, nn.Parameter]] = {}
 
-        def widen(parameters: Iterable[nn.Parameter]) -> None:
-            for parameter in parameters:
-                if parameter.is_floating_point() and parameter.itemsize == 2:
-                    cast[parameter], parameter.data = parameter.data, parameter.data.float()
+        # Modules get other parameters. (With other `data`, parameters would lose the hooks by which DDP sums
+        # their gradients over ranks.)
+        def widen(modules: Iterable[nn.Module]) -> None:
+            copies: dict[nn.Parameter, nn.Parameter] = {}  # tied weights have one
+            for module in modules:
+                own = ((name, p) for name, p in module._parameters.items() if p is not None)
+                narrow = {name: p for name, p in own if p.is_floating_point() and p.itemsize == 2}
+                for p in narrow.values():
+                    if p not in copies:
+                        copies[p] = nn.Parameter(p.detach().float(), requires_grad=False)
+                swapped[module] = narrow
+                module._parameters.update({name: copies[p] for name, p in narrow.items()})
 
-        def narrow(parameters: Iterable[nn.Parameter]) -> None:
-            for parameter in cast.keys() & set(parameters):
-                parameter.data = cast.pop(parameter)
+        def restore(modules: Iterable[nn.Module]) -> None:
+            for module in modules:
+                module._parameters.update(swapped.pop(module, {}))
 
         with contextlib.ExitStack() as stack, torch_recurrences(self.model):
             stack.callback(vars(self).update, {name: vars(self)[name] for name in exact})
             stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             stack.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
-            stack.callback(narrow, list(self.model.parameters()))
+            stack.callback(restore, list(self.model.modules()))
             vars(self).update(exact)
             torch.set_float32_matmul_precision("highest")
             torch.backends.cudnn.allow_tf32 = False
             for layer in layers:
-                before = layer.register_forward_pre_hook(lambda layer, _: widen(layer.parameters()))
+                before = layer.register_forward_pre_hook(lambda layer, _: widen(layer.modules()))
                 behind = layer.register_forward_hook(
-                    lambda layer, *_: narrow(layer.parameters()), always_call=True
+                    lambda layer, *_: restore(layer.modules()), always_call=True
                 )
                 stack.callback(before.remove)
                 stack.callback(behind.remove)
-            widen(parameter for parameter in self.model.parameters() if parameter not in inner)
+            widen([module for module in self.model.modules() if module not in inner])
             yield
 
     @property

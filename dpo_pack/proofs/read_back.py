@@ -39,6 +39,7 @@ def main() -> None:
             if failure is None and job["sequences"]:
                 failure, error = _wrong_logps(model, job)
                 if job["quantization"] is not None and failure is None:
+                    del model  # there may be no room for two
                     _, unquantised = _wrong_logps(_read(directory, {**job, "quantization": None}), job)
         except (MemoryError, torch.OutOfMemoryError):
             raise
@@ -114,7 +115,7 @@ def _wrong_tensor(model: Any, directory: Path, types: dict[str, dict[str, str]],
         where = directory / next(holds, next(iter(types)) if len(types) == 1 else "")
         if name not in found:
             return f"{where} lacks {name}"
-        tensor = found[name]
+        tensor = found[name].detach().cpu()
         sha256 = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         sha256.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         if sha256.hexdigest() != digest:

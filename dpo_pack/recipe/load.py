@@ -57,8 +57,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     tree = read_yaml(text, where=str(path))
     if not isinstance(tree, dict):
         fail(f"{path}: a recipe is a mapping of 'key: value' lines, not {show(tree)}; {begin}")
-    if run is not path and run.resolve() != Path(str(tree.get("output_dir"))).resolve():
-        tree["output_dir"] = str(run)
+    if run is not path:
+        if isinstance(tree.get("checkpoint"), dict):
+            tree["checkpoint"]["resume"] = "auto"  # another value was for the start that wrote this file
+        if run.resolve() != Path(str(tree.get("output_dir"))).resolve():
+            tree["output_dir"] = str(run)
     return parse_recipe(tree, overrides, recipe_dir=path.parent)
 
 
@@ -148,10 +151,10 @@ def _is_section(field: FieldInfo) -> bool:
 def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
     """Raises RecipeError if this machine lacks a path or package; trackers only where the recipe `trains`."""
     packages = _package_problems(recipe, trains=trains)
-    _fail_if_any([*_path_problems(recipe), *_model_problems(recipe), *packages])
+    _fail_if_any([*_path_problems(recipe, trains=trains), *_model_problems(recipe), *packages])
 
 
-def _path_problems(recipe: Recipe) -> Iterator[Problem]:
+def _path_problems(recipe: Recipe, *, trains: bool) -> Iterator[Problem]:
     model, template, resume = recipe.model, recipe.tokenizer.chat_template, recipe.checkpoint.resume
     judges = enumerate(recipe.online.judges if recipe.online else ())
     for key, path, needed in (
@@ -168,7 +171,7 @@ def _path_problems(recipe: Recipe) -> Iterator[Problem]:
     for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
         for index, source in enumerate(sources):
             yield from _data_path_problems(f"data.{part}.{index}.path", source.path)
-    yield from _directory_problems("output_dir", recipe.output_dir)
+    yield from _directory_problems("output_dir", recipe.output_dir, is_written=trains)
     if recipe.reference.cache_dir:
         # A read-only cache is enough if it has all values. A run that must write to it tests that first.
         yield from _directory_problems("reference.cache_dir", recipe.reference.cache_dir, is_written=False)

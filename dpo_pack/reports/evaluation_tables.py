@@ -45,7 +45,8 @@ def render_results(results: Mapping[str, HeldOutResult], console: Console) -> No
         title = f"{name}: {pairs_and_prompts(record)}"
         console.print(terminal_table(title, Cells(("", "mean", "interval"), rows), no_wrap=True))
         _print_parts(record, console, sign="")
-        console.print(f"{what_can_be_told(record)}.")
+        if told := what_can_be_told(record):
+            console.print(f"{told}.")
         if "length/prefers_longer" in record:
             console.print(
                 f"Rewards prefer the longer completion in {record['length/prefers_longer']:.1%} of pairs, "

@@ -381,10 +381,11 @@ def model_of(name: str, console: Console) -> Iterator[str]:
     run = Path(name)
     info = read_json(run / INFO_FILE)
     models = [run / part for part in (MODEL, "merged") if (run / part).is_dir()]
-    if info is None or "status" not in info or models:
+    found = ranks.first_says(checkpoints(run / PARTS["checkpoints"]))
+    is_ended = info is None or info.get("status", "finished") == "finished" or not found
+    if info is None or "status" not in info or (models and is_ended):  # else a model is of an earlier end
         yield str(models[0]) if info is not None and models else name
         return
-    found = checkpoints(run / PARTS["checkpoints"])
     while found and damage_of(found[-1]) is not None:
         found.pop()
     if not found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.models import check_model, resolve_model
-from dpo_pack.run.pairs import exact_reference, prepare_reference, row_builder
+from dpo_pack.run.pairs import evaluates_in_float32, exact_reference, prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import Setup, check_data, load_proved, prepare
 from dpo_pack.run.state import Selection, TrainState, judge
@@ -35,6 +34,7 @@ from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.held_out import (
     Comparison,
     HeldOutResult,
+    candidates,
     compare_results,
     draw_measured,
     evaluate_pairs,
@@ -43,20 +43,6 @@ from dpo_pack.training.held_out import (
 )
 from dpo_pack.training.metrics import margin_rounding, pair_metrics
 from dpo_pack.training.references import CachedReference, Reference
-
-# `train.eval_precision: auto` evaluates in fp32 if that adds at most this part of the training. To count
-# it, a token takes so many times as long in fp32 as in 16 bits; a step takes as long as three passes.
-_SMALL_PART, _FLOAT32_COST, _STEP_PASSES = 0.05, {"cuda": 16.0, "cpu": 4.0}, 3.0
-
-
-def float32_part(setup: Setup) -> float:
-    """Returns what evaluations in fp32 add to a run in 16 bits, counted in pairs, as a part of its steps."""
-    recipe, (train, *held_out) = setup.recipe, setup.tables
-    num_steps = recipe.train.epochs * train.num_pairs / recipe.packing.pairs_per_step
-    num_steps = min(num_steps, recipe.train.max_steps or num_steps)
-    num_evaluations = 2 + num_steps // (recipe.train.eval_every_steps or math.inf)
-    added = sum(table.num_pairs for table in held_out) * num_evaluations * _FLOAT32_COST[setup.device.type]
-    return added / (_STEP_PASSES * num_steps * recipe.packing.pairs_per_step)
 
 
 def evaluate_sets(
@@ -70,10 +56,8 @@ def evaluate_sets(
 
     `between_rows` is called before each row, equally often on every rank.
     """
-    recipe, precision, exact = setup.recipe, setup.recipe.train.eval_precision, reference.exact
-    in_float32 = exact is not None and (
-        precision == "float32" or (precision == "auto" and float32_part(setup) <= _SMALL_PART)
-    )
+    recipe, exact = setup.recipe, reference.exact
+    in_float32 = exact is not None and evaluates_in_float32(setup)
 
     def evaluate(pairs: PairTable, *, in_float32: bool, **options: Any) -> tuple[Tensor, RowBuilder]:
         with contextlib.ExitStack() as stack:
@@ -105,7 +89,9 @@ def evaluate_sets(
             settings: dict[str, Any] = {"beta": recipe.loss.beta, "dtype": scorer.compute_dtype}
             margins = pair_metrics(values, **settings)["rewards/margins"].cpu().numpy()
             rounding = margin_rounding(values, **settings).cpu().numpy()
-            drawn, chances = draw_measured(margins, rounding, seed=recipe.seed)
+            pool = candidates(len(margins), seed=recipe.seed)
+            drawn, chances = draw_measured(margins[pool], rounding[pool], seed=recipe.seed)
+            drawn, chances = pool[drawn], chances * len(pool) / len(margins)
             mean = float(pairs.chosen_scored.mean())
             exact_values, _ = evaluate(pairs.select(drawn), in_float32=True, mean_chosen_tokens=mean)
             measured = (drawn, chances, exact_values)
@@ -167,7 +153,8 @@ class Evaluator:
             self.sampler.at_evaluation(state.step)
         state.evaluation, state.owes_evaluation = evaluation, False
         if self.selection is not None:
-            state.standing = judge(state.standing, self.selection, evaluation, step=state.step)
+            compared = {**evaluation, **{held_out.name: held_out.compared for held_out in results}}
+            state.standing = judge(state.standing, self.selection, compared, step=state.step)
         log.eval_seconds += time.monotonic() - begun
 
     def ends_run(self, state: TrainState) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -35,8 +36,9 @@ from dpo_pack.run.setup import (
 )
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_rate, format_seconds
-from dpo_pack.system.errors import RecipeError, UnsupportedModelError
+from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.training.batches import OfflineSource, RowBuilder
+from dpo_pack.training.held_out import candidates
 from dpo_pack.training.references import CachedReference, Reference
 
 # The counts of shortened pairs in the summary of a source.
@@ -184,19 +186,33 @@ def resume_reference(setup: Setup, frozen: Path) -> tuple[FrozenReference, float
     return reference.joined(filled.values()), filled.seconds
 
 
+# `train.eval_precision: auto` evaluates in fp32 if that adds at most this part of the training. To count
+# it, a token takes so many times as long in fp32 as in 16 bits; a step takes as long as three passes.
+_SMALL_PART, _FLOAT32_COST, _STEP_PASSES = 0.05, {"cuda": 16.0, "cpu": 4.0}, 3.0
+
+
+def evaluates_in_float32(setup: Setup) -> bool:
+    """Whether a run whose own precision is lower evaluates all its held-out pairs in fp32."""
+    if setup.recipe.train.eval_precision != "auto":
+        return setup.recipe.train.eval_precision == "float32"
+    recipe, (train, *held_out) = setup.recipe, setup.tables
+    num_steps = recipe.train.epochs * train.num_pairs / recipe.packing.pairs_per_step
+    num_steps = min(num_steps, recipe.train.max_steps or num_steps)
+    num_evaluations = 3 + num_steps // (recipe.train.eval_every_steps or math.inf)
+    added = sum(table.num_pairs for table in held_out) * num_evaluations * _FLOAT32_COST[setup.device.type]
+    return added <= _SMALL_PART * _STEP_PASSES * num_steps * recipe.packing.pairs_per_step
+
+
 def exact_reference(setup: Setup, loaded: LoadedModel | None = None) -> Reference | None:
     """Returns the reference in fp32, for the held-out pairs of a run whose own precision is lower; None if it
-    has no such pairs, or has shards, which are not computed in fp32. Raises RecipeError.
+    has no such pairs, or has shards, which are not computed in fp32.
 
     Its log-probs are computed now, because later the starting weights are gone. `loaded`: see
     `prepare_reference`.
     """
     tables = list(setup.data.eval.values())
-    if tables and setup.strategy.shards and setup.recipe.train.eval_precision == "float32":
-        raise RecipeError(
-            "train.eval_precision: weights in shards are not evaluated in float32; set "
-            "distributed.strategy: ddp, or train.eval_precision: training"
-        )
+    if not evaluates_in_float32(setup):  # it measures some pairs
+        tables = [table.select(candidates(table.num_pairs, seed=setup.recipe.seed)) for table in tables]
     if not tables or setup.strategy.shards:
         return None
     if not setup.objective.needs_reference:

@@ -229,6 +229,11 @@ def prepare(
     if reference is not policy:
         check_model(reference, device)
     strategy = choose_strategy(recipe, policy, device) if runs_models else ALONE
+    if strategy.shards and recipe.data.eval and recipe.train.eval_precision == "float32":
+        raise RecipeError(
+            "train.eval_precision: weights in shards are not evaluated in float32; set "
+            "distributed.strategy: ddp, or train.eval_precision: training"
+        )
     if num_ranks > 1:
         console.print(f"Strategy: {strategy.sentence()}")
     ranks.require_shared(policy.cache_dir, "reference.cache_dir")

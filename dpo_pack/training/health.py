@@ -217,7 +217,7 @@ def what_can_be_told(record: Mapping[str, Any], *, without_effect: float = 0.5) 
     """Returns what the held-out set can show at all, and what rounding hides, from the interval of the reward
     accuracy; "" if there is none. If nothing is learned, the accuracy is `without_effect`."""
     low, high = record.get("intervals", {}).get("rewards/accuracies") or (None, None)
-    if low is None or high is None:
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return ""
     # If all pairs are alike the interval has no width; then 3 / pairs bounds the others (the rule of three).
     pairs = record["pairs"]
@@ -229,7 +229,11 @@ def what_can_be_told(record: Mapping[str, Any], *, without_effect: float = 0.5) 
         sentence += f"; {math.ceil(needed / unit) * unit:,.0f} would show {_SMALL_GAIN}"
     if low <= without_effect <= high:
         sentence += f"; they cannot tell the accuracy from {without_effect:g}"
-    if record.get("eval_precision", "float32") != "float32":
-        sentence += f". {record['eval_precision']} rounds a margin by {record['margin_noise']:.2g}, which "
-        sentence += f"the intervals count; the mean margin is {record['rewards/margins']:.2g}"
+    noise, margin = record.get("margin_noise"), record.get("rewards/margins")
+    if record.get("eval_precision", "float32") != "float32" and noise is not None and margin is not None:
+        sentence += f". {record['eval_precision']} rounds a margin by {noise:.2g}, "
+        sentence += (
+            "which the intervals count" if "measured_pairs" in record else "an estimate that nothing corrects"
+        )
+        sentence += f"; the mean margin is {margin:.2g}"
     return sentence

@@ -63,6 +63,7 @@ _MAX_DRAWS = 50_000_000
 _MIN_RESAMPLES = 200
 _VALUES_AT_A_TIME = 4_000_000  # 32 MB of float64
 MOST_MEASURED = 64  # pairs of a set that are computed in fp32, too
+MOST_CANDIDATES = 256  # pairs of which these are drawn: the reference's fp32 log-probs are computed for all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,14 @@ class HeldOutResult:
     beta: float
     traits: PairTraits
     record: dict[str, Any]  # averages, intervals, groups: the line of metrics.jsonl
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """The record by which evaluations of a run are compared: without corrections if only some pairs are
+        measured, because the noise of a correction by 64 pairs exceeds that of the rounding of all."""
+        if self.record.get("measured_pairs", len(self.pair_keys)) == len(self.pair_keys):
+            return self.record
+        return self.record | {metric: float(values.mean()) for metric, values in self.metrics.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +158,11 @@ def evaluate_pairs(
     return values
 
 
+def candidates(num_pairs: int, *, seed: int) -> Positions:
+    """Returns the positions of the pairs of which `draw_measured` draws, [at most MOST_CANDIDATES]."""
+    return np.sort(np.random.default_rng(seed).permutation(num_pairs)[:MOST_CANDIDATES])
+
+
 def draw_measured(margins: FloatArray, rounding: FloatArray, *, seed: int) -> tuple[Positions, FloatArray]:
     """Draws the pairs to compute in fp32, too; returns their positions, [M], and chances to be drawn, [M].
 
@@ -156,7 +170,7 @@ def draw_measured(margins: FloatArray, rounding: FloatArray, *, seed: int) -> tu
     if they are at most MOST_MEASURED. Else a margin near zero has more chance, because its sign may be wrong.
     """
     num_pairs, rng = len(margins), np.random.default_rng(seed)
-    near_zero = 1 / (1 + (margins / (2 * rounding)) ** 2)
+    near_zero = np.nan_to_num(1 / (1 + (margins / (2 * rounding)) ** 2), nan=1.0)
     weights = near_zero / near_zero.sum() + 1 / num_pairs  # so no chance is below half of M / P
     chances = np.ones(num_pairs)
     is_free = np.full(num_pairs, num_pairs > MOST_MEASURED)
@@ -185,7 +199,8 @@ def estimate_exact(
     """
     margins = metrics["rewards/margins"]
     errors = margins[pairs] - exact["rewards/margins"]
-    noise = float(np.sqrt((errors**2 / chances).sum() / (1 / chances).sum()))
+    is_finite = np.isfinite(errors)
+    noise = float(np.sqrt((errors**2 / chances)[is_finite].sum() / max((1 / chances)[is_finite].sum(), 1.0)))
     estimates = {metric: values.copy() for metric, values in metrics.items()}
     is_sure = (metrics["rewards/accuracies"] != 0.5) & (noise > 0)
     likely = torch.special.ndtr(torch.from_numpy(margins[is_sure] / noise)) if noise else torch.zeros(0)
@@ -237,7 +252,7 @@ def held_out_result(
         "margin_noise": noise,
     }
     if measured is not None:
-        record |= {metric: means[metric] for metric in judged}
+        record |= {metric: means[metric] for metric in judged} | {"measured_pairs": len(pairs)}
     keys = np.concatenate([table.chosen_keys, table.rejected_keys], axis=1)  # [P, bytes of two sequences]
     return HeldOutResult(
         name=name,
@@ -368,5 +383,5 @@ def length_preference(accuracies: FloatArray, traits: PairTraits) -> dict[str, f
     prefers_longer = np.where(difference > 0, accuracies, 1 - accuracies)[differs]
     return {
         "length/chosen_longer": float((difference[differs] > 0).mean()),
-        "length/prefers_longer": float(prefers_longer.mean()),
+        "length/prefers_longer": float(np.clip(prefers_longer.mean(), 0.0, 1.0)),
     }

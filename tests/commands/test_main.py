@@ -440,7 +440,7 @@ def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
 ) -> None:
     pairs = recipe.parent / "pairs.jsonl"
     pairs.write_text(pairs.read_text().replace("{", '{"kind": "a", '))
-    short = dpopack("train", recipe, "--dry-run")
+    short = dpopack("train", recipe, "--dry-run", "model.autocast=bfloat16")
     assert (short.status, short.err) == (0, "")
     assert (
         "Proof: " in short.out and "Reference log-probs" not in short.out and "reference pass;" in short.out

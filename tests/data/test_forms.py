@@ -145,9 +145,15 @@ def test_rows_of_other_forms_are_the_same_pair(row: dict[str, Any], tmp_path: Pa
 
 
 def test_text_that_happens_to_be_json_stays_text(tmp_path: Path) -> None:
-    row = {"prompt": json.dumps([ASK]), "chosen": '["a"]', "rejected": '{"b": 1}'}
+    row = {"prompt": json.dumps([ASK]), "chosen": '["a"]', "rejected": '{"role": ["b"]}'}
     (pair,) = pairs_of(rows_file(tmp_path, row))
     assert (pair.prompt, pair.chosen) == (row["prompt"], row["chosen"])
+
+
+@pytest.mark.parametrize("messages", [[1, 2], [ASK, "a"], [ASK, {"content": "a"}], [{"from": ["x"]}], [ASK]])
+def test_odd_messages_are_bad_rows(messages: list[Any]) -> None:
+    with pytest.raises(BadRow):
+        FORMATS["swift"].pair({"messages": messages, "rejected_response": "bad"})
 
 
 @pytest.mark.parametrize(

@@ -314,6 +314,18 @@ def test_a_scorer_in_float32_computes_as_its_weights_in_float32(family: str, pre
         assert weight.dtype == before[name].dtype and torch.equal(weight, before[name]), name
 
 
+def test_gradients_keep_their_hooks_after_float32() -> None:
+    """DDP sums gradients over ranks by hooks on autograd's nodes; one with other data has new nodes."""
+    scorer, summed, nodes = make_scorer("llama", precision="bfloat16"), list[str](), list[Any]()
+    for name, weight in scorer.named_parameters():
+        nodes.append(weight.expand_as(weight).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+        nodes[-1].register_hook(lambda *gradients, name=name: summed.append(name))
+    with scorer.in_float32():
+        pair_sums(scorer, proof_groups(32), CPU)
+    torch.stack([weight.sum() for weight in scorer.parameters()]).sum().backward()
+    assert sorted(summed) == sorted(name for name, _ in scorer.named_parameters())
+
+
 def test_the_sentence_of_a_proof_tells_errors_of_packing_from_rounding() -> None:
     def sentence(precision: str) -> tuple[str, dict[str, float]]:
         proof = equivalence(make_scorer("llama", precision=precision))

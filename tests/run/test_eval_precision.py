@@ -10,7 +10,8 @@ from support.run_files import timeless
 from support.tiny_run import tiny_run
 
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.evaluate import evaluate_models, float32_part
+from dpo_pack.run.evaluate import evaluate_models
+from dpo_pack.run.pairs import evaluates_in_float32
 from dpo_pack.run.setup import prepare
 from dpo_pack.trainer import train
 
@@ -46,16 +47,20 @@ def test_a_run_in_bfloat16_reports_what_float32_finds(
         assert rounded["intervals"][name] == pytest.approx(exact["intervals"][name], abs=1e-6)
         assert evaluated("float32")[name] == pytest.approx(exact[name], abs=1e-6)
     monkeypatch.setattr("dpo_pack.training.held_out.MOST_MEASURED", 3)  # of 6 pairs
+    monkeypatch.setattr("dpo_pack.training.held_out.MOST_CANDIDATES", 5)
     few = evaluated("training")
+    assert few["measured_pairs"] == 3
     low, high = few["intervals"]["rewards/margins"]  # type: ignore[index]
     assert low < exact["rewards/margins"] < high
     assert few["rewards/margins"] != pytest.approx(exact["rewards/margins"], abs=1e-9)
 
 
 def test_auto_evaluates_in_float32_where_that_adds_little(directory: Path, tmp_path: Path) -> None:
-    def part(*overrides: str) -> float:
-        return float32_part(prepare(load_recipe(directory / "recipe.yaml", list(overrides)), QUIET))
+    def is_exact(*overrides: str) -> bool:
+        setup = prepare(load_recipe(directory / "recipe.yaml", list(overrides)), QUIET)
+        return evaluates_in_float32(setup)
 
-    assert part() == pytest.approx(6 * 2 * 4 / (3 * 16))
-    assert part("train.epochs=60") <= 0.05 < part("train.epochs=60", "train.eval_every_steps=1")
-    assert part("train.epochs=60", "train.max_steps=2") == part()
+    # 6 pairs, 3 times in fp32 (4 x), against 16 pairs an epoch, 3 passes each: 30 epochs make 5 %.
+    assert not is_exact("train.epochs=29") and is_exact("train.epochs=30")
+    assert not is_exact("train.epochs=60", "train.eval_every_steps=1")
+    assert not is_exact("train.epochs=60", "train.max_steps=2")

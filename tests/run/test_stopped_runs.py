@@ -58,12 +58,24 @@ def test_the_newest_checkpoint_becomes_the_model_that_the_run_would_have_left(
     assert load_recipe(run).output_dir == run
 
 
+def test_a_model_of_an_earlier_end_is_not_that_of_a_run_that_went_on(run: Path) -> None:
+    shutil.copytree(run / "checkpoints" / "step-000001", run / "model")
+    info = (run / "run.json").read_text()
+    with model_of(str(run), QUIET) as model:
+        assert model == str(run / "model")
+    (run / "run.json").write_text(info.replace('"status": "finished"', '"status": "interrupted"'))
+    with model_of(str(run), QUIET) as model:
+        assert model == str(run / "checkpoints" / "step-000002" / "model")
+    recipe = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(recipe.replace("resume: auto", "resume: step-000001"))
+    assert load_recipe(run).checkpoint.resume == "auto"
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_a_read_only_one_is_exported_elsewhere(
     run: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "checkpoints" / "step-000002" / "host.pt").write_bytes(b"")
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    monkeypatch.setattr(checkpoint, "check_environment", lambda recipe, trains: None)  # it asks, too
     with model_of(str(run), console) as model:
         assert run not in Path(model).parents and weights_of(model)
     assert not Path(model).exists() and "step-000001" in text(console)

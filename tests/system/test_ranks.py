@@ -66,6 +66,11 @@ def _on_two(directory: Path) -> dict[str, Any]:
     def fail() -> None:
         raise DataError(f"rank {ranks.rank()} found no such file")
 
+    def library_fails() -> None:
+        with ranks.first_goes_first():
+            raise ValueError("no such option")
+
+    told["library"] = "no such option" in _message(Exception, lambda: ranks.every_rank_does(library_fails))
     told["failed"] = _message(DataError, lambda: ranks.first_does(fail))
     ranks.require_same({"optim.lr": 0.5, "seed": 1}, "remedy")
     told["differ"] = _message(
@@ -104,6 +109,7 @@ def test_over_two_processes_both_end_with_the_same(tmp_path: Path) -> None:
         "one": [14],
         "not shared out": "the server says 401",
         "found": True,
+        "library": True,
         "failed": "rank 0 found no such file",
         "differ": f"{both} differ in optim.lr and 1 more: 1.5 and 0.5; do so",
         "lacks": f"{both} differ in a: None and '{'x' * 39}; do so",
