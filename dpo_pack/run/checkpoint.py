@@ -400,7 +400,9 @@ def model_of(name: str, console: Console) -> Iterator[str]:
                 target = Path(ranks.first_says(stack.enter_context(tempfile.TemporaryDirectory()))) / MODEL
             with shown(console, f"Exporting {found[-1]}"):
                 how = _export_checkpoint(run, found[-1], target, console)
-        console.print(f"{run} has no model yet; this is its checkpoint {found[-1].name}: {target} ({how})")
+        console.print(
+            f"The run in {run} is {info['status']}; its model is of {found[-1].name}: {target} ({how})"
+        )
         yield str(target)
 
 

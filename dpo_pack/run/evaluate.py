@@ -34,7 +34,6 @@ from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.held_out import (
     Comparison,
     HeldOutResult,
-    candidates,
     compare_results,
     draw_measured,
     evaluate_pairs,
@@ -89,9 +88,7 @@ def evaluate_sets(
             settings: dict[str, Any] = {"beta": recipe.loss.beta, "dtype": scorer.compute_dtype}
             margins = pair_metrics(values, **settings)["rewards/margins"].cpu().numpy()
             rounding = margin_rounding(values, **settings).cpu().numpy()
-            pool = candidates(len(margins), seed=recipe.seed)
-            drawn, chances = draw_measured(margins[pool], rounding[pool], seed=recipe.seed)
-            drawn, chances = pool[drawn], chances * len(pool) / len(margins)
+            drawn, chances = draw_measured(margins, rounding, seed=recipe.seed)
             mean = float(pairs.chosen_scored.mean())
             exact_values, _ = evaluate(pairs.select(drawn), in_float32=True, mean_chosen_tokens=mean)
             measured = (drawn, chances, exact_values)

@@ -169,7 +169,8 @@ def draw_measured(margins: FloatArray, rounding: FloatArray, *, seed: int) -> tu
     margins, rounding: [P] of the pairs, and an estimate of the margins' rounding errors. All pairs are drawn
     if they are at most MOST_MEASURED. Else a margin near zero has more chance, because its sign may be wrong.
     """
-    num_pairs, rng = len(margins), np.random.default_rng(seed)
+    pool, rng = candidates(len(margins), seed=seed), np.random.default_rng(seed)
+    margins, rounding, num_pairs, share = margins[pool], rounding[pool], len(pool), len(pool) / len(margins)
     near_zero = np.nan_to_num(1 / (1 + (margins / (2 * rounding)) ** 2), nan=1.0)
     weights = near_zero / near_zero.sum() + 1 / num_pairs  # so no chance is below half of M / P
     chances = np.ones(num_pairs)
@@ -184,7 +185,7 @@ def draw_measured(margins: FloatArray, rounding: FloatArray, *, seed: int) -> tu
     order = rng.permutation(num_pairs)
     ends = np.floor(np.cumsum(chances[order]) + rng.random())
     drawn = np.sort(order[np.diff(ends, prepend=0.0) > 0])
-    return drawn, chances[drawn]
+    return pool[drawn], chances[drawn] * share
 
 
 def estimate_exact(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from support.loading import load_usual
 from support.run_files import weights
 from support.tiny_adapters import saved_adapter
 from support.tiny_models import VOCABULARY, tiny_model
@@ -18,7 +19,6 @@ from torch.optim import AdamW
 
 import dpo_pack.trainer as train_module
 from dpo_pack.model.layout import Row, packed_row
-from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
@@ -101,18 +101,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(base: Path, adapter: LoraSettings | Path, dtype: torch.dtype) -> LoadedModel:
-    return load_model(
-        str(base),
-        revision=None,
-        trust_remote_code=False,
-        precision=Precision(parameters=dtype, autocast=None),
-        attention="auto",
-        packed=True,
-        gradient_checkpointing=False,
-        device=CPU,
-        recipe_key="model.path",
-        adapter=adapter,
-    )
+    return load_usual(base, precision=Precision(parameters=dtype, autocast=None), adapter=adapter)
 
 
 def row_of(loaded: LoadedModel) -> Row:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from support.loading import load_usual
 from support.tiny_models import VOCABULARY, tiny_model
 from support.tiny_recipe import load as load_overrides
 from torch import Tensor
@@ -15,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpo_pack.model.compiling as compiling
 from dpo_pack.model.layout import Row, packed_row, padded_row
-from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings
-from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.system.errors import RecipeError
 
@@ -30,18 +30,7 @@ Checkpointing = bool | Literal["selective"]
 def load(
     path: Path, *, packed: bool, checkpointing: Checkpointing, lora: LoraSettings | None = None
 ) -> LoadedModel:
-    return load_model(
-        str(path),
-        revision=None,
-        trust_remote_code=False,
-        precision=Precision(parameters=torch.float32, autocast=None),
-        attention="auto",
-        packed=packed,
-        gradient_checkpointing=checkpointing,
-        device=CPU,
-        recipe_key="model.path",
-        adapter=lora,
-    )
+    return load_usual(path, packed=packed, gradient_checkpointing=checkpointing, adapter=lora)
 
 
 def two_rows(*, packed: bool) -> list[Row]:

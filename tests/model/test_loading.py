@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.loading import load_usual
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from dpo_pack.model.fingerprint import files_fingerprint, meta_tensors, weight_files
-from dpo_pack.model.loading import load_config, load_errors, load_model, load_tokenizer
+from dpo_pack.model.loading import load_config, load_errors, load_tokenizer
 from dpo_pack.model.lora import read_adapter
-from dpo_pack.model.scorer import Precision
 from dpo_pack.model.shape import without_weights
 from dpo_pack.system.errors import ModelError, UnsupportedModelError
 
@@ -40,17 +40,7 @@ class NotATensor:
 def test_a_model_that_reads_prompts_in_both_directions_is_refused(packed: bool, tmp_path: Path) -> None:
     tiny_model("gemma", use_bidirectional_attention=True).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="attends to later tokens"):
-        load_model(
-            str(tmp_path),
-            revision=None,
-            trust_remote_code=False,
-            precision=Precision(parameters=torch.float32, autocast=None),
-            attention="auto",
-            packed=packed,
-            gradient_checkpointing=False,
-            device=torch.device("cpu"),
-            recipe_key="model.path",
-        )
+        load_usual(tmp_path, packed=packed)
 
 
 @pytest.mark.parametrize("reads", ["weights", "hashes"])
@@ -124,16 +114,8 @@ def test_tensors_that_the_config_does_not_name_are_told(
     headers = meta_tensors(str(tmp_path), None, "model.path")
     assert not isinstance(headers, str) and set(headers) == set(tensors)
     read = partial(
-        load_model,
-        str(tmp_path),
-        revision=None,
-        trust_remote_code=False,
-        precision=Precision(parameters=torch.float32, autocast=None),
-        attention="auto",
-        packed=True,
-        gradient_checkpointing=False,
-        device=torch.device("cpu"),
-        recipe_key="model.path",
+        load_usual,
+        tmp_path,
         weights_on=torch.device("meta" if reads == "headers" else "cpu"),
         tensors=headers,
     )

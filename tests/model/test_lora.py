@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.family_errors import skip_unless_packed
+from support.loading import load_usual
 from support.tiny_adapters import refusal, saved_adapter
 from support.tiny_models import VOCABULARY, tiny_config, tiny_model
 from torch import Tensor
@@ -24,9 +25,8 @@ from transformers import (
 )
 
 from dpo_pack.model.layout import Row, packed_row, padded_row
-from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import Adapter, LoraSettings, attach_adapter
-from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.proofs.start_up import prove
@@ -57,18 +57,7 @@ def test_an_adapter_stays_trainable_while_its_base_is_the_reference(bases: Calla
 
 
 def load(base: Path, adapter: LoraSettings | Path, *, packed: bool = True) -> LoadedModel:
-    return load_model(
-        str(base),
-        revision=None,
-        trust_remote_code=False,
-        precision=Precision(parameters=torch.float32, autocast=None),
-        attention="auto",
-        packed=packed,
-        gradient_checkpointing=False,
-        device=CPU,
-        recipe_key="model.path",
-        adapter=adapter,
-    )
+    return load_usual(base, packed=packed, adapter=adapter)
 
 
 def settings(*targets: str, dropout: float = 0.0) -> LoraSettings:

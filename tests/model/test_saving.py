@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.loading import load_usual
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoConfig, AutoTokenizer
 
 from dpo_pack.data.tokenizer import end_of_turn
 from dpo_pack.model.fingerprint import stored_dtype
-from dpo_pack.model.loading import load_model
 from dpo_pack.model.saving import _complete_config, find_beyond, is_tied, save_model
-from dpo_pack.model.scorer import Precision
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -36,17 +35,7 @@ def test_what_readers_find_in_a_saved_model(tmp_path: Path) -> None:
     del config["rope_parameters"]
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     assert stored_dtype(str(tmp_path / "model"), None) == torch.bfloat16
-    loaded = load_model(
-        str(tmp_path / "model"),
-        revision=None,
-        trust_remote_code=False,
-        precision=Precision(parameters=torch.float32, autocast=None),
-        attention="auto",
-        packed=True,
-        gradient_checkpointing=False,
-        device=torch.device("cpu"),
-        recipe_key="model.path",
-    )
+    loaded = load_usual(tmp_path / "model")
     read, turn_end = AutoTokenizer.from_pretrained(tmp_path / "model"), end_of_turn(tokenizer)
     assert turn_end == tokenizer.convert_tokens_to_ids("<|im_end|>")
     save_model(loaded, read, tmp_path / "saved", dtype=torch.bfloat16, turn_end=turn_end)

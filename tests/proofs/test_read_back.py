@@ -18,6 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from support.loading import load_usual
 from support.ten_families import TEN
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_run import tiny_run
@@ -26,10 +27,9 @@ from support.two_ranks import run_on_ranks
 from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 from dpo_pack import trainer
-from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.saving import save_model
-from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import read_back
 from dpo_pack.recipe.load import load_recipe
@@ -196,18 +196,7 @@ def saved_checkpoint(family: str, directory: Path) -> Path:
 
 def saved_job(path: Path, target: Path, lora: LoraSettings | None, *, packed: bool = True) -> dict[str, Any]:
     """Changes and saves a checkpoint; returns what a reader needs."""
-    loaded = load_model(
-        str(path),
-        revision=None,
-        trust_remote_code=False,
-        precision=Precision(parameters=torch.float32, autocast=None),
-        attention="auto",
-        packed=packed,
-        gradient_checkpointing=False,
-        device=torch.device("cpu"),
-        recipe_key="model.path",
-        adapter=lora,
-    )
+    loaded = load_usual(path, packed=packed, adapter=lora)
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             if parameter.requires_grad:

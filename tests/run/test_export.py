@@ -13,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from support.family_errors import GROUPS, make_row
 from support.full_disk import no_file_beyond
+from support.loading import load_usual
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 from support.two_ranks import run_on_ranks
@@ -20,10 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dpo_pack.model.attention import ATTENTION_NAME
-from dpo_pack.model.loading import load_model
 from dpo_pack.model.parallel import Strategy, shard_model
 from dpo_pack.model.saving import save_model
-from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import Recipe, dump_recipe, parse_recipe
 from dpo_pack.run.export import export_model, model_card
 from dpo_pack.run.samples import Sample
@@ -46,17 +46,7 @@ def make_recipe(directory: Path, **sections: Any) -> Recipe:
 
 
 def load(path: Path, *, packed: bool = True) -> LoadedModel:
-    return load_model(
-        str(path),
-        revision=None,
-        trust_remote_code=False,
-        precision=Precision(parameters=torch.float32, autocast=None),
-        attention="auto",
-        packed=packed,
-        gradient_checkpointing=False,
-        device=torch.device("cpu"),
-        recipe_key="model.path",
-    )
+    return load_usual(path, packed=packed)
 
 
 @pytest.fixture

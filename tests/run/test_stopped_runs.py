@@ -52,7 +52,7 @@ def test_the_newest_checkpoint_becomes_the_model_that_the_run_would_have_left(
     with model_of(str(run), console) as model:
         assert model == str(run / "checkpoints" / "step-000002" / "model")
         assert weights_of(model) == weights_of(trained.parent / "finished")
-    assert "verified: the files hold all" in text(console) and "has no model yet" in text(console)
+    assert "verified: the files hold all" in text(console) and "its model is of step-000002" in text(console)
     with model_of(str(run), console) as again:
         assert again == model and "(exported before)" in text(console)
     assert load_recipe(run).output_dir == run

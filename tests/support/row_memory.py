@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from dpo_pack.model.layout import Row, packed_row
-from dpo_pack.model.loading import load_model
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
 from dpo_pack.packing.lengths import Group
 from dpo_pack.run.memory_estimate import MemoryFacts, estimate_memory, memory_shape
 from dpo_pack.training.optim import build_optimizer
+from support.loading import load_usual
 from support.logps_memory import peak_resident_bytes
 
 CPU = torch.device("cpu")
@@ -44,16 +44,10 @@ SETTINGS = {
 
 def load(kind: str, directory: Path) -> LoadedModel:
     adapter = LoraSettings(r=RANK, alpha=16.0, dropout=0.0, target_modules="all-linear", seed=0)
-    return load_model(
-        str(directory),
-        revision=None,
-        trust_remote_code=False,
+    return load_usual(
+        directory,
         precision=SETTINGS[kind],
-        attention="auto",
-        packed=True,
         gradient_checkpointing=kind == "checkpointed",
-        device=CPU,
-        recipe_key="model.path",
         adapter=adapter if kind.startswith("lora") else None,
     )
 
