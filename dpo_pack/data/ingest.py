@@ -1,7 +1,7 @@
 """One pass over the rows of a source: finds the format, tokenises the rows and counts them."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -23,6 +23,7 @@ from dpo_pack.data.store import TokenStore
 from dpo_pack.data.tokenization import (
     DroppedRow,
     LengthLimits,
+    Submit,
     TokenizationSettings,
     TokenizedBatch,
     check_tokenizer,
@@ -69,12 +70,16 @@ class Ingestion:
     max_rows: int | None = None  # None: all rows are read
     format: str = ""
     row_word: str = "row"
-    mapping: Mapping[str, str | None] = field(default_factory=dict)  # of the source, see OpenRows
-    columns: Mapping[str, None] = field(default_factory=dict)  # of the source, see OpenRows
+    mapping: dict[str, str | None] = field(default_factory=dict)  # of the source, see OpenRows
+    columns: dict[str, None] = field(default_factory=dict)  # of the source, see OpenRows
     first_rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple  # of the source, see OpenRows
     rows_in_all: int | None = None  # None if it is not known before the end
     infers_prompts: bool = False  # the prompts are what chosen and rejected begin with
+    # A row must have the column prompt, unless its columns with texts are among these; None: rows are not
+    # checked.
+    known_columns: Sequence[str] | None = None
     num_rows: int = 0
+    num_cached: int = 0  # of these, rows whose tokens were in the cache
     num_kept: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     faults: dict[str, dict[str, int]] = field(default_factory=dict)  # by name: `pairs`, `first_row`
@@ -95,7 +100,7 @@ class Ingestion:
         with closing(opened.rows):
             self.format, rows = self._known_format(opened.rows)
             self._check_columns_are_read()
-            rows = self._with_known_prompts(opened, rows)
+            self._find_prompts(opened)
             settings = TokenizationSettings(
                 format=self.format,
                 system_prompt=self.data.system_prompt,
@@ -111,27 +116,70 @@ class Ingestion:
                 continues_turns=self.data.continue_final_message,
             )
             check_tokenizer(self.tokenizer, settings, self.located.label)
-            yield rows, settings
+            yield self.checked(rows), settings
+
+    @property
+    def num_missing(self) -> int | None:
+        """The pairs that are still missing; None: all that come are wanted."""
+        return None if self.source.max_pairs is None else self.source.max_pairs - self.num_kept
+
+    @property
+    def num_workers(self) -> int:
+        return 0 if self.max_rows is not None or self.data.num_workers == "auto" else self.data.num_workers
 
     def batches(
         self, rows: Iterator[NumberedRow], settings: TokenizationSettings, progress: Progress | None = None
     ) -> Iterator[TokenizedBatch]:
         """Yields the rows of `start` as tokens. Raises DataError if bad rows stop the run or none is kept."""
-        wanted = 0 if self.max_rows is not None or self.data.num_workers == "auto" else self.data.num_workers
-        taken, max_pairs = islice(rows, self.max_rows), self.source.max_pairs
-        batches = tokenize_rows(taken, settings, self.tokenizer, num_workers=wanted, max_pairs=max_pairs)
+        yield from self.counted(islice(rows, self.max_rows), settings, progress)
+        self.check_end()
+
+    def counted(
+        self,
+        rows: Iterator[NumberedRow],
+        settings: TokenizationSettings,
+        progress: Progress | None,
+        *,
+        submit: Submit | None = None,
+        part: "Ingestion | None" = None,
+    ) -> Iterator[TokenizedBatch]:
+        """Yields rows as tokens; counts them here and in `part`. Takes no more than the missing pairs."""
+        batches = tokenize_rows(
+            rows,
+            settings,
+            self.tokenizer,
+            num_workers=self.num_workers,
+            max_pairs=self.num_missing,
+            submit=submit,
+        )
         origin = Origin.of(self.located.key, settings, self.tokenizer, describes=False)
         with closing(batches):
             for batch in batches:
-                self.count(batch)
-                for name, found in faults_of(batch.kept, origin).items():
-                    first = {"pairs": 0, "first_row": found[0][0].row.number}
-                    self.faults.setdefault(name, first)["pairs"] += len(found)
+                found = faults_of(batch.kept, origin)
+                for counter in (self, part) if part else (self,):
+                    counter.count(batch)
+                    for name, pairs in found.items():
+                        first = {"pairs": 0, "first_row": pairs[0][0].row.number}
+                        counter.faults.setdefault(name, first)["pairs"] += len(pairs)
                 if self.num_kept == 0 and self.num_rows >= _DETECTION_ROWS:
                     self._check_rows("the first ")  # the rest of a large file would take long
                 if progress is not None:
                     progress(f"Tokenizing {self.located.label}", self.num_rows, self.rows_in_all)
                 yield batch
+
+    def of_part(self, opened: OpenRows) -> "Ingestion":
+        """Returns the counts of a part of the rows, which are none yet, and of their columns in `opened`."""
+        return Ingestion(
+            located=self.located,
+            source=self.source,
+            data=self.data,
+            tokenizer=self.tokenizer,
+            columns=opened.columns,
+            mapping=opened.mapping,
+        )
+
+    def check_end(self) -> None:
+        """Raises DataError if bad rows stop the run, or if no row is kept."""
         which = "the first " if self.num_rows == self.max_rows else ""
         self._check_rows(which)
         if self.num_rows == 0:
@@ -244,22 +292,23 @@ class Ingestion:
         columns = self._columns.items()
         return {field: column for field, column in columns if column is not None and column in self.columns}
 
-    def _with_known_prompts(self, opened: OpenRows, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
-        """Returns the rows; a row of texts becomes a BadRow if it is uncertain what its prompt is.
+    def _find_prompts(self, opened: OpenRows) -> None:
+        """Finds out which rows of texts have a certain prompt, see `known_columns`.
 
         Without a prompt column, it is what chosen and rejected begin with, if no other column may be it.
         """
         format, prompt = FORMATS[self.format], self.source.columns.get("prompt", "prompt")
         if not format.infers_prompts or prompt is None:
-            return rows
+            return
         first_rows = [] if prompt in opened.columns else opened.first_rows()
         columns = {**opened.columns, **dict.fromkeys(chain.from_iterable(first_rows))}
         if prompt in columns:
-            return (_refuse_without_prompt(numbered, None) for numbered in rows)
+            self.known_columns = ()
+            return
         completions = [self.source.columns.get(column, column) for column in format.completion_columns]
         is_pair = self.completion_tokens is None
         if prompt != "prompt" or (is_pair and not columns.keys() >= set(completions)):
-            return rows  # each row will be refused, because it lacks a column that it must have
+            return  # each row will be refused, because it lacks a column that it must have
         read = {*FIELDS_OF_FORMAT[self.format], *self._columns.values()}
         texts = texts_of_columns(first_rows, beside=read)
         possible = [column for column in texts if not are_labels(texts[column])]
@@ -275,8 +324,12 @@ class Ingestion:
                 f"prompt, or {{instruction: {possible[0]}}} to use the chat template"
             )
         self.infers_prompts = True
-        known = {*read, *texts}
-        return (_refuse_without_prompt(numbered, known) for numbered in rows)
+        self.known_columns = sorted(column for column in {*read, *texts} if column is not None)
+
+    def checked(self, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
+        """Returns the rows; a row of texts becomes a BadRow if it is uncertain what its prompt is."""
+        known = self.known_columns
+        return rows if known is None else (_refuse_without_prompt(numbered, known) for numbered in rows)
 
     def count(self, batch: TokenizedBatch) -> None:
         """Adds the rows of a batch to the counts."""
@@ -384,15 +437,15 @@ class Ingestion:
         return None
 
 
-def _refuse_without_prompt(numbered: NumberedRow, known: Container[str | None] | None) -> NumberedRow:
+def _refuse_without_prompt(numbered: NumberedRow, known: Collection[str]) -> NumberedRow:
     """Returns the row, or a BadRow if it lacks the column `prompt` and another column than `known` has texts.
 
-    `known` is None if other rows have the column `prompt`: then it must not be missing.
+    `known` is empty if other rows have the column `prompt`: then it must not be missing.
     """
     number, row = numbered
     if isinstance(row, BadRow) or "prompt" in row:
         return numbered
-    if known is None:
+    if not known:
         detail = f"no column 'prompt', which other rows have (there are: {', '.join(row) or 'none'})"
     elif texts := texts_of_columns([row], beside=known):
         detail = f"no column 'prompt', and {next(iter(texts))!r} may be it"

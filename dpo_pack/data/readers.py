@@ -28,7 +28,7 @@ from dpo_pack.system.errors import DataError, first_line
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
 # Takes the columns to read (None: all). Yields rows with the column names that the source has: mappings,
-# BadRows, or other values of JSON, which are no rows.
+# BadRows, or other values of JSON, which are no rows; JSON lines as bytes.
 RowReader = Callable[[Sequence[str] | None], Iterator[tuple[int, Any]]]
 Columns = Sequence[tuple[str, str]]  # the names and types of columns, in Arrow's words
 
@@ -196,8 +196,9 @@ class OpenRows:
 
     rows: Generator[NumberedRow, None, None]  # with our column names, see ColumnNames
     row_word: str  # the unit of row numbers: "row" or "line"
-    columns: Mapping[str, None]  # the source's names; of JSON those in the rows read so far
-    mapping: Mapping[str, str | None]  # our names -> the source's; for JSON after the rows read so far
+    unparsed: Generator[tuple[int, Any], None, None]  # what `rows` reads from, see RowReader
+    columns: dict[str, None]  # the source's names; of JSON those in the rows read so far
+    mapping: dict[str, str | None]  # our names -> the source's; for JSON after the rows read so far
     num_rows: int | None  # None if it is not known before the end
     first_rows: Callable[[], list[Mapping[str, Any]]]  # first rows, all columns by their own names
 
@@ -235,25 +236,32 @@ def open_rows(
                 raise
             return names.mapping  # only this row is at fault, not the source: it is a bad row
 
-    def read_rows(wanted: Sequence[str] | None, *, renames: bool) -> Generator[NumberedRow, None, None]:
+    def read_unparsed(wanted: Sequence[str] | None) -> Generator[tuple[int, Any], None, None]:
         number = 0
         try:
             for number, row in read(wanted):
-                if not isinstance(row, dict | BadRow):
-                    row = BadRow("not_an_object", f"no JSON object but a {type(row).__name__}", row)
-                elif renames and isinstance(row, dict):
-                    row = names.with_nested(row) if nested else row
-                    mapping = mapping_of(tuple(row), not found)
-                    found.update(dict.fromkeys(row))
-                    used.update(mapping)
-                    row = names.rename(row, mapping)
                 yield number, row
         except errors as error:
             raise _unreadable(names.label, row_word, number, error) from error
 
+    def read_rows() -> Generator[NumberedRow, None, None]:
+        is_first = True
+        for number, row in unparsed:
+            row = _json_row(row) if isinstance(row, bytes) else row
+            if not isinstance(row, dict | BadRow):
+                row = BadRow("not_an_object", f"no JSON object but a {type(row).__name__}", row)
+            elif isinstance(row, dict):
+                row = names.with_nested(row) if nested else row
+                mapping, is_first = mapping_of(tuple(row), is_first), False
+                found.update(dict.fromkeys(row))
+                used.update(mapping)
+                row = names.rename(row, mapping)
+            yield number, row
+
     def first_rows() -> list[Mapping[str, Any]]:
-        with closing(read_rows(None, renames=False)) as rows:
-            return [row for _, row in islice(rows, _FIRST_ROWS) if isinstance(row, dict)]
+        rows = (row for _, row in islice(read_unparsed(None), _FIRST_ROWS))
+        parsed = (_json_row(row) if isinstance(row, bytes) else row for row in rows)
+        return [row for row in parsed if isinstance(row, dict)]
 
     # These names in `columns` may be those of keys in a column.
     nested = [theirs for theirs in names.mapping.values() if theirs is not None and "." in theirs]
@@ -265,9 +273,15 @@ def open_rows(
         wanted = None if inner else wanted
     found = dict.fromkeys(name for name, _ in columns or ())
     used = dict(names.mapping)
-    rows = read_rows(wanted, renames=True)
+    unparsed = read_unparsed(wanted)
     return OpenRows(
-        rows=rows, row_word=row_word, columns=found, mapping=used, num_rows=num_rows, first_rows=first_rows
+        rows=read_rows(),
+        unparsed=unparsed,
+        row_word=row_word,
+        columns=found,
+        mapping=used,
+        num_rows=num_rows,
+        first_rows=first_rows,
     )
 
 
@@ -490,12 +504,12 @@ def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.isspace() and line:
-                yield number, _json_row(line)
+                yield number, line.rstrip(b"\r\n")
 
 
 def _json_row(line: bytes) -> Any:
     try:
-        row = _JSON.decode(line.decode().rstrip("\r\n"))
+        row = _JSON.decode(line.decode())
     except UnicodeDecodeError as error:
         reason = "not_utf8"
         detail = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at position {error.start + 1})"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from dpo_pack.data.formats import FORMATS
 from dpo_pack.data.ingest import Ingestion, LocatedSource, Progress
+from dpo_pack.data.ranges import SMALLEST_RANGE, write_ranges
 from dpo_pack.data.readers import (
     READ_ROWS,
     READERS,
@@ -329,21 +331,29 @@ def load_source(
                 columns_read=ingestion.columns_read,
                 reads_all=next(rows, None) is None,
             )
-        directory = cache_dir / "tokens" / _store_key(ingestion, tokenizer_key)
+        facts = _facts_of_tokens(ingestion, tokenizer_key)
+        directory = cache_dir / "tokens" / content_key({**facts, "source": ingestion.located.fingerprint})
         store = open_store(directory)
         if store is not None and ingestion.reads_more_than(store):
             store.forget()
             store = None
         if store is None:
-            write_store(directory, (batch.pairs for batch in batches), ingestion.summary)
+            wanted = min(SMALLEST_RANGE, source.max_pairs or SMALLEST_RANGE)
+            num_rows = ingestion.rows_in_all
+            if num_rows is None:
+                num_rows = sum(1 for _ in islice(ingestion.located.open().unparsed, SMALLEST_RANGE))
+            if num_rows < SMALLEST_RANGE or wanted < SMALLEST_RANGE:
+                write_store(directory, (batch.pairs for batch in batches), ingestion.summary)
+            else:
+                write_ranges(directory, ingestion, settings, facts, progress)
             store = open_store(directory)
     if store is None:
         raise CacheError(f"{directory} was removed or damaged while it was written; run again")
-    return LoadedSource(recipe=source, store=store, rows_tokenized=ingestion.num_rows)
+    return LoadedSource(recipe=source, store=store, rows_tokenized=ingestion.num_rows - ingestion.num_cached)
 
 
-def _store_key(ingestion: Ingestion, tokenizer_key: str) -> str:
-    """Returns the name of a source's store: a hash of everything that decides the token ids.
+def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]:
+    """Returns all that decides the token ids of given rows. The name of a store is a hash of it and of rows.
 
     Options of other formats are not hashed. So a new option of one format leaves other formats' stores valid.
     """
@@ -357,17 +367,14 @@ def _store_key(ingestion: Ingestion, tokenizer_key: str) -> str:
         "continue_final_message": data.continue_final_message,
     }
     is_conversation = format.content == "messages"
-    return content_key(
-        {
-            **{key: value for key, value in of_messages.items() if value and is_conversation},
-            "version": TOKENIZATION_VERSION,
-            "source": ingestion.located.fingerprint,
-            "tokenizer": tokenizer_key,
-            **ingestion.source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS | others),
-            **data.model_dump(mode="json", exclude=_DATA_KEYS_BESIDE_TOKENS),
-            "found_format": ingestion.format,
-        }
-    )
+    return {
+        **{key: value for key, value in of_messages.items() if value and is_conversation},
+        "version": TOKENIZATION_VERSION,
+        "tokenizer": tokenizer_key,
+        **ingestion.source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS | others),
+        **data.model_dump(mode="json", exclude=_DATA_KEYS_BESIDE_TOKENS),
+        "found_format": ingestion.format,
+    }
 
 
 def locate_source(

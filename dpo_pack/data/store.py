@@ -7,8 +7,11 @@ weight than 1, there is also a file with the weights of all tokens. A store is w
 and then renamed, so it is whole or absent. A changed byte is noticed: opening a store compares its manifest,
 records and weights with a checksum. The tokens of a pair are compared with their hash only when they are
 read, so a store of gigabytes opens at once. P is the number of pairs; lengths are in tokens.
+
+The store of a large source has only a manifest, which names the stores of its ranges of rows, see ranges.py.
 """
 
+import bisect
 import contextlib
 import hashlib
 import json
@@ -116,12 +119,25 @@ class TokenStore:
     token_weights: TokenWeights | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)  # the counts of the pass that wrote the store
     directory: Path | None = None  # None: the pairs are in memory only
+    ranges: tuple["TokenStore", ...] = ()  # if there are some, they have all tokens and records
+    rows_before: int = 0  # of a range: rows of the source before it; its records count rows from here
+    tokens_before: int = 0  # of a range: tokens of the ranges before it
 
     @property
     def largest_token_id(self) -> int:
         """Reads all tokens if the store is in memory only, or if an earlier release wrote it."""
         known: int | None = self.summary.get(_LARGEST)
         return int(self.tokens.max(initial=0)) if known is None else known
+
+    @property
+    def parts(self) -> tuple["TokenStore", ...]:
+        return self.ranges or (self,)
+
+    def part_at(self, offset: int) -> tuple["TokenStore", int]:
+        """Returns the part with the token at `offset` of all tokens, and the token's offset in this part."""
+        parts = self.parts
+        part = parts[bisect.bisect_right(parts, offset, key=lambda one: one.tokens_before) - 1]
+        return part, offset - part.tokens_before
 
     def damaged(self, row_number: int) -> CacheError:
         """Returns the error for changed tokens. Removes the manifest: the next run writes the store again."""
@@ -166,11 +182,14 @@ class PairTable:
     @staticmethod
     def of(stores: Sequence[TokenStore]) -> "PairTable":
         """Makes a table of all pairs of the stores, one store after another."""
-        records = np.concatenate([store.records for store in stores])
-        sizes = [len(store.records) for store in stores]
+        parts = [part for store in stores for part in store.parts]
+        records = np.concatenate([part.records for part in parts])
+        sizes = [sum(len(part.records) for part in store.parts) for store in stores]
         # A column of the table has the name of a field of the records, with an "s" at its end.
         columns = {f"{name}s": np.ascontiguousarray(records[name]) for name in RECORD_DTYPE.fields or ()}
-        of_tokens = (np.concatenate(arrays) for arrays in zip(*map(_measure_tokens, stores), strict=True))
+        rows_before = [part.rows_before for part in parts]
+        columns["row_numbers"] += np.repeat(rows_before, [len(part.records) for part in parts])
+        of_tokens = (np.concatenate(arrays) for arrays in zip(*map(_measure_tokens, parts), strict=True))
         offsets, has_token_weights, chosen_scored, rejected_scored = of_tokens
         return PairTable(
             stores=tuple(stores),
@@ -193,8 +212,10 @@ class PairTable:
         for column in (self.chosen_keys, self.rejected_keys, self.weights, self.source_indices):
             digest.update(column.data)
         for store in self.stores:
-            if store.token_weights is not None:
-                digest.update(store.token_weights.data)
+            if any(part.token_weights is not None for part in store.parts):
+                for part in store.parts:
+                    ones = np.ones(len(part.tokens), dtype=WEIGHT_DTYPE)
+                    digest.update((ones if part.token_weights is None else part.token_weights).data)
                 digest.update(self.offsets.data)
         return digest.hexdigest()
 
@@ -203,7 +224,7 @@ class PairTable:
 
         Raises CacheError if they do not have the keys that the record has, so the file has changed.
         """
-        store, begin = self.stores[self.source_indices[pair]], int(self.offsets[pair])
+        store, begin = self.stores[self.source_indices[pair]].part_at(int(self.offsets[pair]))
         middle = begin + int(self.prompt_lengths[pair])
         end = middle + int(self.chosen_lengths[pair])
         prompt = store.tokens[begin:middle]
@@ -221,10 +242,11 @@ class PairTable:
     def token_weights(self, pair: int) -> tuple[TokenWeights, TokenWeights]:
         """Returns the weights of the chosen completion's tokens, and those of the rejected completion's."""
         lengths = int(self.chosen_lengths[pair]), int(self.rejected_lengths[pair])
-        weights = self.stores[self.source_indices[pair]].token_weights
+        store, begin = self.stores[self.source_indices[pair]].part_at(int(self.offsets[pair]))
+        weights = store.token_weights
         if weights is None:
             return np.ones(lengths[0], dtype=WEIGHT_DTYPE), np.ones(lengths[1], dtype=WEIGHT_DTYPE)
-        begin = int(self.offsets[pair]) + int(self.prompt_lengths[pair])
+        begin += int(self.prompt_lengths[pair])
         middle = begin + lengths[0]
         return weights[begin:middle], weights[middle : middle + lengths[1]]
 
@@ -316,12 +338,36 @@ def write_store(
             raise _WrittenMeanwhile
 
 
+def write_ranged_store(directory: Path, ranges: Sequence[TokenStore], summary: dict[str, Any]) -> None:
+    """Writes the store of a source that has these ranges, which are on disk. Raises CacheError."""
+    summary = {**summary, _LARGEST: max(one.largest_token_id for one in ranges)}
+    names = [[one.directory.name, one.rows_before] for one in ranges if one.directory is not None]
+    with written_aside(directory) as temporary:
+        temporary.mkdir()
+        content = {"checksum": content_key([names, summary]), "summary": summary, "ranges": names}
+        write_json_atomically(temporary / _MANIFEST, content)
+
+
 def open_store(directory: Path) -> TokenStore | None:
     """Opens the store in `directory`. Returns None if no store is there, or if the store is damaged."""
     manifest = read_json(directory / _MANIFEST)
     summary = manifest.get("summary") if isinstance(manifest, dict) else None
     if not isinstance(summary, dict):
         return None
+    if names := manifest.get("ranges"):
+        if manifest.get("checksum") != content_key([names, summary]):
+            return None
+        ranges: list[TokenStore] = []
+        for name, rows_before in names:
+            one, last = open_store(directory.with_name(name)), ranges[-1:]
+            if one is None:
+                return None
+            before = sum(other.tokens_before + len(other.tokens) for other in last)
+            ranges.append(replace(one, rows_before=rows_before, tokens_before=before))
+        empty = np.zeros(0, dtype=RECORD_DTYPE)
+        return TokenStore(
+            tokens=NO_TOKENS, records=empty, summary=summary, directory=directory, ranges=tuple(ranges)
+        )
     try:
         store, checksum = _map_files(directory, summary)
     except (FileNotFoundError, ValueError):  # ValueError: a file is empty or ends within an entry
@@ -348,14 +394,14 @@ def _measure_tokens(store: TokenStore) -> tuple[NDArray[Any], ...]:
     sizes = records["prompt_length"].astype(np.int64) + records["chosen_length"] + records["rejected_length"]
     offsets = np.cumsum(sizes) - sizes
     if weights is None:
-        return offsets, np.zeros(len(records), dtype=np.bool_), chosen, rejected
+        return offsets + store.tokens_before, np.zeros(len(records), dtype=np.bool_), chosen, rejected
     chosen_begins = offsets + records["prompt_length"]
     middles = chosen_begins + records["chosen_length"]
     # `reduceat` takes the values from each position to the next one. The last end is the end of the file.
     begins = np.stack((chosen_begins, middles, offsets + sizes), axis=1).ravel()[:-1]
     sums = np.add.reduceat(weights, begins, dtype=np.float64)
     differs = np.logical_or.reduceat(weights != 1, begins)
-    return offsets, differs[0::3] | differs[1::3], sums[0::3], sums[1::3]
+    return offsets + store.tokens_before, differs[0::3] | differs[1::3], sums[0::3], sums[1::3]
 
 
 def _map_files(directory: Path, summary: dict[str, Any]) -> tuple[TokenStore, str]:

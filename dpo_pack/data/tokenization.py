@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -74,6 +74,7 @@ _BATCH_ROWS = 512
 _BATCH_BYTES = 1 << 24
 _BATCHES_PER_WORKER = 2  # submitted ahead, so that no worker waits for the reader
 _Result = Callable[[], "TokenizedBatch"]
+Submit = Callable[[list[NumberedRow]], _Result]
 _CHECKED_ROWS = 100  # of so many rows, one is also encoded as a whole
 
 
@@ -566,15 +567,18 @@ def tokenize_rows(
     *,
     num_workers: int,
     max_pairs: int | None,
+    submit: Submit | None = None,
 ) -> Generator[TokenizedBatch, None, None]:
     """Yields batches in row order, until the rows end or `max_pairs` pairs are kept.
 
-    To read no rows in vain, a batch never has more rows than pairs are still missing.
+    To read no rows in vain, a batch never has more rows than pairs are still missing. `submit` is what
+    `tokenizing_workers` gives; None: the workers are started here.
     """
     wanted = sys.maxsize if max_pairs is None else max_pairs
     most_under_way = num_workers * _BATCHES_PER_WORKER if num_workers > 1 else 1
     under_way: deque[tuple[int, _Result]] = deque()
-    with _workers(settings, tokenizer, num_workers) as submit:
+    workers = nullcontext(submit) if submit else tokenizing_workers(settings, tokenizer, num_workers)
+    with workers as submit:
         while True:
             while len(under_way) < most_under_way:
                 batch, num_bytes = [], 0
@@ -596,9 +600,9 @@ def tokenize_rows(
 
 
 @contextmanager
-def _workers(
+def tokenizing_workers(
     settings: TokenizationSettings, tokenizer: Tokenizer, num_workers: int
-) -> Iterator[Callable[[list[NumberedRow]], _Result]]:
+) -> Iterator[Submit]:
     """Gives a function that starts to tokenise a batch and returns a function that waits for the result."""
     if num_workers < 2:
         yield lambda batch: partial(tokenize_batch, batch, settings, tokenizer)

@@ -143,7 +143,8 @@ def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_one_that_ch
         located = locate_source(source, "data.train.0", tmp_path / "hashes.json")
         ingestion = Ingestion(located=located, source=source, data=data, tokenizer=TOKENIZER)
         with ingestion.start():
-            return sources._store_key(ingestion, "tokenizer")
+            facts = sources._facts_of_tokens(ingestion, "tokenizer")
+        return content_key({**facts, "source": located.fingerprint})
 
     assert key(MoreOptions(path=path, added_later=1)) != key(MoreOptions(path=path))
     # Stores that earlier versions wrote are found.

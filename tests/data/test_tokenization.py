@@ -662,7 +662,7 @@ def test_a_process_that_dies_while_it_tokenises_is_one_line() -> None:
 
 
 def _die() -> None:
-    with tokenization._workers(settings("preference"), TOKENIZER, 2):
+    with tokenization.tokenizing_workers(settings("preference"), TOKENIZER, 2):
         raise BrokenProcessPool
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_run import tiny_run
 from transformers.utils import logging as transformers_logging
 
+from dpo_pack.data import sources
 from dpo_pack.model import fingerprint
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.pairs import prepare_reference
@@ -90,6 +91,20 @@ def test_what_changes_log_probs_computes_all_of_them_again(
     work = Path(shutil.copytree(filled, tmp_path / "work"))
     overrides = change(work, monkeypatch)
     assert num_computed(work / "recipe.yaml", *overrides) == NUM_SEQUENCES
+
+
+def test_rows_that_are_added_to_a_file_with_ranges_are_the_only_new_ones(
+    filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Path(shutil.copytree(filled, tmp_path / "work"))
+    lines = (work / "pairs.jsonl").read_text().splitlines()
+    shutil.rmtree(work / "cache" / "tokens")
+    monkeypatch.setattr(sources, "SMALLEST_RANGE", 4)
+    assert num_computed(work / "recipe.yaml") == 0
+    (work / "pairs.jsonl").write_text("\n".join([*lines, lines[0].replace('"ask', '"ask ask')]))
+    prepared = prepare(load_recipe(work / "recipe.yaml"), make_console(quiet=True))
+    assert prepared.data.train.stores[0].ranges and prepared.data.report["rows_tokenized"] == 1
+    assert prepare_reference(prepared).num_computed == 2
 
 
 def test_other_token_ids_are_other_sequences(filled: Path, tmp_path: Path) -> None:
