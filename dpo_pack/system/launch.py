@@ -59,6 +59,8 @@ def on_every_rank(
     num_processes = 1 if place is None and command is None else wanted_processes(wanted, place)
     if place is None and command is not None and num_processes > 1:
         raise SystemExit(start_ranks(command, num_processes))
+    if "OMP_NUM_THREADS" not in os.environ:  # torch counts cores, not the quota of a container
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     if place is not None and num_processes > 1:
         end_with_parent()
         _join(place, meet(place))

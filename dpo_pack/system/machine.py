@@ -10,7 +10,7 @@ import importlib.metadata
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -94,31 +94,37 @@ class AvailableMemory:
     total: int
 
 
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:
+    """Yields the control groups (of a container, a batch job) whose limits of "memory" or "cpu" are those of
+    this process, innermost first, and whether they are of version 1.
+
+    In a container, groups may have paths of the host: then only the last path, the mount point, has a limit.
+    """
+    for line in text_of(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        is_version_1 = controller in controllers.split(",")
+        if is_version_1 or not controllers:
+            mount = root / "sys/fs/cgroup" / (controller if is_version_1 else "")
+            own = PurePosixPath(path.lstrip("/"))
+            yield from ((mount / part, is_version_1) for part in (own, *own.parents))
+
+
 def host_memory(root: Path = Path("/")) -> AvailableMemory:
     """Returns the memory of the machine that this process may use; cached files count as free.
 
-    The smallest limit of its control groups (of a container, a batch job) counts. In a container, groups may
-    have paths of the host: then only the last path, the mount point, has a limit.
+    The smallest limit of its control groups counts.
     """
     machine = psutil.virtual_memory()
     free, total = machine.available, machine.total
-    for line in text_of(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        mount, limit_file, used_file, prefix = "sys/fs/cgroup", "memory.max", "memory.current", ""
-        if "memory" in controllers.split(","):  # version 1 of control groups
-            mount, prefix = "sys/fs/cgroup/memory", "total_"
-            limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        elif controllers:
-            continue
-        own = PurePosixPath(path.lstrip("/"))
-        for group in (root / mount / part for part in (own, *own.parents)):
-            limit, used = text_of(group / limit_file).strip(), text_of(group / used_file).strip()
-            if limit.isdecimal() and used.isdecimal():
-                cached = re.findall(
-                    rf"^{prefix}(?:in)?active_file (\d+)", text_of(group / "memory.stat"), re.M
-                )
-                free = min(free, int(limit) - int(used) + sum(map(int, cached)))
-                total = min(total, int(limit))
+    for group, is_version_1 in control_groups("memory", root):
+        limit_file, used_file, prefix = "memory.max", "memory.current", ""
+        if is_version_1:
+            limit_file, used_file, prefix = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        limit, used = text_of(group / limit_file).strip(), text_of(group / used_file).strip()
+        if limit.isdecimal() and used.isdecimal():
+            cached = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", text_of(group / "memory.stat"), re.M)
+            free = min(free, int(limit) - int(used) + sum(map(int, cached)))
+            total = min(total, int(limit))
     return AvailableMemory(free=max(0, free), total=total)
 
 

@@ -14,11 +14,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore  # as in torch.distributed, but with types
 
 from dpo_pack.system.endings import OUR_BUG, say_of_rank
+from dpo_pack.system.files import text_of
 from dpo_pack.system.interrupts import Interrupted, held_back, recorded
+from dpo_pack.system.machine import control_groups
 from dpo_pack.system.process import ALONE
 
 PARENT_PIPE = "DPO_PACK_PARENT_PIPE"  # a file descriptor; a read from it returns when the parent has ended
@@ -27,9 +30,16 @@ _SECONDS_AFTER_A_FAILURE, _SECONDS_AFTER_AN_INTERRUPTION = 5.0, 600.0
 _INTERRUPTED_STATUSES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
-def usable_cores() -> int:
-    """Returns how many cores this process may use; a scheduler may have bound it to fewer than all."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+def usable_cores(root: Path = Path("/")) -> int:
+    """Returns how many cores this process may use, at least 1; a scheduler may have bound it to fewer than
+    all, and a container's quota may be less than them (a part of a core counts as one)."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    for group, _ in control_groups("cpu", root):  # microseconds of time in a period, or no limit
+        files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of version 2, or 1
+        limit = " ".join(text_of(group / file) for file in files).split()
+        if len(limit) == 2 and all(map(str.isdecimal, limit)):
+            cores = min(cores, max(1, -(-int(limit[0]) // int(limit[1]))))
+    return cores
 
 
 def start_ranks(command: Sequence[str], num_ranks: int) -> int:

@@ -87,6 +87,23 @@ def test_the_cpu_is_used_on_a_machine_with_devices_where_accelerate_says_so(
     assert launch.wanted_processes("auto", None) == 1
 
 
+def test_one_process_has_at_most_a_thread_for_each_core_that_it_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    for cores in (3, 16):
+        monkeypatch.setattr(launch, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        with launch.on_every_rank(1, None, {}, quiet=True):
+            pass
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    with launch.on_every_rank(1, None, {}, quiet=True):
+        pass
+    assert numbers == [3, 8]
+
+
 def test_one_process_that_a_launcher_started_says_that_it_uses_one_of_the_devices(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

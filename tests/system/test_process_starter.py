@@ -22,7 +22,7 @@ from support.marks import slow
 
 from dpo_pack.system import process_starter
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.system.process_starter import end_with_parent, start_ranks
+from dpo_pack.system.process_starter import end_with_parent, start_ranks, usable_cores
 
 # A rank that says that it is ready, and does what it is told when a stop signal comes.
 _RANK = """
@@ -93,6 +93,30 @@ def test_cores_are_shared_out_unless_the_user_has_said_how(
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert start_ranks(shell(f"echo $OMP_NUM_THREADS > {tmp_path}/$RANK"), 2) == 0
     assert (tmp_path / "1").read_text() == "7\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cgroup": "0::/"}, 16),
+        ({"cgroup": "0::/", "cpu.max": "max 100000"}, 16),
+        ({"cgroup": "0::/", "cpu.max": "350000 100000"}, 4),
+        ({"cgroup": "0::/job/step", "job/cpu.max": "300000 100000", "job/step/cpu.max": "9900 100000"}, 1),
+        ({"cgroup": "0::/job", "cpu.max": "200000 100000", "job/cpu.max": "800000 100000"}, 2),
+        ({"cgroup": "4:cpu,cpuacct:/x", "cpu/x/cpu.cfs_quota_us": -1, "cpu/x/cpu.cfs_period_us": 9}, 16),
+        ({"cgroup": "4:cpu,cpuacct:/x", "cpu/cpu.cfs_quota_us": 20000, "cpu/cpu.cfs_period_us": 10000}, 2),
+        ({"cgroup": "5:cpuset:/", "cpu.max": "100000 100000"}, 16),
+    ],
+)
+def test_a_container_s_quota_of_time_counts_as_cores(
+    files: dict[str, object], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    for name, content in files.items():
+        path = tmp_path / ("proc/self/cgroup" if name == "cgroup" else f"sys/fs/cgroup/{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    assert usable_cores(tmp_path) == cores
 
 
 @pytest.mark.parametrize(("status", "seconds"), [(1, 5), (2, 5), (130, 600), (143, 600)])
