@@ -413,8 +413,8 @@ def load(recipe: AnyRecipe, overrides: Mapping[str, Any] = {}, *, trains: bool =
     """Makes a Recipe from a caller's arguments. Raises RecipeError, also if this machine lacks what it needs.
 
     Call this before torch is imported: it lets torch's CUDA allocator enlarge its blocks (segments), so rows
-    of many lengths waste less memory, and makes waiting threads of OpenMP sleep early. Settings of the user
-    are kept. vLLM's sleep mode refuses that of the allocator.
+    of many lengths waste less memory, makes waiting threads of OpenMP sleep early, and bounds what oneDNN
+    keeps. Settings of the user are kept. vLLM's sleep mode refuses that of the allocator.
     """
     from dpo_pack.recipe.load import check_environment, load_recipe, parse_recipe
 
@@ -432,6 +432,8 @@ def load(recipe: AnyRecipe, overrides: Mapping[str, Any] = {}, *, trains: bool =
         # Threads of OpenMP that wait for each other give up their core early: another process may need it.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # about 0.03 ms; else some ms
         os.environ.setdefault("KMP_BLOCKTIME", "1")  # ms; else 200
+    # oneDNN keeps compiled products by their shapes, each about 0.4 MB, and each length of a row has its own.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # else 1024
     check_environment(loaded, trains=trains)
     return loaded
 

@@ -116,7 +116,11 @@ def test_several_processes_are_not_started_behind_the_caller_s_back(name: str, r
         ({}, {}, "expandable_segments:True"),
         ({"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "7"}, {}, "expandable_segments:True"),
         ({}, {"generator": {"type": "vllm"}}, None),
-        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {}, "backend:native"),
+        (
+            {"PYTORCH_ALLOC_CONF": "backend:native", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "9"},
+            {},
+            "backend:native",
+        ),
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {}, None),
     ],
 )
@@ -125,7 +129,9 @@ def test_torch_s_surroundings_are_set_unless_the_user_or_vllm_says_otherwise(
     recipe: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(os, "environ", {**os.environ})
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+    capacity = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    allocators = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in (*allocators, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", capacity):
         os.environ.pop(name, None)
     os.environ |= before
     monkeypatch.setattr("dpo_pack.recipe.load.check_environment", lambda recipe, trains: None)
@@ -133,6 +139,7 @@ def test_torch_s_surroundings_are_set_unless_the_user_or_vllm_says_otherwise(
     api.load(recipe, {"train.max_steps": 2, "online": {**judges, **overrides} if overrides else None})
     assert os.environ.get("PYTORCH_ALLOC_CONF") == after
     assert os.environ["GOMP_SPINCOUNT"] == before.get("GOMP_SPINCOUNT", "10000")
+    assert os.environ[capacity] == before.get(capacity, "64")
 
 
 def test_pairs_and_rows_can_be_looked_at_from_python(

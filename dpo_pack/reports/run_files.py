@@ -1,13 +1,16 @@
 """Reads what `dpopack train` has left in a run's directory into plain values, for the run's page.
 
-A file that is not there or cannot be read leaves out its part of the page.
+A file that is not there or cannot be read leaves out its part of the page. Files that grow with the steps are
+streamed and thinned, so neither the page nor the memory for it grows with them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,11 @@ from dpo_pack.recipe.text import read_yaml
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import parse_json, read_json, text_of
 
+_MOST_POINTS = 2_000  # a curve has at most so many points
+_MOST_POINTS_OF_ALL_RUNS = 8_000  # of one metric in all runs, so that a page of many runs stays small
+_MOST_NOTES = 200
+_MOST_WAITING = 2**20  # lines of pairs.parquet that are added up together, or as many as there are pairs
+_SUMS = ["source", "row", "margin", "num_times", "last_step"]  # columns, added up for each source and row
 _MOST_PAIRS = 100  # with the lowest margins, on the page
 _MOST_CHARACTERS = 800  # of a text of such a pair
 _SHOWN_WHOLE = ("recipe.yaml", "run.json", "data_report.json", "packing_report.json")
@@ -36,9 +44,10 @@ class RunFiles:
     name: str
     info: Mapping[str, Any]  # run.json
     recipe: Mapping[str, Any]
-    train: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
-    evals: Mapping[str, Sequence[Mapping[str, Any]]]  # evaluation lines of metrics.jsonl, by held-out set
-    samples: Sequence[Mapping[str, Any]]
+    curves: Mapping[str, Sequence[Any]]  # of the lines of steps, see `thinned`
+    lines_per_point: int
+    evals: Mapping[str, Sequence[Mapping[str, Any]]]  # by held-out set: lines, among them the first and last
+    samples: Iterable[Mapping[str, Any]]  # of each prompt the latest from the start, and from the policy
     warnings: Sequence[tuple[int, str]]  # about the run's health, each with the step after which it was given
     notes: Sequence[str]  # warnings that only console.log has, and lines that cannot be read
     texts: Mapping[str, str]  # of _SHOWN_WHOLE
@@ -49,42 +58,88 @@ def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
     names = [path.resolve().name for path in paths]
     if len(set(names)) < len(names):
         names = list(map(str, paths))
-    return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    most = min(_MOST_POINTS, max(_MOST_POINTS_OF_ALL_RUNS // len(paths), 100))
+    return [_read_run(path, name, most) for path, name in zip(paths, names, strict=True)]
 
 
-def _read_run(path: Path, name: str) -> RunFiles:
+def _read_run(path: Path, name: str, most: int) -> RunFiles:
     info = read_json(path / "run.json")
     if info is None or "status" not in info:
         raise RunError(f"{path}: no run (no readable run.json); give the output_dir of a 'dpopack train'")
-    lines, num_unreadable = _json_lines(path / "metrics.jsonl")
-    train = [line for line in lines if line.get("split") == "train"]
+    metrics = path / "metrics.jsonl"
+    num_lines = Counter('"split": "train"' in line for line in _lines(metrics))
+    group, every = (max(1, -(-num_lines[is_train] // most)) for is_train in (True, False))
     evals: dict[str, list[Mapping[str, Any]]] = {}
-    for line in lines:
-        if line.get("split") != "train":
-            evals.setdefault(str(line.get("source")), []).append(line)
-    warnings = [(line["step"], warning) for line in train for warning in line.get("warnings", ())]
-    printed = re.findall(r"^\s*(?:Warning|Note): (.*)$", text_of(path / "console.log"), flags=re.MULTILINE)
-    notes = [note for note in dict.fromkeys(printed) if note not in {warning for _, warning in warnings}]
-    if num_unreadable:
-        notes.append(f"metrics.jsonl has {num_unreadable:,} line(s) that cannot be read; they are left out.")
+    warnings: list[tuple[int, str]] = []
+    counts: Counter[str | None] = Counter()
+
+    def train_lines() -> Iterator[Mapping[str, Any]]:
+        for line in map(_parsed, _lines(metrics)):
+            if line is not None and line.get("split") == "train":
+                warnings.extend((line["step"], warning) for warning in line.get("warnings", ()))
+                yield line
+                continue
+            source = None if line is None else str(line.get("source"))
+            if line is not None and source is not None:
+                # The latest line is always the last one; it stays if its number is a multiple of `every`.
+                kept = evals.setdefault(source, [])
+                kept[len(kept) if (counts[source] - 1) % every == 0 else -1 :] = [line]
+            counts[source] += 1
+
+    curves = thinned(train_lines(), group=group)
+    said = {warning for _, warning in warnings}
+    printed = (re.match(r"\s*(?:Warning|Note): (.*)", line) for line in _lines(path / "console.log"))
+    notes = dict.fromkeys(note[1] for note in printed if note is not None and note[1] not in said)
+    shown = list(notes)[:_MOST_NOTES]
+    if len(notes) > len(shown):
+        shown.append(f"console.log has {len(notes) - len(shown):,} more notes and warnings.")
+    if counts[None]:
+        shown.append(f"metrics.jsonl has {counts[None]:,} line(s) that cannot be read; they are left out.")
+    samples = (sample for sample in map(_parsed, _lines(path / "samples.jsonl")) if sample is not None)
+    latest = {(each["source"], each["prompt"], each["model"] == "start"): each for each in samples}
     texts = {name: text_of(path / name) for name in _SHOWN_WHOLE}
     return RunFiles(
         path=path,
         name=name,
         info=info,
         recipe=read_yaml(texts["recipe.yaml"], where=str(path / "recipe.yaml")) or {},
-        train=train,
+        curves=curves,
+        lines_per_point=group,
         evals=evals,
-        samples=_json_lines(path / "samples.jsonl")[0],
+        samples=latest.values(),
         warnings=warnings,
-        notes=notes,
+        notes=shown,
         texts=texts,
     )
 
 
-def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    lines = [parse_json(line) for line in text_of(path).encode().splitlines()]
-    return [line for line in lines if line is not None], lines.count(None)
+def _lines(path: Path) -> Iterator[str]:
+    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        yield from file
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = parse_json(line.encode())
+    return found
+
+
+def thinned(lines: Iterable[Mapping[str, Any]], *, group: int) -> dict[str, list[Any]]:
+    """Returns the means of numbers over each `group` successive lines, and as "step" the last step of each.
+
+    A value that was not finite is null in its line, and is left out of the mean.
+    """
+    curves: dict[str, list[Any]] = {"step": []}
+    lines, num_points = iter(lines), 0
+    while some := list(itertools.islice(lines, group)):
+        for metric in dict.fromkeys(itertools.chain(*some)):
+            numbers = [line[metric] for line in some if isinstance(line.get(metric), int | float)]
+            if numbers:
+                curve = curves.setdefault(metric, [])
+                curve += [None] * (num_points - len(curve))
+                curve.append(sum(numbers) / len(numbers))
+        curves["step"][num_points:] = [some[-1]["step"]]
+        num_points += 1
+    return {metric: curve + [None] * (num_points - len(curve)) for metric, curve in curves.items()}
 
 
 def lowest_margins(run: RunFiles) -> list[dict[str, Any]]:
@@ -93,20 +148,23 @@ def lowest_margins(run: RunFiles) -> list[dict[str, Any]]:
     A pair has source, row, margin (the mean: by the last one the policy knows wrong labels by heart),
     num_times, last_step and texts (prompt, chosen, rejected; None if their tokens are not at hand).
     """
-    tables = []
-    for part in sorted((run.path / "pairs.parquet").glob("part-*.parquet")):
+    sums: list[pa.Table] = []  # the first of earlier parts, added up
+    parts = sorted((run.path / "pairs.parquet").glob("part-*.parquet"))
+    for part in parts:
         with pq.ParquetFile(part) as file:  # on one thread: each run reads in the same order
-            tables.append(file.read(["source", "row", "step", "margin"], use_threads=False))
-    if not tables:
+            lines = file.read(["source", "row", "step", "margin"], use_threads=False)
+        lines = lines.filter(pc.is_finite(lines["margin"]))
+        columns = [lines["source"].cast(pa.string()), lines["row"], lines["margin"].cast(pa.float64())]
+        columns += [pa.array(np.ones(len(lines), dtype=np.int64)), lines["step"]]
+        sums.append(pa.table(columns, names=_SUMS))
+        if part is parts[-1] or sum(map(len, sums[1:])) > max(_MOST_WAITING, len(sums[0])):
+            grouped = pa.concat_tables(sums).group_by(_SUMS[:2], use_threads=False)
+            sums = [grouped.aggregate([("margin", "sum"), ("num_times", "sum"), ("last_step", "max")])]
+            sums[0] = sums[0].select([*_SUMS[:2], "margin_sum", "num_times_sum", "last_step_max"])
+            sums[0] = sums[0].rename_columns(_SUMS)
+    if not sums:
         return []
-    lines = pa.concat_tables(tables)
-    lines = lines.filter(pc.is_finite(lines["margin"]))
-    lines = lines.set_column(0, "source", lines["source"].cast(pa.string()))
-    pairs = lines.group_by(["source", "row"], use_threads=False).aggregate(
-        [("margin", "mean"), ("margin", "count"), ("step", "max")]
-    )
-    pairs = pairs.select(["source", "row", "margin_mean", "margin_count", "step_max"])
-    pairs = pairs.rename_columns(["source", "row", "margin", "num_times", "last_step"])
+    pairs = sums[0].set_column(2, "margin", pc.divide(sums[0]["margin"], sums[0]["num_times"]))
     order = [("margin", "ascending"), ("source", "ascending"), ("row", "ascending")]
     lowest = pairs.sort_by(order).slice(0, _MOST_PAIRS).to_pylist()
     texts = _texts(run, [(pair["source"], pair["row"]) for pair in lowest])

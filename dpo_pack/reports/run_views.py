@@ -12,8 +12,6 @@ from dpo_pack.reports.tables import Cells
 from dpo_pack.system.console import format_rate, format_seconds
 
 _Values = list[float | None]
-_MOST_POINTS = 2_000  # a curve has at most so many points
-_MOST_POINTS_OF_ALL_RUNS = 8_000  # of one metric in all runs, so that a page of many runs stays small
 
 # The metrics of each chart, by its title. A metric of evaluations, which have intervals, begins with "eval ".
 CHARTS = {
@@ -120,14 +118,12 @@ def chart_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
 
     Its values are [values], or of an evaluation [values, lower bounds, upper bounds].
     """
-    most = min(_MOST_POINTS, max(_MOST_POINTS_OF_ALL_RUNS // len(runs), 100))
-    groups, metrics = [], [metric for chart in CHARTS.values() for metric in chart]
-    tracks: list[tuple[int, list[str], list[Any], dict[str, Any]]] = []  # run, its names, steps, values
+    metrics = [metric for chart in CHARTS.values() for metric in chart]
+    tracks: list[tuple[int, list[str], Sequence[Any], dict[str, Any]]] = []  # run, its names, steps, values
     for number, run in enumerate(runs):
         names = [run.name] if len(runs) > 1 else []
-        groups.append(max(1, -(-len(run.train) // most)))
-        curves = thinned(run.train, metrics, group=groups[-1])
-        tracks.append((number, names, curves.pop("step"), {metric: [curves[metric]] for metric in curves}))
+        curves = {metric: [_rounded(run.curves[metric])] for metric in metrics if metric in run.curves}
+        tracks.append((number, names, run.curves["step"], curves))
         for held_out, lines in run.evals.items():
             there = {metric for line in lines for metric in line.get("intervals", {})}
             values = {f"eval {metric}": _with_interval(lines, metric) for metric in there}
@@ -147,30 +143,15 @@ def chart_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
         "steps": [steps for _, _, steps, _ in tracks],
         "charts": charts,
         "warnings": sorted({step for run in runs for step, _ in run.warnings}),
-        "lines_per_point": max(groups),
+        "lines_per_point": max(run.lines_per_point for run in runs),
     }
-
-
-def thinned(lines: Sequence[Mapping[str, Any]], metrics: Sequence[str], *, group: int) -> dict[str, _Values]:
-    """Returns the means of metrics over each `group` successive lines, and as "step" the last step of each.
-
-    A value that was not finite is null in its line, and is left out of the mean. A metric that no line has is
-    left out.
-    """
-    groups = [lines[start : start + group] for start in range(0, len(lines), group)]
-    curves: dict[str, _Values] = {"step": [some[-1]["step"] for some in groups]}
-    for metric in metrics:
-        parts = [[line[metric] for line in some if line.get(metric) is not None] for some in groups]
-        if any(parts):
-            curves[metric] = [_rounded(sum(part) / len(part)) if part else None for part in parts]
-    return curves
 
 
 def _with_interval(lines: Sequence[Mapping[str, Any]], metric: str) -> list[_Values]:
     intervals = [line.get("intervals", {}).get(metric) or (None, None) for line in lines]
     columns = [[line.get(metric) for line in lines], *zip(*intervals, strict=True)]
-    return [[_rounded(value) for value in column] for column in columns]
+    return [_rounded(column) for column in columns]
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")
+def _rounded(values: Sequence[float | None]) -> _Values:
+    return [None if value is None else float(f"{value:.5g}") for value in values]

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.store import join_pairs, write_store
 from dpo_pack.packing.lengths import Group
+from dpo_pack.reports import run_files
 from dpo_pack.reports.pages import run_page, write_run_page
-from dpo_pack.reports.run_files import lowest_margins, read_runs
-from dpo_pack.reports.run_views import thinned
+from dpo_pack.reports.run_files import lowest_margins, read_runs, thinned
 from dpo_pack.system.errors import RunError
 
 WARNING = "both rewards are falling. Lower optim.lr"
@@ -153,8 +154,49 @@ def test_more_than_2000_lines_become_means_of_successive_lines_and_the_page_says
     page = run_page([write_run(tmp_path / "run", num_steps=4100)])
     assert len(drawn(page)["steps"][0]) == 1367
     assert "Each point is the mean of 3 logged steps" in said(page)
-    lines = [{"step": n, "loss": v} for n, v in ((1, 1.0), (2, None), (3, 2.0), (4, 4.0), (5, 123456.7))]
-    assert thinned(lines, ("loss", "entropy"), group=2) == {"step": [2, 4, 5], "loss": [1, 3, 123460]}
+    lines: list[Row] = [
+        {"step": n, "loss": v} for n, v in ((1, 1.0), (2, None), (3, 2.0), (4, 4.0), (5, 123456.7))
+    ]
+    assert thinned(lines, group=2) == {"step": [2, 4, 5], "loss": [1, 3, 123456.7]}
+    late: list[Row] = [{"step": 1}, {"step": 2, "entropy": 1}, {"step": 3, "entropy": None}, {"step": 4}]
+    assert thinned(late, group=1) == {"step": [1, 2, 3, 4], "entropy": [None, 1, None, None]}
+
+
+def test_of_many_evaluations_the_first_the_last_and_evenly_many_between_them_are_kept(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{**evaluation(step, 0.5), "source": name} for step in range(11) for name in ("a", "b")]
+    write_lines(run / "metrics.jsonl", lines)
+    monkeypatch.setattr(run_files, "_MOST_POINTS", 8)
+    kept = {name: [line["step"] for line in of] for name, of in read_runs([run])[0].evals.items()}
+    assert kept == {"a": [0, 3, 6, 9, 10], "b": [0, 3, 6, 9, 10]}
+
+
+def test_of_many_notes_the_first_are_shown_and_the_others_counted(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = "".join(f"  Note: {name}\nstep 1\n" for name in ("moo", "moo", "baa", "cluck", "quack"))
+    (run / "console.log").write_text(log)
+    monkeypatch.setattr(run_files, "_MOST_NOTES", 2)
+    assert read_runs([run])[0].notes == ["moo", "baa", "console.log has 2 more notes and warnings."]
+
+
+@pytest.mark.slow
+def test_the_page_of_a_run_ten_times_as_long_is_as_large_and_needs_as_much_memory(tmp_path: Path) -> None:
+    sizes, peaks = [], []
+    for num_steps in (5_000, 50_000):
+        run = write_run(tmp_path / str(num_steps), num_steps=num_steps)
+        (run / "console.log").write_text("step 1\n" * num_steps)
+        write_lines(
+            run / "samples.jsonl",
+            [{"step": s, "source": "h", "prompt": "why?", "completion": "so", "model": "policy"}
+             for s in range(num_steps)],
+        )  # fmt: skip
+        tracemalloc.start()
+        sizes.append(len(run_page([run])))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert sizes[1] < 1.2 * sizes[0] and peaks[1] < 1.3 * peaks[0]
 
 
 def test_nothing_from_a_run_can_end_the_script_or_become_markup(run: Path) -> None:
@@ -203,7 +245,11 @@ def keep_tokens(run: Path, prompts: list[str]) -> None:
     (run / "data_report.json").write_text(json.dumps({"train": {"sources": [source]}}), encoding="utf-8")
 
 
-def test_the_pairs_with_the_lowest_mean_margins_come_first_with_their_text(run: Path) -> None:
+@pytest.mark.parametrize("most_waiting", [0, 2**20])
+def test_the_pairs_with_the_lowest_mean_margins_come_first_with_their_text(
+    most_waiting: int, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_files, "_MOST_WAITING", most_waiting)
     nan = float("nan")
     write_pairs(run, [1.0, -7.0, nan, -5.0], [-3.0, 1.0, nan, nan])
     keep_tokens(run, ["red moon", "blue sun", "one", "two <b>"])
