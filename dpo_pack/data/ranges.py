@@ -16,7 +16,6 @@ from collections import Counter, deque
 from collections.abc import Container, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,8 @@ from dpo_pack.system.errors import CacheError
 
 SMALLEST_RANGE, LARGEST_RANGE = 1 << 14, 1 << 18  # rows; the last range of a source may be smaller
 MORE_ROWS = 1 << 16  # after the smallest range, one row of so many ends it
-# Of an Ingestion; dropped rows and faults are also saved.
-_SAVED = ("num_rows", "num_kept", "counts", "dropped_counts", "columns", "mapping")
+# What the summary of a range's store has of its Ingestion, and `rows_before`.
+_SAVED = ("num_rows", "num_kept", "counts", "faults", "dropped_counts", "dropped_rows", "columns", "mapping")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +149,9 @@ def _write(
         if part.num_kept == 0:
             raise _NothingKept
 
+    before = {"rows_before": rows_before}
     with suppress(_NothingKept):
-        write_store(path, pairs(), partial(_saved, part, rows_before))
+        write_store(path, pairs(), lambda: {name: getattr(part, name) for name in _SAVED} | before)
     store = open_store(path)
     if store is None and part.num_kept:
         raise CacheError(f"{path} was removed or damaged while it was written; run again")
@@ -168,31 +168,17 @@ def _usable(path: Path, ingestion: Ingestion) -> TokenStore | None:
     return None if any(map(counted.stops_run, dropped)) else store
 
 
-def _saved(part: Ingestion, rows_before: int) -> dict[str, Any]:
-    """Returns the counts of a range, JSON-able. Numbers of rows begin with 1 in each range."""
-    dropped = part.dropped_rows.items()
-    return {
-        **{name: getattr(part, name) for name in _SAVED},
-        "dropped_rows": {reason: [number - rows_before for number in numbers] for reason, numbers in dropped},
-        "faults": {
-            name: {**fault, "first_row": fault["first_row"] - rows_before}
-            for name, fault in part.faults.items()
-        },
-    }
-
-
 def _add(ingestion: Ingestion, saved: Mapping[str, Any], rows_before: int) -> None:
-    """Adds what `_saved` has returned for a range with so many rows before it."""
+    """Adds the counts that were saved with a range, which now has so many rows before it."""
+    shift = rows_before - saved["rows_before"]
     ingestion.num_cached += saved["num_rows"]
     ingestion.num_rows += saved["num_rows"]
     ingestion.num_kept += saved["num_kept"]
-    ingestion.counts.update(saved["counts"])
-    ingestion.dropped_counts.update(saved["dropped_counts"])
-    ingestion.columns.update(saved["columns"])
-    ingestion.mapping.update(saved["mapping"])
+    for name in ("counts", "dropped_counts", "columns", "mapping"):
+        getattr(ingestion, name).update(saved[name])
     for reason, numbers in saved["dropped_rows"].items():
         listed = ingestion.dropped_rows.setdefault(reason, [])
-        listed += [number + rows_before for number in numbers][: LISTED_ROWS - len(listed)]
+        listed += [number + shift for number in numbers][: LISTED_ROWS - len(listed)]
     for name, fault in saved["faults"].items():
-        first = {"pairs": 0, "first_row": fault["first_row"] + rows_before}
+        first = {"pairs": 0, "first_row": fault["first_row"] + shift}
         ingestion.faults.setdefault(name, first)["pairs"] += fault["pairs"]
