@@ -1,4 +1,4 @@
-"""Compiled layers and selective checkpointing.
+"""Compiled layers and kinds of checkpointing.
 
 All layers of one class use the same compiled function, which takes rows of any length. torch does not compile
 `row_attention`, because a row's segments (lengths as Python numbers) would become constants of the code. So
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -44,6 +44,21 @@ def keep_products() -> tuple[Any, Any]:
 
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
     return contexts
+
+
+def keep_inputs_on_host(checkpoint: Callable[..., Any], layer: Callable[..., Any], *inputs: Any) -> Any:
+    """Runs `checkpoint(layer, *inputs)`. Until the backward pass, the inputs are in the host's memory."""
+
+    def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        # Copies wait in the device's queue, and the host waits for none, because its memory is pinned.
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return tensor.device, host.copy_(tensor, non_blocking=True)
+
+    def back(kept: tuple[torch.device, Tensor]) -> Tensor:
+        return kept[1].to(kept[0], non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(to_host, back):
+        return checkpoint(layer, *inputs)
 
 
 def compiler_obstacle(device: torch.device) -> str | None:

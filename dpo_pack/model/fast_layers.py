@@ -22,6 +22,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
@@ -200,15 +201,50 @@ def apply_liger(model: PreTrainedModel) -> None:
                 _replaced.setdefault(code.__name__, {}).setdefault(key, plain)
 
 
-def last_feed_forward(model: PreTrainedModel) -> tuple[nn.Module, nn.Module] | None:
-    """Returns (the last decoder layer, its feed-forward block); None if the block is not one module."""
+def feed_forwards(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module | None]]:
+    """Returns (decoder layer, its feed-forward block) of each layer; None if the block is not one module."""
     num_layers = model.config.get_text_config().num_hidden_layers
     lists = [m for m in text_model(model).modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    if not lists:
-        return None
-    layer = lists[0][-1]
-    blocks = [block for name, block in layer.named_children() if name in ("mlp", "feed_forward", "ffn")]
-    return (layer, blocks[0]) if len(blocks) == 1 else None
+    found = []
+    for layer in lists[0] if lists else ():
+        blocks = [block for name, block in layer.named_children() if name in ("mlp", "feed_forward", "ffn")]
+        found.append((layer, blocks[0] if len(blocks) == 1 else None))
+    return found
+
+
+def last_feed_forward(model: PreTrainedModel) -> tuple[nn.Module, nn.Module] | None:
+    """Returns (the last decoder layer, its feed-forward block); None if the block is not one module."""
+    for layer, block in feed_forwards(model)[-1:]:
+        return None if block is None else (layer, block)
+    return None
+
+
+def tile_feed_forwards(model: PreTrainedModel, num_tokens: int, *, has_experts: bool) -> None:
+    """Makes feed-forward blocks compute at most `num_tokens` tokens at a time, in place; the backward pass
+    computes each tile once more. Raises UnsupportedModelError."""
+    blocks = [block for _, block in feed_forwards(model)]
+    if has_experts or not blocks or None in blocks:
+        raise UnsupportedModelError(
+            f"model.mlp_tile_tokens: not every layer of {type(model).__name__} has a feed-forward block that "
+            "computes each token by itself; leave it out"
+        )
+    for block in filter(None, blocks):
+        block.forward = functools.partial(_tiling(), block.forward, num_tokens)
+
+
+@functools.cache
+def _tiling() -> Callable[..., Tensor]:
+    # One object, because torch would compile the layers again for another.
+    tiling: Callable[..., Tensor] = torch.compiler.disable(_in_tiles, reason="rows have many lengths")
+    return tiling
+
+
+def _in_tiles(whole: Callable[..., Tensor], num_tokens: int, features: Tensor) -> Tensor:
+    num_tiles = -(-features.shape[:-1].numel() // num_tokens)
+    if num_tiles <= 1:
+        return whole(features)
+    tiles = features.tensor_split(num_tiles, dim=1)  # [B, L, D] along L
+    return torch.cat([checkpoint(whole, tile, use_reentrant=False) for tile in tiles], dim=1)
 
 
 def trim_last_layer(model: PreTrainedModel) -> None:

@@ -36,13 +36,14 @@ from dpo_pack.model.attention import (
     register_attention,
     select_backend,
 )
-from dpo_pack.model.compiling import keep_products, text_model
+from dpo_pack.model.compiling import keep_inputs_on_host, keep_products, text_model
 from dpo_pack.model.config import attention_needs, check_packs, own_attention, replace_settings, routes_tokens
 from dpo_pack.model.fast_layers import (
     apply_liger,
     cast_experts,
     experts_note,
     speed_up_linears,
+    tile_feed_forwards,
     trim_last_layer,
 )
 from dpo_pack.model.load_report import check_report, check_tied, whole_reports
@@ -127,6 +128,8 @@ def load_model(
     config: PretrainedConfig | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     refuses_unused: bool = False,
+    activation_offload: bool = False,
+    mlp_tile_tokens: int | None = None,
 ) -> LoadedModel:
     """Loads a causal LM for packed rows or padded batches, with a new or a saved adapter if given.
 
@@ -196,6 +199,8 @@ def load_model(
         apply_liger(model)
     if device.type == "cpu":
         speed_up_linears(model)
+    if mlp_tile_tokens is not None:
+        tile_feed_forwards(model, mlp_tile_tokens, has_experts=routes_tokens(config))
     if packed:
         wrap_recurrent_layers(model)
         trim_last_layer(model)
@@ -204,7 +209,8 @@ def load_model(
     if reads_weights:
         scorer.to(weights_on)
     if gradient_checkpointing:
-        _checkpoint_activations(model, keeps_products=gradient_checkpointing == "selective")
+        is_selective = gradient_checkpointing == "selective"
+        _checkpoint_activations(model, keeps_products=is_selective, offloads=activation_offload)
     return LoadedModel(scorer=scorer, attention=choice, replaced=replaced, notes=notes + said)
 
 
@@ -269,8 +275,11 @@ def _build_model(
     return model, notes if weights_on.type == "meta" else notes + check_tied(model)
 
 
-def _checkpoint_activations(model: PreTrainedModel, *, keeps_products: bool) -> None:
-    """Makes layers recompute activations; with `keeps_products` all but matrix products and attention."""
+def _checkpoint_activations(
+    model: PreTrainedModel, *, keeps_products: bool = False, offloads: bool = False
+) -> None:
+    """Makes layers recompute activations; with `keeps_products` all but matrix products and attention, with
+    `offloads` from inputs that the host keeps."""
     settings: dict[str, Any] = {"use_reentrant": False}
     if keeps_products:
         settings["context_fn"] = keep_products
@@ -280,6 +289,9 @@ def _checkpoint_activations(model: PreTrainedModel, *, keeps_products: bool) -> 
         model.gradient_checkpointing_enable(settings)
     for module in model.modules():  # transformers recomputes in training mode only
         module.training = bool(vars(module).get("gradient_checkpointing"))
+        if offloads and module.training:
+            plain: Any = module._gradient_checkpointing_func
+            vars(module)["_gradient_checkpointing_func"] = partial(keep_inputs_on_host, plain)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from dpo_pack.recipe.text import Tree
 # start with data.on_bad_row: error, there are no bad rows.)
 NEUTRAL_KEYS: tuple[str, ...] = (
     "output_dir", "model.attention", "model.gradient_checkpointing", "model.compile", "model.kernels",
-    "model.unused_tensors", "reference.cache_dir", "reference.token_budget", "data.on_bad_row",
+    "model.activation_offload", "model.mlp_tile_tokens", "model.unused_tensors",
+    "reference.cache_dir", "reference.token_budget", "data.on_bad_row",
     "data.num_workers", "train.eval_every_steps", "train.eval_precision", "train.stop_on_nonfinite",
     "checkpoint", "logging", "export",
     "distributed.num_processes", "distributed.strategy", "distributed.hybrid", "distributed.cpu_offload",

@@ -56,6 +56,12 @@ class ModelRecipe(types.Section):
     gradient_checkpointing: bool | Literal["selective"] = False
     """Recompute activations in the backward pass: less memory, more time. selective: all but the results of
     matrix products and attention, which take most of the time; not with compiled layers."""
+    activation_offload: bool = False
+    """Keep layers' inputs in the host's memory until the backward pass, for pairs of tens of thousands of
+    tokens; needs gradient_checkpointing: true."""
+    mlp_tile_tokens: types.TokenCount | None = None
+    """Compute feed-forward blocks this many tokens at a time, e.g. 8192, and once more in the backward pass,
+    for such pairs, too; not for mixtures of experts. null: all tokens at once."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the layers and the work on logits with torch.compile; a start is seconds to minutes longer.
     auto: on CUDA, if a C++ compiler and triton are there and a small row compiles."""
@@ -228,6 +234,11 @@ class Recipe(types.Section):
         if model.compile is True and model.gradient_checkpointing == "selective":
             remedy = "set model.gradient_checkpointing: true, because selective cannot see compiled products"
             yield "model.compile", f"not with model.gradient_checkpointing: selective; {remedy}"
+        if model.activation_offload and model.gradient_checkpointing is not True:
+            yield "model.activation_offload", "needs model.gradient_checkpointing: true; set it, too"
+        if model.mlp_tile_tokens is not None and model.gradient_checkpointing == "selective":
+            remedy = "set model.gradient_checkpointing: true, because tiles are computed again"
+            yield "model.mlp_tile_tokens", f"not with model.gradient_checkpointing: selective; {remedy}"
         for key in ("path", "sync"):
             if reference.is_changed(key) and not self.loss.needs_reference:
                 losses = ", ".join(name for name, _ in self.loss.terms)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -53,6 +53,7 @@ _NUM_LINEARS, _NUM_NORM_READERS = 7, 5
 _STEPS_SEARCHED = 500  # `largest_row` searches these first steps; packed rows are nearly full in all steps
 # The part of free memory for a step with gathered shards: an estimate of activations can be 1/4 too low.
 _GATHERED_SHARE = 0.75
+_TILE_TOKENS = 8192  # that is offered as model.mlp_tile_tokens
 _GATHERING = {True: "all for the whole step", False: "layer by layer"}
 
 
@@ -114,6 +115,8 @@ class MemoryFacts:
     precision: Precision
     optimizer: str = "adamw"
     gradient_checkpointing: bool | Literal["selective"] = False
+    activation_offload: bool = False
+    mlp_tile_tokens: int | None = None
     cpu_offload: bool = False
     accumulate_unsharded: bool = False
     lora_rank: int | None = None  # rank of the policy's adapter; None if the whole model is trained
@@ -139,7 +142,8 @@ def estimate_memory(facts: MemoryFacts) -> dict[str, float]:
     activations = shape.num_layers * layer  # `selective` counts as if layers kept everything: an upper limit
     if facts.gradient_checkpointing is True:  # layers keep their input; the last norm input and result
         number = 4 if precision.casts_weights else precision.activations.itemsize
-        activations = layer + (shape.num_layers + 2.0) * facts.row_tokens * shape.hidden * number
+        num_kept = 1 if facts.activation_offload else shape.num_layers
+        activations = layer + (num_kept + 2.0) * facts.row_tokens * shape.hidden * number
     # A quantised layer is restored for one product at a time; autocast keeps no copies of all layers.
     num_cast = 1 if facts.gradient_checkpointing or facts.bits is not None else shape.num_layers
     return {
@@ -199,7 +203,7 @@ def layer_bytes(facts: MemoryFacts) -> float:
     inputs = 2.0 * shape.hidden * product  # linear layers that read the same norm keep one input together
     if precision.casts_weights:  # autocast makes a copy for each
         inputs = _NUM_NORM_READERS * shape.hidden * product
-    elif not trains_model and product == 2:  # so does an fp32 adapter
+    elif not trains_model and product == 2 and precision.autocast is None:  # so does an fp32 adapter
         inputs = 4 * (_NUM_NORM_READERS * shape.hidden + shape.attention / 2 + shape.feed_forward / 3)
     # A gated block keeps four vectors; linear layers read or write three of them.
     feed_forward = 4 / 3 * shape.feed_forward * product
@@ -207,7 +211,8 @@ def layer_bytes(facts: MemoryFacts) -> float:
         feed_forward = (4 / 3 * shape.feed_forward + 2 * shape.active_experts * shape.hidden) * residual
     # Keys and values are repeated for all query heads.
     attention = (facts.row_tokens + facts.row_keys) * shape.attention * product
-    return facts.row_tokens * (norms + inputs + feed_forward + 4 * shape.recurrent) + attention
+    in_block = min(facts.row_tokens, facts.mlp_tile_tokens or facts.row_tokens)
+    return facts.row_tokens * (norms + inputs + 4 * shape.recurrent) + in_block * feed_forward + attention
 
 
 def _head_bytes(facts: MemoryFacts) -> float:
@@ -265,6 +270,8 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
         precision=policy.precision,
         optimizer=recipe.optim.name,
         gradient_checkpointing=policy.gradient_checkpointing,
+        activation_offload=policy.activation_offload,
+        mlp_tile_tokens=policy.mlp_tile_tokens,
         cpu_offload=recipe.distributed.cpu_offload,
         accumulate_unsharded=recipe.distributed.accumulate_unsharded,
         lora_rank=lora_rank,
@@ -388,20 +395,31 @@ def fitting_rows(
     facts: MemoryFacts, longest_pair: int, available_bytes: float, *, rows_per_step: int | None = None
 ) -> Iterator[tuple[str, float]]:
     """Yields recipe overrides with which the run fits, and the bytes that it then needs: the largest token
-    budget, and gradient checkpointing. A budget below the longest pair saves nothing: a pair is never cut."""
+    budget, and gradient checkpointing; if neither is enough, what else makes activations smaller. A budget
+    below the longest pair saves nothing: a pair is never cut."""
     whole = facts.row_tokens
     budgets = range(min(longest_pair, whole), whole + 1)
-    tried = {"": facts}
-    if facts.gradient_checkpointing is not True:
-        tried["model.gradient_checkpointing=true"] = replace(facts, gradient_checkpointing=True)
+    recompute: dict[str, Any] = {"gradient_checkpointing": True}
+    can_tile = facts.mlp_tile_tokens is None and not facts.shape.active_experts
+    tile: dict[str, Any] = {"mlp_tile_tokens": _TILE_TOKENS} if can_tile else {}
+    offload = recompute | {"activation_offload": True}
 
     def needed(changed: MemoryFacts, tokens: int) -> float:
         keys, scored = (round(tokens / whole * size) for size in (facts.row_keys, facts.row_scored))
         shorter = replace(changed, row_tokens=tokens, row_keys=keys, row_scored=scored)
         return sum(estimate_memory(shorter).values())
 
-    for overrides, changed in tried.items():
+    tried: list[MemoryFacts] = []
+    fits = False
+    for changes in ({}, recompute, offload, recompute | tile, offload | tile):
+        changed = replace(facts, **changes)
+        if changed in tried or (fits and len(changes) > 1):
+            continue
+        tried.append(changed)
         if num_fitting := bisect_right(budgets, available_bytes, key=partial(needed, changed)):
+            fits = True
+            new = {key: value for key, value in changes.items() if getattr(facts, key) != value}
+            overrides = " ".join(f"model.{key}={str(value).lower()}" for key, value in new.items())
             tokens = budgets[num_fitting - 1]
             if tokens < whole:
                 overrides += f" packing.token_budget={tokens}"

@@ -82,6 +82,8 @@ class ModelFacts:
     kernels: str = "none"
     compile: bool | Literal["auto"] = False
     gradient_checkpointing: bool | Literal["selective"] = False
+    activation_offload: bool = False
+    mlp_tile_tokens: int | None = None
     refuses_unused: bool = False  # tensors of the checkpoint
     keeps_squares: bool = False  # the scorer also gives what `loss.weighting: wpo` needs
 
@@ -188,6 +190,8 @@ def resolve_model(
         kernels=settings.kernels,
         compile=settings.compile,
         gradient_checkpointing=settings.gradient_checkpointing,
+        activation_offload=settings.activation_offload,
+        mlp_tile_tokens=settings.mlp_tile_tokens,
         refuses_unused=settings.unused_tensors == "error",
         keeps_squares=recipe.loss.weighting == "wpo",
     )
@@ -268,6 +272,8 @@ def load_weights(
             attention=model.attention,
             packed=model.is_packed,
             gradient_checkpointing=model.gradient_checkpointing,
+            activation_offload=model.activation_offload,
+            mlp_tile_tokens=model.mlp_tile_tokens,
             device=device,
             recipe_key=model.recipe_key,
             adapter=adapter or model.adapter,

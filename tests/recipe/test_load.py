@@ -169,6 +169,8 @@ def test_the_reference_in_docs_is_up_to_date() -> None:
         (["output_dir=elsewhere", "logging.every_steps=5", "checkpoint.resume=never"], []),
         (["logging.trackers=[wandb]", "checkpoint.every_steps=3", "distributed.num_processes=2"], []),
         (["model.attention=sdpa", "model.gradient_checkpointing=true"], []),
+        (["model.gradient_checkpointing=true", "model.activation_offload=true"], []),
+        (["model.mlp_tile_tokens=4096"], []),
         (["model.dtype=bfloat16"], ["model.dtype"]),
         (["reference.cache_dir=c", "reference.token_budget=5", "data.num_workers=0"], []),
         (["reference.path=org/other"], ["reference.path"]),

@@ -57,6 +57,15 @@ REFUSED: list[tuple[str, str, str]] = [
     ("model.lora={dropout: 0.1}, loss.type=aot", "model.lora.dropout", "loss.type aot"),
     ("model.lora={dropout: 0.1}, packing.merge_prompts=true", "model.lora.dropout", "packing.merge_prompts"),
     ("model.compile=true, model.gradient_checkpointing=selective", "model.compile", "selective"),
+    ("model.activation_offload=true", "model.activation_offload", "model.gradient_checkpointing: true"),
+    (
+        "model={path: a, activation_offload: true, gradient_checkpointing: selective}",
+        "model.activation_offload", "model.gradient_checkpointing: true",
+    ),
+    (
+        "model={path: a, mlp_tile_tokens: 64, gradient_checkpointing: selective}",
+        "model.mlp_tile_tokens", "selective",
+    ),
     ("model={path: a, quantize: nf4, lora: {}}, distributed.strategy=fsdp2", "distributed.strategy", "ddp"),
     ("model={path: a, quantize: nf4, lora: {r: 4}}, reference.sync={}", "reference.sync", "model.quantize"),
     (

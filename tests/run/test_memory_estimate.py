@@ -24,7 +24,7 @@ from support.tiny_run import tiny_run
 from torch import Tensor, nn
 
 import dpo_pack.run.memory_estimate as memory
-from dpo_pack.model.scorer import LoadedModel, resolve_precision
+from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
 from dpo_pack.model.shape import model_shape, num_parameters, without_weights
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.memory_estimate import (
@@ -315,7 +315,8 @@ def test_the_largest_budget_that_fits_is_told_and_that_checkpointing_is_enough(
         # Checkpointing alone is not enough: with the largest rows beside it.
         (False, 1000, 131, ["model.gradient_checkpointing=true packing.token_budget=\\d+"]),
         (True, 1000, 131, ["packing.token_budget=\\d+"]),
-        (True, 8192, 131, []),
+        (True, 8192, 131, ["model.activation_offload=true"]),
+        (True, 8192, 126, []),
         # A longer pair of another rank.
         (False, 10_000, 140, ["model.gradient_checkpointing=true"]),
         (False, 1000, 80, []),
@@ -328,6 +329,31 @@ def test_of_shorter_rows_and_checkpointing_only_what_fits_is_told(
     found = list(fitting_rows(facts, longest_pair, gib * GIB, rows_per_step=None))
     assert len(found) == len(expected) and all(num_bytes <= gib * GIB for _, num_bytes in found)
     assert all(re.fullmatch(form, told) for form, (told, _) in zip(expected, found, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected"),
+    [
+        (141, ["model.gradient_checkpointing=true"]),
+        (80, ["model.gradient_checkpointing=true model.activation_offload=true"]),
+        (
+            48,
+            ["model.gradient_checkpointing=true model.activation_offload=true model.mlp_tile_tokens=8192"],
+        ),
+        (40, []),
+    ],
+)
+def test_a_pair_of_131072_tokens_that_does_not_fit_is_told_the_keys_for_long_pairs(
+    gib: int, expected: list[str], eight_billion: MemoryShape
+) -> None:
+    precision = Precision(parameters=torch.bfloat16, autocast=torch.bfloat16)
+    facts = plain(eight_billion, precision=precision, lora_rank=16)
+    facts = replace(facts, row_tokens=132_072, row_keys=262_144, row_scored=2000)
+    found = list(fitting_rows(facts, 132_072, gib * GIB))
+    assert [told for told, _ in found] == expected
+    mixture = replace(facts, shape=replace(eight_billion, active_experts=8.0))
+    offered = [told for free in range(40, 500, 20) for told, _ in fitting_rows(mixture, 132_072, free * GIB)]
+    assert any("offload" in told for told in offered) and not any("tile" in told for told in offered)
 
 
 def test_in_scope_epoch_shorter_rows_come_with_more_of_them(eight_billion: MemoryShape) -> None:

@@ -109,7 +109,14 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     "ld_alpha": {"none": (), "0.25": ("loss.ld_alpha=0.25",)},
     "weights": {"equal": (), "given": ("data.train.0.columns={weight: importance}",)},
     "tokens": {"all": (), "weighted": ("data.train.0.path=${recipe_dir}/weighted.jsonl",)},
-    "activations": {"kept": (), "recomputed": ("model.gradient_checkpointing=true",)},
+    "activations": {
+        "kept": (),
+        "recomputed": (  # and whatever goes with that
+            "model.gradient_checkpointing=true",
+            "model.activation_offload=true",
+            "model.mlp_tile_tokens=16",
+        ),
+    },
     "processes": {
         "one": (),
         "two with copies": ("distributed.strategy=ddp",),

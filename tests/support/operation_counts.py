@@ -76,7 +76,7 @@ def row_costs(
 ) -> tuple[Costs, Costs]:
     """(forward, backward) of one row of 69 tokens on a tiny model of the family with so many layers."""
     register_attention()
-    with FakeTensorMode(), _as_on_cuda():
+    with FakeTensorMode(), as_on_cuda():
         model = AutoModelForCausalLM.from_config(
             tiny_config(family, num_hidden_layers=num_layers), attn_implementation=ATTENTION_NAME, dtype=dtype
         )
@@ -115,7 +115,7 @@ def _row() -> Row:
 
 
 @contextmanager
-def _as_on_cuda() -> Iterator[None]:
+def as_on_cuda() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scorer_module, "HEAD_BOUNDS", {"cpu": HEAD_BOUNDS["cuda"]})
         patch.setattr("dpo_pack.model.fast_layers._onednn_product", lambda: None)

@@ -1,0 +1,231 @@
+"""model.activation_offload and model.mlp_tile_tokens: the same gradients, with less memory for long pairs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.loading import load_usual
+from support.operation_counts import as_on_cuda
+from support.tiny_models import VOCABULARY, tiny_model
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import dpo_pack.model.compiling as compiling
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
+from dpo_pack.model.compiling import compile_layers
+from dpo_pack.model.fast_layers import tile_feed_forwards, trim_last_layer
+from dpo_pack.model.layout import Row, packed_row, padded_row
+from dpo_pack.model.loading import _checkpoint_activations
+from dpo_pack.model.lora import LoraSettings, attach_adapter
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.lengths import Group
+from dpo_pack.proofs.rows import proof_groups
+from dpo_pack.system.errors import UnsupportedModelError
+
+CPU = torch.device("cpu")
+OFFLOAD: dict[str, Any] = {"gradient_checkpointing": True, "activation_offload": True}
+TILES: dict[str, Any] = {"mlp_tile_tokens": 16}
+SETTINGS = {"offload": OFFLOAD, "tiles": TILES, "both": OFFLOAD | TILES}
+DROPOUT = LoraSettings(r=4, alpha=8.0, dropout=0.5, target_modules="all-linear", seed=0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True, suppress_errors=False):
+        yield
+    register_attention()
+
+
+def rows(*, packed: bool = True) -> list[Row]:
+    torch.manual_seed(0)
+    groups = proof_groups(VOCABULARY)
+    parts = groups, groups[:1], groups[:2], groups[1:]
+    return [
+        packed_row(part, CPU, share_prompt=True) if packed else padded_row(part, device=CPU) for part in parts
+    ]
+
+
+def gradients(scorer: CompletionLogps, rows: list[Row]) -> dict[str, Tensor]:
+    torch.manual_seed(1)  # of dropout
+    sums = torch.cat([scorer(row).sums for row in rows])
+    (sums * torch.linspace(-1.0, 1.0, len(sums))).sum().backward()
+    return {name: p.grad for name, p in scorer.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("adapter", [None, DROPOUT])
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize(
+    ("family", "packed"),
+    [
+        ("llama", True),
+        pytest.param("gemma3_text", False, marks=pytest.mark.slow),
+        pytest.param("lfm2", True, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_are_those_of_whole_layers(
+    family: str, packed: bool, kind: str, adapter: LoraSettings | None, tmp_path: Path
+) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    settings: dict[str, Any] = {"packed": packed, "adapter": adapter}
+    if adapter is not None and "mlp_tile_tokens" in SETTINGS[kind]:  # dropout is drawn in another order
+        settings["adapter"] = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules="all-linear", seed=0)
+    expected = gradients(load_usual(tmp_path, **settings).scorer, rows(packed=packed))
+    found = gradients(load_usual(tmp_path, **settings, **SETTINGS[kind]).scorer, rows(packed=packed))
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        assert (grad - expected[name]).norm() <= 1e-6 * expected[name].norm() + 1e-9, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_compiled_layers_take_rows_of_all_lengths_without_a_new_graph(kind: str, tmp_path: Path) -> None:
+    tiny_model("llama", num_hidden_layers=4).save_pretrained(tmp_path)
+    expected = gradients(load_usual(tmp_path).scorer, rows())
+    scorer = load_usual(tmp_path, **SETTINGS[kind]).scorer
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_layers(scorer.model, backend=keep)
+    first, *others = rows()
+    gradients(scorer, [first])
+    num_graphs = len(graphs)
+    scorer.zero_grad()
+    found = gradients(scorer, [first, *others])
+    assert len(graphs) == num_graphs > 0
+    for name, grad in found.items():
+        assert (grad - expected[name]).norm() <= 1e-6 * expected[name].norm() + 1e-9, name
+
+
+def test_the_host_keeps_one_input_of_each_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("llama", num_hidden_layers=3).save_pretrained(tmp_path)
+    scorer, row = load_usual(tmp_path, **OFFLOAD).scorer, rows()[0]
+    kept: list[torch.Size] = []
+    plain = torch.autograd.graph.saved_tensors_hooks
+
+    def spied(to_host: Any, back: Any) -> Any:
+        return plain(lambda tensor: (kept.append(tensor.shape), to_host(tensor))[1], back)
+
+    monkeypatch.setattr(compiling.torch.autograd.graph, "saved_tensors_hooks", spied)
+    scorer(row)
+    width = scorer.model.config.hidden_size
+    assert kept == 3 * [torch.Size([1, row.num_tokens, width])]
+
+
+def test_experts_are_not_computed_in_tiles(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"^model\.mlp_tile_tokens: .*Qwen3Moe.*leave it out"):
+        load_usual(tmp_path, **TILES)
+
+
+# ------------------------------------------------------------------------------------ counted on fake tensors
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors that live at a time, and those that the host keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self.now = self.peak = self.moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.count(leaf)
+        return result
+
+    def count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage not in self.known:
+            self.known[storage] = None
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.free, storage.nbytes())
+
+    def free(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+def count_bytes(
+    num_layers: int, monkeypatch: pytest.MonkeyPatch, *, offloads: bool, tiles: bool
+) -> LiveBytes:
+    """Of an 8B Llama's layers with an adapter on a bf16 base, as on CUDA: one row of one pair forward and
+    backward, with a prompt of 130,072 tokens and completions of 1,000."""
+    random = np.random.default_rng(0)
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
+        config = LlamaConfig(
+            vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=num_layers,
+            num_attention_heads=32, num_key_value_heads=8,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16
+        )
+        settings = LoraSettings(r=16, alpha=32.0, dropout=0.0, target_modules="all-linear", seed=0)
+        monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_, **__: self)  # by swapping tensors
+        adapter = attach_adapter(
+            model, settings, base="a", revision=None, recipe_key="model.path", reads_weights=True
+        )
+        if tiles:
+            tile_feed_forwards(model, 8192, has_experts=False)
+        trim_last_layer(model)
+        scorer = CompletionLogps(
+            model, backend=BACKENDS["torch_varlen"], autocast=torch.bfloat16, adapter=adapter
+        ).eval()
+        _checkpoint_activations(model, offloads=offloads)
+        live = LiveBytes()
+
+        def to_host(tensor: Tensor) -> tuple[Any, ...]:
+            live.moved += tensor.nbytes
+            return tensor.shape, tensor.dtype
+
+        def back(kept: tuple[Any, ...]) -> Tensor:
+            tensor = torch.empty(kept[0], dtype=kept[1])
+            live.moved += tensor.nbytes
+            return tensor
+
+        plain = torch.autograd.graph.saved_tensors_hooks
+        # On fake tensors of a CPU the host's memory is the device's, so its tensors have no bytes here.
+        monkeypatch.setattr(
+            compiling.torch.autograd.graph, "saved_tensors_hooks", lambda *_: plain(to_host, back)
+        )
+        prompt, *completions = (random.integers(3, 1000, length) for length in (130_072, 1000, 1000))
+        completions[0][0], completions[1][0] = 1, 2
+        row = packed_row([Group(context=prompt, completions=tuple(completions))], CPU, share_prompt=True)
+        for parameter in model.parameters():
+            live.count(parameter)
+        with live:
+            sums = scorer(row).sums
+            sums.backward(gradient=torch.ones_like(sums))
+        monkeypatch.undo()
+    return live
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("offloads", "tiles", "peak", "moved"),
+    [(False, False, 89.3, 0), (True, False, 60.2, 64.5), (False, True, 69.6, 0), (True, True, 38.5, 64.5)],
+)
+def test_the_memory_of_a_pair_of_131072_tokens_is_that_of_the_table(
+    offloads: bool, tiles: bool, peak: float, moved: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of docs/memory.md, in GiB: what 32 layers take, from the counts of two and of three."""
+    few, many = (count_bytes(number, monkeypatch, offloads=offloads, tiles=tiles) for number in (2, 3))
+    found = [
+        (29 * (after - before) + after) / 2**30
+        for before, after in ((few.peak, many.peak), (few.moved, many.moved))
+    ]
+    assert found == [pytest.approx(peak, abs=0.1), pytest.approx(moved, abs=0.1)]
