@@ -24,21 +24,23 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM
 
 from dpo_pack.losses import make_objective
-from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, register_attention
 from dpo_pack.model.attention.flash import supports_window_and_scale
 from dpo_pack.model.attention.segments import _Take, on_device
-from dpo_pack.model.fast_layers import cast_experts, trim_last_layer
+from dpo_pack.model.fast_layers import cast_experts, tile_feed_forwards, trim_last_layer
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.loading import _checkpoint_activations
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, HeadTransform, WantedStatistics, _ChunkedLogps
 from dpo_pack.model.lora import LoraSettings, attach_adapter
-from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.model.quantize import compute_restored
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.model.shape import router_balance
 from dpo_pack.packing.lengths import Group
 from dpo_pack.recipe.training import LossRecipe
 from dpo_pack.training.batches import GlobalBatch, PairRow
 from dpo_pack.training.metrics import column, join_values, pair_values
 from dpo_pack.training.optim import NonfiniteGuard, build_optimizer, clip_gradients
+from dpo_pack.training.references import LiveReference
 from dpo_pack.training.step_loss import begin_step_loss, score_pairs
 
 pytestmark = pytest.mark.cuda_build
@@ -54,14 +56,15 @@ def _fake() -> Iterator[None]:
         yield
 
 
-def make_row() -> Row:
+def make_row(*, num_completions: int = 2) -> Row:
     random = np.random.default_rng(0)
 
     def ids(length: int) -> np.ndarray:
         drawn: np.ndarray = random.integers(3, VOCABULARY, length)
         return drawn
 
-    groups = [Group(context=ids(9), completions=(ids(5), ids(7))) for _ in range(3)]
+    completions = [ids(length) for length in (5, 7, 6)[:num_completions]]
+    groups = [Group(context=ids(9), completions=tuple(completions)) for _ in range(3)]
     return packed_row(groups, CUDA, share_prompt=True)
 
 
@@ -171,10 +174,11 @@ STEPS = [
     *(("llama", "fp32", loss, "") for loss in ("wpo", "ld_alpha", "aot")),
     *(
         ("llama", "fp32", "sigmoid", other)
-        for other in ("checkpointing", "selective", "lora", "merged", "weights")
+        for other in ("checkpointing", "selective", "lora", "merged", "weights", "offload", "tiles", "moving")
     ),
     ("qwen3", "bf16", "sigmoid", "checkpointing"),
     ("llama", "bf16", "sigmoid", "lora"),
+    ("llama", "bf16", "sigmoid", "qlora"),
     ("qwen3_moe", "fp32", "sigmoid", "router"),
 ]
 
@@ -192,9 +196,13 @@ def test_a_whole_step_waits_for_no_device(
             tiny_config(family), attn_implementation=ATTENTION_NAME, dtype=dtype
         )
     cast_experts()
+    if other == "tiles":
+        tile_feed_forwards(model, 16, has_experts=False)
     trim_last_layer(model)
     adapter = None
-    if other == "lora":
+    if other == "qlora":
+        _quantise(model)
+    if other in ("lora", "qlora"):
         settings = LoraSettings(r=4, alpha=8, dropout=0.0, target_modules="all-linear", seed=0)
         monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_, **__: self)  # by swapping tensors
         with CUDA:
@@ -206,8 +214,9 @@ def test_a_whole_step_waits_for_no_device(
         model, backend=BACKENDS["torch_varlen"], autocast=autocast, adapter=adapter,
         wanted=WantedStatistics(squares=loss == "wpo"),
     ).eval()  # fmt: skip
-    if other in ("checkpointing", "selective"):
-        _checkpoint_activations(model, keeps_products=other == "selective")
+    if other in ("checkpointing", "selective", "offload"):
+        _checkpoint_activations(model, keeps_products=other == "selective", offloads=other == "offload")
+    reference = moving_reference(family, autocast) if other == "moving" else None
     router = None
     if other == "router":
         router = router_balance(model, 0.01)
@@ -222,9 +231,11 @@ def test_a_whole_step_waits_for_no_device(
     batch = GlobalBatch(
         epoch=0.0, num_pairs=6, num_rows=2, num_tokens=100, mean_chosen_tokens=5.0, rows=rows, row_pairs=[],
     )  # fmt: skip
+    if reference is not None:
+        batch = reference.score_batch(batch)
     step = begin_step_loss(objective, batch, scorer, router, device=CUDA)
     values = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(batch.rows, start=1):
         output = scorer(row.row)
         pairs = score_pairs(objective, output, row)
         losses, share = step.of_row(number, output, pairs)
@@ -235,14 +246,49 @@ def test_a_whole_step_waits_for_no_device(
     guard.check(1, column(joined, "loss"), norm, batch.pair_indices, optimizer)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    if reference is not None:
+        reference.follow(scorer, step=1)
     assert norm.is_cuda and joined.is_cuda
     with torch.no_grad():
         score_pairs(objective, scorer(rows[0].row), rows[0])
 
 
+def moving_reference(family: str, autocast: torch.dtype | None) -> LiveReference:
+    choice = BackendChoice(name="torch_varlen", reason="")
+    loaded = LoadedModel(scorer=make_scorer(family, autocast=autocast), attention=choice, replaced={})
+    return LiveReference(model=loaded, device=CUDA, follow_every=1, mixup=0.6)
+
+
+def _quantise(model: Any) -> None:
+    """Gives the layers bitsandbytes' weights in nf4 with quantised scales: without values, so not by it."""
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Linear4bit
+
+    model.is_loaded_in_4bit = model.is_quantized = True
+    for module in model.base_model.modules():
+        if type(module) is torch.nn.Linear:
+            length = module.weight.numel()
+            num_blocks = -(-length // 64)
+            scales = QuantState(
+                absmax=torch.zeros(-(-num_blocks // 256), device=CUDA), blocksize=256, dtype=torch.float32,
+                code=torch.zeros(256, device=CUDA),
+            )  # fmt: skip
+            packed = torch.zeros(length // 2, 1, dtype=torch.uint8, device=CUDA)
+            weight: Any = torch.nn.Parameter(packed, requires_grad=False)
+            weight.quant_state = QuantState(
+                absmax=torch.zeros(num_blocks, dtype=torch.uint8, device=CUDA), blocksize=64,
+                shape=module.weight.shape, code=torch.zeros(16, device=CUDA), dtype=torch.bfloat16,
+                quant_type="nf4", offset=torch.zeros((), device=CUDA), state2=scales,
+            )  # fmt: skip
+            weight.compress_statistics, weight.quant_type = True, "nf4"
+            module.__class__, module.weight = Linear4bit, weight
+            vars(module)["compute_dtype"] = torch.bfloat16
+    compute_restored(model)
+
+
 def pair_row(kind: str) -> PairRow:
-    """Three pairs; "merged": two of them share the chosen completion; "weights": tokens have weights."""
-    row = make_row()
+    """Three pairs; "merged": two share prompt and chosen completion; "weights": tokens have weights."""
+    row = make_row(num_completions=3 if kind == "merged" else 2)
     if kind == "router":
         row = replace(row, token_copies=torch.ones(row.num_tokens, device=CUDA))
     scored = len(row.targets)
@@ -252,7 +298,7 @@ def pair_row(kind: str) -> PairRow:
 
     index = token_index = None
     if kind == "merged":
-        index = on_device(np.asarray([0, 1, 0, 3, 4, 5]), CUDA)
+        index = on_device(np.asarray([0, 1, 0, 2, 3, 4]), CUDA)
         token_index = on_device(np.arange(scored), CUDA)
     return PairRow(
         row=row, sequence_index=index, token_index=token_index,

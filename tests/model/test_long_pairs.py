@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import dpo_pack.model.compiling as compiling
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.compiling import compile_layers
 from dpo_pack.model.fast_layers import tile_feed_forwards, trim_last_layer
@@ -116,9 +115,13 @@ def test_the_host_keeps_one_input_of_each_layer(tmp_path: Path, monkeypatch: pyt
     plain = torch.autograd.graph.saved_tensors_hooks
 
     def spied(to_host: Any, back: Any) -> Any:
-        return plain(lambda tensor: (kept.append(tensor.shape), to_host(tensor))[1], back)
+        def seen(tensor: Tensor) -> Any:
+            kept.append(tensor.shape)
+            return to_host(tensor)
 
-    monkeypatch.setattr(compiling.torch.autograd.graph, "saved_tensors_hooks", spied)
+        return plain(seen, back)
+
+    monkeypatch.setattr("torch.autograd.graph.saved_tensors_hooks", spied)
     scorer(row)
     width = scorer.model.config.hidden_size
     assert kept == 3 * [torch.Size([1, row.num_tokens, width])]
@@ -199,9 +202,7 @@ def count_bytes(
 
         plain = torch.autograd.graph.saved_tensors_hooks
         # On fake tensors of a CPU the host's memory is the device's, so its tensors have no bytes here.
-        monkeypatch.setattr(
-            compiling.torch.autograd.graph, "saved_tensors_hooks", lambda *_: plain(to_host, back)
-        )
+        monkeypatch.setattr("torch.autograd.graph.saved_tensors_hooks", lambda *_: plain(to_host, back))
         prompt, *completions = (random.integers(3, 1000, length) for length in (130_072, 1000, 1000))
         completions[0][0], completions[1][0] = 1, 2
         row = packed_row([Group(context=prompt, completions=tuple(completions))], CPU, share_prompt=True)
