@@ -56,7 +56,7 @@ from benchmarking.process import (
 )
 from benchmarking.report import PADDED, TRL_BEST, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, machine, other_work
-from benchmarking.shapes import SHAPES, flops_shape
+from benchmarking.shapes import SHAPES, flops_shape, shape_config
 from benchmarking.work import Work, forward_parts, work_of
 from benchmarking.workloads import HH_VOCABULARY, WORKLOADS, Workload, make_workload
 
@@ -86,6 +86,7 @@ class Plan:
     finalists: int  # how many of TRL's fastest settings are measured beside dpo-pack
     with_ablations: bool
     also: Sequence[str]  # more settings of dpo-pack to measure
+    fewest_steps: int = FEWEST_STEPS
     series: int = 0  # how often four runs on the same pairs are measured
     targets: dict[str, float] = field(default_factory=dict)  # contender -> our least speed-up
     prediction: str = ""  # what was expected, written before the measurement
@@ -100,10 +101,10 @@ class Plan:
         if uneven:
             raise SystemExit(f"--num-pairs, --sweep-pairs: {uneven[0]} is no multiple of {step} pairs a step")
         timed = min(self.setting.num_pairs, self.sweep_pairs) // step - self.setting.warmup_steps
-        if timed < FEWEST_STEPS:
+        if timed < self.fewest_steps:
             raise SystemExit(
                 f"--num-pairs, --sweep-pairs: {timed} timed steps are too few to rank by; at least "
-                f"{step * (FEWEST_STEPS + self.setting.warmup_steps)} pairs make {FEWEST_STEPS}"
+                f"{step * (self.fewest_steps + self.setting.warmup_steps)} pairs make {self.fewest_steps}"
             )
         if wrong := [size for size in self.microbatches if step % size]:
             raise SystemExit(f"--microbatches: {wrong[0]} does not divide {step} pairs a step")
@@ -123,7 +124,9 @@ def main(
     output: Annotated[Path, typer.Option(help="Writes OUTPUT.json and OUTPUT.md.")],
     workload: Annotated[str, typer.Option(help=", ".join(WORKLOADS))] = "hh-like",
     pairs: Annotated[Path | None, typer.Option(help="HH-RLHF's transcript rows, for --workload hh.")] = None,
-    model: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "7m",
+    model: Annotated[
+        str, typer.Option(help=f"{', '.join(SHAPES)}, or a directory with a model and its tokenizer.")
+    ] = "7m",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     parameters: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     lora: Annotated[bool, typer.Option(help="Train adapters of rank 16 on all linear layers.")] = False,
@@ -142,6 +145,9 @@ def main(
         int, typer.Option(min=1, help="So many of TRL's fastest settings of the sweep take turns with ours.")
     ] = 2,
     token_budgets: Annotated[str, typer.Option(help="Ours; the best of several is used.")] = "8192",
+    fewest_steps: Annotated[
+        int, typer.Option(min=1, help="Timed steps of a run that ranks settings; fewer are refused.")
+    ] = FEWEST_STEPS,
     warmup_steps: Annotated[
         int, typer.Option(help="Steps at the start that are not timed; with 0, nothing of TRL's is compiled.")
     ] = 1,
@@ -182,13 +188,16 @@ def main(
         directory = work or Path(scratch)
         pairs_made = make_workload(
             workload,
-            directory / f"{workload}-{model}-{num_pairs}",
+            directory / f"{workload}-{Path(model).name}-{num_pairs}",
             num_pairs=max(num_pairs, sweep_pairs),
-            vocabulary=SHAPES[model]["vocab_size"],
+            vocabulary=shape_config(model).vocab_size,
             hh_pairs=pairs,
+            tokenizer="" if model in SHAPES else model,
         )
-        model_directory = directory / f"model-{model}-{parameters}"
-        save_model(model, model_directory, parameters=parameters, device=device)
+        model_directory = Path(model)
+        if model in SHAPES:
+            model_directory = directory / f"model-{model}-{parameters}"
+            save_model(model, model_directory, parameters=parameters, device=device)
         setting = Setting(
             workload=str(pairs_made.directory),
             model=str(model_directory),
@@ -213,6 +222,7 @@ def main(
             finalists=finalists,
             with_ablations=with_ablations,
             also=also or [],
+            fewest_steps=fewest_steps,
             series=series,
             targets={
                 name: times for name, times in ((TRL_BEST, target_trl), (PADDED, target_padded)) if times
@@ -296,7 +306,7 @@ class Facts:
         shape = flops_shape(model)
         work = work_of(shape, lengths, lora=setting.lora)
         fields = {
-            "title": f"{plan.workload.name}, {model} model, {setting.device}",
+            "title": f"{plan.workload.name}, {Path(model).name} model, {setting.device}",
             "command": " ".join(["python", *sys.argv]),
             "date": datetime.date.today().isoformat(),
             "machine": machine(),
@@ -569,7 +579,7 @@ def _peak(plan: Plan, repeat: int) -> dict[str, float]:
 def _check_choices(workload: str, pairs: Path | None, model: str, device: str, parameters: str) -> None:
     choices = {
         "--workload": (workload, WORKLOADS),
-        "--model": (model, tuple(SHAPES)),
+        "--model": (model, (model,) if Path(model, "config.json").is_file() else tuple(SHAPES)),
         "--device": (device, ("cpu", "cuda")),
         "--parameters": (parameters, ("float32", "bfloat16")),
     }
@@ -578,7 +588,7 @@ def _check_choices(workload: str, pairs: Path | None, model: str, device: str, p
             raise SystemExit(f"{option}: {value!r} is none of {', '.join(allowed)}")
     if (workload == "hh") != (pairs is not None):
         raise SystemExit("--pairs: --workload hh needs HH-RLHF's rows, and no other workload takes any")
-    if workload == "hh" and SHAPES[model]["vocab_size"] < HH_VOCABULARY:
+    if workload == "hh" and model in SHAPES and SHAPES[model]["vocab_size"] < HH_VOCABULARY:
         raise SystemExit(
             f"--model: {model} has fewer tokens than HH's ids; --workload hh-like has ids for it"
         )

@@ -4,12 +4,17 @@ python scripts/measure_settings.py products         fp32 through MKL and oneDNN,
 python scripts/measure_settings.py head-chunks      tokens of a chunk of the output head: model/logps.py
 python scripts/measure_settings.py gradient-sums    rows adding up in bf16: docs/memory.md
 python scripts/measure_settings.py checkpoints      written while training goes on: docs/running.md
+python scripts/measure_settings.py threads          that wait for each other, GOMP_SPINCOUNT: docs/running.md
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +24,10 @@ from typing import Any
 
 import torch
 import typer
+from benchmarking.contenders import Setting, ours, trl
+from benchmarking.process import measure, save_model
+from benchmarking.shapes import shape_config
+from benchmarking.workloads import make_workload
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -250,6 +259,45 @@ def checkpoints(num_parameters: int = 25_000_000, repeats: int = 6) -> None:
                 writer.wait()
         meanwhile = f", next three steps {statistics.median(slow_steps):.2f} s each" if slow_steps else ""
         print(f"asynchronous: {in_background}: training waits {statistics.median(waits):.2f} s{meanwhile}")
+
+
+@app.command()
+def threads(num_pairs: int = 64, repeats: int = 3, busy: int = 2, model: str = "7m") -> None:
+    """GOMP_SPINCOUNT in both trainers, alone and beside busy processes, in turns: pairs/s and CPU seconds."""
+    print("| trainer | busy processes | turn | default: pairs/s, CPU s | 10000: pairs/s, CPU s |")
+    print("|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as directory:
+        pairs, weights = Path(directory, "pairs"), Path(directory, "model")
+        vocabulary = shape_config(model).vocab_size
+        workload = make_workload("hh-like", pairs, num_pairs=num_pairs, vocabulary=vocabulary, hh_pairs=None)
+        save_model(model, weights, parameters="float32", device="cpu")
+        setting = Setting(
+            workload=str(pairs),
+            model=str(weights),
+            num_pairs=num_pairs,
+            pairs_per_step=num_pairs // 4,
+            max_length=workload.max_length,
+            device="cpu",
+            parameters="float32",
+            lora=False,
+            gradient_checkpointing=False,
+            warmup_steps=1,
+        )
+        for num_busy, contender in itertools.product((0, busy), (ours(8192), trl(1, precompute=True))):
+            others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_busy)]
+            try:
+                for turn in range(repeats):
+                    cells = []
+                    for spin in ({}, {"GOMP_SPINCOUNT": "10000"}):
+                        os.environ.pop("GOMP_SPINCOUNT", None)
+                        os.environ.update(spin)
+                        (run,) = measure([contender], setting)
+                        cells.append(f"{1 / run.seconds_a_pair(warmup_steps=1):.2f}, {run.cpu_seconds:.1f}")
+                    print(f"| {contender.name} | {num_busy} | {turn + 1} | {' | '.join(cells)} |", flush=True)
+            finally:
+                for other in others:
+                    other.kill()
+                    other.wait()
 
 
 if __name__ == "__main__":

@@ -95,6 +95,7 @@ class Measurement:
         None  # from the start of the process to the first step, reference left out
     )
     computed_tokens: int = 0  # in the training forwards, padding included
+    cpu_seconds: float = 0.0  # of all threads, in the reference pass and all steps
     peak_memory_bytes: int = 0  # on CUDA: allocated on the device, else: of the process
     losses: list[float] = field(default_factory=list)  # [steps], like the next fields
     grad_norms: list[float] = field(default_factory=list)

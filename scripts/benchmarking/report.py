@@ -239,10 +239,16 @@ def _targets(report: Report) -> str:
 
 def _turns(report: Report) -> str:
     """Every measurement that the table's medians are of."""
-    lines = ["Every turn, pairs/s, in the order of measuring:", ""]
+    lines = ["Every turn, pairs/s, in the order of measuring, and CPU seconds of reference and steps:", ""]
+    own = next(iter(report.runs.values()))
     for name, runs in report.runs.items():
         rates = [run.failure or f"{_rate(run, report):.2f}" for run in runs]
-        lines.append(f"- {name}: {', '.join(rates)}")
+        line = f"- {name}: {', '.join(rates)}"
+        if all(run.cpu_seconds for run in (*own, *runs)):  # no run failed
+            ratios = [its.cpu_seconds / ours.cpu_seconds for its, ours in zip(runs, own, strict=True)]
+            line += f"; {', '.join(f'{run.cpu_seconds:.0f}' for run in runs)} CPU s"
+            line += f", {statistics.median(ratios):.2f} times those of dpo-pack" if runs is not own else ""
+        lines.append(line)
     return "\n".join([*lines, ""])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,9 +44,11 @@ def run_dpo_pack(
     """Measure it in this process; `spawned_at` is when the process was started (Unix time)."""
     begun = time.time()
     graphs: list[int] = []  # compiled until the end of each step
+    cpu_seconds: list[float] = []
     trainer = train_without_export(
         make_recipe(contender, setting, scratch),
         after_step=lambda _: graphs.append(counters["stats"]["unique_graphs"]),
+        cpu_seconds=cpu_seconds,
     )
     startup_seconds = None
     if spawned_at is not None:
@@ -63,6 +66,7 @@ def run_dpo_pack(
         step_tokens=[int(tokens[plan.pairs(step)].sum()) for step in range(len(steps))],
         reference_seconds=trainer.log.reference_seconds,
         startup_seconds=startup_seconds,
+        cpu_seconds=sum(cpu_seconds),
         computed_tokens=sum(plan.sizes.tokens_in(row) for ranks in plan for rows in ranks for row in rows),
         losses=[step["loss"] for step in steps],
         grad_norms=[step["grad_norm"] for step in steps],
@@ -73,20 +77,33 @@ def run_dpo_pack(
     )
 
 
-def train_without_export(recipe: Recipe, *, after_step: AfterStep | None = None) -> Trainer:
+def train_without_export(
+    recipe: Recipe, *, after_step: AfterStep | None = None, cpu_seconds: list[float] | None = None
+) -> Trainer:
     """Train as `dpopack train` does, but leave the model where it is; the trainer when it is over.
 
     A compiled model makes its code, for the reference and for training, before the reference pass begins, so
-    that this counts as start-up, where `dpopack train` makes it on the first rows.
+    that this counts as start-up, where `dpopack train` makes it on the first rows. `cpu_seconds` gets
+    those of the reference pass and those of the steps.
     """
     finished: list[Trainer] = []
+    run_steps = Trainer.run_steps
+
+    def counted(work: Callable[..., Any], *arguments: Any) -> Any:
+        begun = time.process_time()
+        result = work(*arguments)
+        if cpu_seconds is not None:
+            cpu_seconds.append(time.process_time() - begun)
+        return result
 
     def prepare_warmed(setup: Setup, policy: LoadedModel | None) -> ReferencePass:
         if policy is not None:
             warm_up(policy, setup.device)
-        return prepare_reference(setup, policy)
+        filled: ReferencePass = counted(prepare_reference, setup, policy)
+        return filled
 
     with (
+        patch.object(Trainer, "run_steps", lambda *arguments: counted(run_steps, *arguments)),
         patch.object(Trainer, "finish", lambda trainer: finished.append(trainer)),
         patch.object(dpo_pack.trainer, "prepare_reference", prepare_warmed),
     ):

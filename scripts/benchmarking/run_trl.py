@@ -32,6 +32,7 @@ def run_trl(contender: Contender, setting: Setting, scratch: Path, spawned_at: f
             contender=contender.name,
             pairs=len(trainer.train_dataset),
             reference_seconds=clock.reference_seconds,
+            cpu_seconds=clock.cpu_seconds,
         )
     trainer.training_step = clock.around_microbatches(trainer.training_step)
     trainer.train()
@@ -50,6 +51,7 @@ def run_trl(contender: Contender, setting: Setting, scratch: Path, spawned_at: f
         step_tokens=clock.step_tokens,
         reference_seconds=clock.reference_seconds,
         startup_seconds=startup_seconds,
+        cpu_seconds=clock.cpu_seconds,
         computed_tokens=clock.computed_tokens,
         losses=[line["loss"] for line in logged],
         grad_norms=[line["grad_norm"] for line in logged],
@@ -91,6 +93,7 @@ class Clock:
         self.device = setting.device
         self.microbatches_a_step = microbatches_a_step
         self.reference_seconds = 0.0
+        self.cpu_seconds = 0.0
         self.computed_tokens = 0
         self.first_step_at = 0.0
         self.step_tokens: list[int] = []
@@ -103,9 +106,10 @@ class Clock:
         def timed(trainer: Any, dataset: Any, name: str, batch_size: int) -> Any:
             # A first batch loads kernels and libraries; in dpo-pack the proofs do this.
             precompute(trainer, dataset.select(range(batch_size)), name, batch_size)
-            begun = self._now()
+            begun, cpu_begun = self._now(), time.process_time()
             result = precompute(trainer, dataset, name, batch_size)
             self.reference_seconds += self._now() - begun
+            self.cpu_seconds += time.process_time() - cpu_begun
             return result
 
         return timed
@@ -113,7 +117,9 @@ class Clock:
     def around_microbatches(self, training_step: Any) -> Any:
         def timed(model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
             if self._num_microbatches % self.microbatches_a_step == 0:
-                self.first_step_at = self.first_step_at or time.time()
+                if not self.first_step_at:
+                    self.first_step_at = time.time()
+                    self.cpu_seconds -= time.process_time()
                 self._marks.append(self._now())
                 self.step_tokens.append(0)
             self._num_microbatches += 1
@@ -126,6 +132,7 @@ class Clock:
     def finish(self) -> None:
         """The last step is over."""
         self._marks.append(self._now())
+        self.cpu_seconds += time.process_time()
 
     def step_seconds(self) -> list[float]:
         return [end - begin for begin, end in zip(self._marks, self._marks[1:], strict=False)]

@@ -108,9 +108,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(name: str) -> Any:
-    """The transformers config of a shape."""
+    """The transformers config of a shape, or of a model on disk."""
     from transformers import AutoConfig
 
+    if name not in SHAPES:
+        return AutoConfig.from_pretrained(name)
     ids = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     return AutoConfig.for_model(**{**SHAPES[name], **ids})
 

@@ -139,18 +139,30 @@ class Workload:
 
 
 def make_workload(
-    name: str, directory: Path, *, num_pairs: int, vocabulary: int, hh_pairs: Path | None, seed: int = 0
+    name: str,
+    directory: Path,
+    *,
+    num_pairs: int,
+    vocabulary: int,
+    hh_pairs: Path | None,
+    tokenizer: str = "",
+    seed: int = 0,
 ) -> Workload:
-    """Write the workload into `directory`, or take the same one that is there. Exits when HH rows lack."""
+    """Write the workload into `directory`, or take the same one that is there. Exits when HH rows lack.
+
+    `tokenizer`: a directory with one for HH's texts; empty: it is trained on them.
+    """
     request = {"name": name, "num_pairs": num_pairs, "vocabulary": vocabulary, "seed": seed}
+    request |= {"tokenizer": tokenizer} if tokenizer else {}
     if (directory / "workload.json").is_file():
         made = json.loads((directory / "workload.json").read_text(encoding="utf-8"))
         if made.pop("request") == request:
             return Workload(directory=directory, **made)
     if name == "hh":
         assert hh_pairs is not None
-        pairs = hh_token_ids(hh_pairs, num_pairs)
-        max_length, origin = MIXES["hh-like"].max_length, _hh_origin(hh_pairs)
+        pairs = hh_token_ids(hh_pairs, num_pairs, tokenizer)
+        own = "the model's tokenizer" if tokenizer else "a byte-level BPE of their own text"
+        max_length, origin = MIXES["hh-like"].max_length, f"{_hh_origin(hh_pairs)}, by {own}"
     else:
         pairs = list(synthetic_token_ids(MIXES[name].draw(num_pairs, seed=seed), vocabulary, seed=seed))
         max_length = MIXES[name].max_length
@@ -183,8 +195,10 @@ def synthetic_token_ids(lengths: PairLengths, vocabulary: int, *, seed: int) -> 
         yield ids(int(prompt)), [*ids(int(chosen) - 1), EOS_ID], [*ids(int(rejected) - 1), EOS_ID]
 
 
-def hh_token_ids(path: Path, num_pairs: int) -> list[TokenIds]:
-    """The first usable HH-RLHF rows of at most the workload's length, by a tokenizer trained on them."""
+def hh_token_ids(path: Path, num_pairs: int, tokenizer_directory: str = "") -> list[TokenIds]:
+    """The first usable HH-RLHF rows of at most the workload's length, by the tokenizer in a directory, or by
+    one that is trained on them.
+    """
     limit, rows = MIXES["hh-like"].max_length, []
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
         for line in lines:
@@ -195,12 +209,18 @@ def hh_token_ids(path: Path, num_pairs: int) -> list[TokenIds]:
             rows.append((str(pair.prompt), str(pair.chosen), str(pair.rejected)))
             if len(rows) == 2 * num_pairs:  # some of them are too long
                 break
-    tokenizer = _byte_level_bpe(text for row in rows for text in row)
+    if tokenizer_directory:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(tokenizer_directory)
+        tokenizer, eos = loaded.backend_tokenizer, loaded.eos_token_id
+    else:
+        tokenizer, eos = _byte_level_bpe(text for row in rows for text in row), EOS_ID
     pairs: list[TokenIds] = []
     for row in rows:
-        prompt, chosen, rejected = (tokenizer.encode(text).ids for text in row)
+        prompt, chosen, rejected = (tokenizer.encode(text, add_special_tokens=False).ids for text in row)
         if len(prompt) + max(len(chosen), len(rejected)) < limit and len(pairs) < num_pairs:
-            pairs.append((prompt, [*chosen, EOS_ID], [*rejected, EOS_ID]))
+            pairs.append((prompt, [*chosen, eos], [*rejected, eos]))
     if len(pairs) < num_pairs:
         raise SystemExit(f"--pairs: {path} has {len(pairs)} usable rows, not {num_pairs}; set --num-pairs")
     return pairs
@@ -208,11 +228,12 @@ def hh_token_ids(path: Path, num_pairs: int) -> list[TokenIds]:
 
 def _hh_origin(path: Path) -> str:
     """What the rows are and how to get them, as far as their text tells."""
-    digest = hashlib.sha256((gzip.open if path.suffix == ".gz" else open)(path, "rb").read()).hexdigest()
+    content = path.read_bytes()
+    digest = hashlib.sha256(gzip.decompress(content) if path.suffix == ".gz" else content).hexdigest()
     source = f"{path.name}; its text has the sha256 {digest[:16]}"
     if digest == HH_TEST_SHA256:
         source = f"HH-RLHF, harmless-base, test split ({HH_URL}; its text has the sha256 {digest[:16]})"
-    return f"the first usable rows of {source}, by a byte-level BPE of their own text"
+    return f"the first usable rows of {source}"
 
 
 def _byte_level_bpe(texts: Iterable[str]) -> Any:

@@ -41,6 +41,7 @@ from benchmarking.workloads import (
     make_workload,
     synthetic_token_ids,
 )
+from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairLengths
 
@@ -98,6 +99,10 @@ def test_hh_rows_are_tokenised_and_too_few_are_refused(tmp_path: Path) -> None:
     assert all(chosen[-1] == EOS_ID and len(chosen) > 1 for _, chosen, _ in pairs)
     with pytest.raises(SystemExit, match=r"--pairs: .* has 3 usable rows, not 4"):
         hh_token_ids(path, 4)
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (first, *_) = hh_token_ids(path, 3, str(tmp_path / "tokenizer"))
+    assert tiny_tokenizer().decode(list(first[0])) == dialogue
+    assert tiny_tokenizer().decode(list(first[1])) == " a colour 0</s>"
 
 
 # ---- Contenders and measurements
@@ -222,6 +227,7 @@ def test_our_side_trains_on_the_workload_s_ids(tiny: Setting, tmp_path: Path) ->
     assert run.pairs == 8 and len(run.step_seconds) == len(run.losses) == len(run.grad_norms) == 4
     assert run.losses[0] == pytest.approx(np.log(2)) and run.losses[1] != run.losses[0]
     assert run.reference_seconds > 0 and all(seconds > 0 for seconds in run.step_seconds)
+    assert 0 < run.cpu_seconds < time.process_time()
     assert run.startup_seconds is not None and run.startup_seconds > 1e9  # since 1970
     assert run.computed_tokens == int(workload.lengths().row_tokens(share_prompt=True).sum())
     assert sum(run.step_tokens) == int(workload.lengths().row_tokens(share_prompt=False).sum())
@@ -472,6 +478,13 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
         is_quick=False,
     )  # fmt: skip
     text = markdown(report)
+    for run, seconds in zip(
+        (*report.runs["dpo-pack"], *report.runs[trl_name]), (2, 4, 5, 8, 8, 20), strict=True
+    ):
+        run.cpu_seconds = seconds
+    by_cpu = markdown(report)
+    assert "- dpo-pack: 16.00, 32.00, 8.00; 2, 4, 5 CPU s\n" in by_cpu
+    assert f"- {trl_name}: 4.00, 8.00, 4.00; 8, 8, 20 CPU s, 4.00 times those of dpo-pack\n" in by_cpu
     assert NOT_COMPARABLE not in text
     # 64 pairs in 4, 2 and 8 s; 4 GFLOPs a pair against 100 GFLOP/s
     assert "| dpo-pack | 16.00 | 8.00 to 32.00 | 4.00x (2.00 to 4.00) | 800 | 1,600 | 64.0% |" in text
@@ -521,6 +534,31 @@ def test_other_work_is_told_by_the_page_and_by_the_exit_status_when_all_is_measu
     assert NOT_COMPARABLE in page and f"- {told}" in page and page.count("| 4.00 |") == 2
 
 
+def test_a_model_on_disk_is_measured_on_hh_s_texts_as_its_tokenizer_writes_them(
+    tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(contenders: Sequence[Contender], setting: Setting, **_: Any) -> Iterator[Measurement]:
+        assert setting.model == tiny.model
+        digest = digest_of(hh_token_ids(rows, 4, tiny.model))
+        yield replace(steps([0.69, 0.68]), pairs=4, step_seconds=[1.0, 1.0], digest=digest)
+
+    dialogue = "\n\nHuman: what is red\n\nAssistant:"
+    pairs = [{"chosen": f"{dialogue} a colour {n}", "rejected": f"{dialogue} no {n}"} for n in range(4)]
+    rows = tmp_path / "hh.jsonl"
+    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(benchmark, "measure_peak", lambda *_: {"best": 1e11})
+    monkeypatch.setattr(benchmark, "measure", measure)
+    options: dict[str, Any] = {"workload": "hh", "pairs": rows, "model": tiny.model, "num_pairs": 4}
+    options |= {"pairs_per_step": 2, "sweep_pairs": 4, "repeats": 1, "microbatches": "", "warmup_steps": 0}
+    with pytest.raises(SystemExit, match="2 timed steps are too few"):
+        benchmark.main(tmp_path / "out", **options)
+    benchmark.main(
+        tmp_path / "out", **options, fewest_steps=2, with_ablations=False, with_profile=False,
+    )  # fmt: skip
+    assert "# hh, model model, cpu" in (tmp_path / "out.md").read_text()
+
+
 # ---- End to end
 
 
@@ -546,6 +584,7 @@ def test_both_trainers_do_the_same_steps_and_an_interrupted_benchmark_goes_on(
         assert all(run.digest == first.digest and run.losses[-1] != first.losses[-1] for run in others)
     assert own[0].reference_seconds > 0 == own[1].reference_seconds  # the cache has all of the second run
     assert all(seconds > 0 for runs in report.runs.values() for seconds in runs[0].step_seconds)
+    assert all(runs[0].cpu_seconds > 0 for runs in report.runs.values())
     assert "against TRL's best" in markdown(report)
 
     monkeypatch.setattr("benchmark.measure", lambda *_, **__: pytest.fail("everything was measured"))

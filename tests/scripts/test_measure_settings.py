@@ -37,3 +37,14 @@ def test_a_setting_is_measured(command: list[str], printed: str, monkeypatch: py
     outcome = CliRunner().invoke(measure_settings.app, command, catch_exceptions=False)
     assert outcome.exit_code == 0
     assert re.search(printed, outcome.output)
+
+
+@pytest.mark.slow
+def test_both_trainers_are_measured_alone_and_beside_others_with_and_without_a_bounded_wait() -> None:
+    pytest.importorskip("trl")
+    command = ["threads", "--num-pairs", "8", "--repeats", "1", "--busy", "1", "--model", "tiny"]
+    outcome = CliRunner(env={"GOMP_SPINCOUNT": None}).invoke(
+        measure_settings.app, command, catch_exceptions=False
+    )
+    found = re.findall(r"\| (dpo-pack|TRL).* \| (\d) \| 1 (?:\| [1-9\d.]+, [\d.]+ ){2}\|", outcome.output)
+    assert found == [("dpo-pack", "0"), ("TRL", "0"), ("dpo-pack", "1"), ("TRL", "1")]
