@@ -151,12 +151,23 @@ def source_notes(summary: Mapping[str, Any]) -> Iterator[str]:
             yield f"in {summary[name]:,} of {kept:,} {what} {sentence}"
     if keys := [key.removeprefix(TOOL_KEY) for key in summary if key.startswith(TOOL_KEY)]:
         yield f"of the tools the chat template leaves out the keys {', '.join(sorted(keys))}"
+    if "images" in summary:
+        yield from _image_notes(summary)
     for name, found in summary.get("faults", {}).items():
         if found["pairs"] >= FEW * kept:
             yield (
                 f"Warning: {name} in {found['pairs']:,} of {kept:,} {what}: {sentence_of(name)}; "
                 f"dpopack show RECIPE --pair {found['first_row']} shows one"
             )
+
+
+def _image_notes(summary: Mapping[str, Any]) -> Iterator[str]:
+    if scaled := summary["images_scaled"]:
+        yield f"{scaled:,} of {summary['images']:,} images are scaled down to data.max_pixels"
+    dropped = [summary["dropped"].get(reason, {}) for reason in ("too_long", "prompt_too_long")]
+    if num_rows := sum(entry.get("rows", 0) for entry in dropped):
+        remedy = "an image is often hundreds of tokens: raise data.max_length, or set data.max_pixels"
+        yield f"{num_rows:,} rows are too long; {remedy}"
 
 
 def find_in(pair: TokenizedPair, origin: Origin) -> Iterator[tuple[str, Finding]]:

@@ -23,12 +23,17 @@ from dpo_pack.recipe.data import FIELDS_OF_FORMAT, SourceRecipe
 Message = dict[str, Any]
 Row = Mapping[str, Any]
 
+
 _ASSISTANT_TURN = "\n\nAssistant:"
 _COMPLETIONS = ("chosen", "rejected")
 # The largest size of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV. A
 # parsed row can take 25 times as much memory.
 MAX_ROW_SIZE = 1 << 24
 _MIN_FLOAT32, _MAX_FLOAT32 = 1.1754944e-38, 3.4028234e38
+
+
+class RowImages(list[Any]):
+    """The images of a row beside those in its messages; each row has it, as `images`, if images are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +150,7 @@ def openai(row: Row) -> Row:
 def swift(row: Row) -> Row:
     """Returns a row of ms-swift, whose `messages` end with the chosen answer, under the columns of
     `conversational`. `rejected_messages` are a whole dialogue; `rejected_response` stands for the answer."""
-    messages = _messages({"messages": dialogue_prompt(row, "messages")}, "messages")
+    messages = _messages({**row, "messages": dialogue_prompt(row, "messages")}, "messages")
     if row.get("rejected_messages") is not None:
         return {**row, "chosen": messages, "rejected": dialogue_prompt(row, "rejected_messages")}
     rejected = _answer(row, "rejected_response")
@@ -318,6 +323,7 @@ def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
     answers = _as_list(row.get("answers"))
     is_ranked = isinstance(answers, list) and bool(answers) and isinstance(answers[0], dict)
     is_ranked = is_ranked and "rank" in answers[0] and not has_both
+    has_images = isinstance(images := row.get("images"), RowImages) and bool(images)
     # An online run reads only the prompt; it makes messages of it, as other runs do.
     has_labels = is_ranked or (is_compared and ("preference" in row or "better" in row))
     begins = "prompt" in row or row.keys().isdisjoint(("instruction", "messages", "conversations"))
@@ -333,7 +339,9 @@ def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
         "alpaca": "instruction" in texts,
         "compared": is_compared,
         "ranked": is_ranked,
-        "preference": begins and not (has_ids or is_conversation or is_transcript or has_labels),
+        "pictured": has_images and "prompt" in texts and not (is_conversation or has_labels),
+        "preference": begins
+        and not (has_ids or is_conversation or is_transcript or has_labels or has_images),
     }
     named = {ours for ours, theirs in columns.items() if theirs is not None}
     names_prompt = "prompt" in columns  # also with null, which says that no column is the prompt
@@ -623,7 +631,9 @@ def _messages(row: Row, column: str) -> list[Message]:
         if not (content is None or isinstance(content, str | list)):
             raise BadRow("wrong_type", f"the content of message {number} of {column} is {_kind(content)}")
         items = chain.from_iterable(part.items() for part in _parts(message))
-        if any(holds_media(*item) or (item[0] == "type" and is_media_name(str(item[1]))) for item in items):
+        if not isinstance(row.get("images"), RowImages) and any(
+            holds_media(*item) or (item[0] == "type" and is_media_name(str(item[1]))) for item in items
+        ):
             detail = f"message {number} of {column} has images, video or audio, and only text is read"
             raise BadRow("media", detail)
     return messages
@@ -861,6 +871,9 @@ FORMATS: dict[str, Format] = {
         completion_columns=("answers",),
         known_columns=({"prompt": "context", "answers": "completions"},),  # NeMo RL
         **_as_messages(lambda row: dialogue_prompt(row, "prompt"), ranked),
+    ),
+    "pictured": Format(
+        **_as_messages(lambda row: [{"role": "user", "content": _text(row, "prompt")}]),
     ),
     "preference": Format(
         content="text",

@@ -18,6 +18,7 @@ from dpo_pack.data.formats import (
     possible_formats,
     texts_of_columns,
 )
+from dpo_pack.data.images import ImageProcessor, ImageReader
 from dpo_pack.data.readers import TAKEN_ONCE, ColumnNames, NumberedRow, OpenRows, missing_column
 from dpo_pack.data.store import TokenStore
 from dpo_pack.data.tokenization import (
@@ -65,6 +66,7 @@ class Ingestion:
     source: SourceRecipe
     data: DataRecipe
     tokenizer: Tokenizer
+    images: ImageProcessor | None = None  # None: rows with images are bad rows
     template: Path | None = None  # the file of the chat template; None: the tokenizer's own
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     max_rows: int | None = None  # None: all rows are read
@@ -114,6 +116,7 @@ class Ingestion:
                 format_options=FORMATS[self.format].options_of(self.source),
                 template_options={**self.data.chat_template_kwargs, **self.source.chat_template_kwargs},
                 continues_turns=self.data.continue_final_message,
+                images=self._image_reader(),
             )
             check_tokenizer(self.tokenizer, settings, self.located.label)
             yield self.checked(rows), settings
@@ -126,6 +129,26 @@ class Ingestion:
     @property
     def num_workers(self) -> int:
         return 0 if self.max_rows is not None or self.data.num_workers == "auto" else self.data.num_workers
+
+    def _image_reader(self) -> ImageReader | None:
+        if self.images is None:
+            return None
+        folder, path = self.source.image_folder, Path(self.located.label)
+        if folder is None and path.exists():
+            folder = path if path.is_dir() else path.parent
+        return ImageReader(
+            processor=self.images,
+            fingerprint=self.images.fingerprint,
+            folder=folder and folder.absolute(),
+            max_pixels=self.data.max_pixels,
+        )
+
+    def image_key(self) -> dict[str, Any]:
+        """Returns what the name of a store has of images: {} without them, as in earlier releases."""
+        reader = self._image_reader()
+        if reader is None:
+            return {}
+        return {"images": [reader.fingerprint, str(reader.folder), reader.max_pixels]}
 
     def batches(
         self, rows: Iterator[NumberedRow], settings: TokenizationSettings, progress: Progress | None = None
@@ -174,6 +197,7 @@ class Ingestion:
             source=self.source,
             data=self.data,
             tokenizer=self.tokenizer,
+            images=self.images,
             columns=opened.columns,
             mapping=opened.mapping,
         )
@@ -414,8 +438,13 @@ class Ingestion:
             "rewritten_turns": "set data.scored_turns: all, or name a template that has "
             "{% generation %} marks in tokenizer.chat_template",
             "nothing_scored": "set data.scored_turns: all, or mend the rows",
-            "media": "remove them from the data if the text alone is enough",
-            "too_long": f"raise data.max_length{shorter} or choose another data.truncation",
+            "media": "remove them from the data if the text alone is enough"
+            if self.images is not None
+            else "set model.images: true to train on images, or remove them if the text alone is enough",
+            "missing_image": f"set {self.located.key}.image_folder, or mend the rows",
+            "image_outside": f"set {self.located.key}.image_folder to a folder that has them all",
+            "too_long": f"raise data.max_length{shorter} or choose another data.truncation"
+            + (", or set data.max_pixels" if self.images is not None else ""),
             "prompt_too_long": "raise data.max_prompt_length or choose another data.truncation",
         }.get(bad.reason)
 

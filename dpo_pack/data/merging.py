@@ -125,7 +125,7 @@ def merge_group(table: PairTable, pairs: Sequence[int]) -> tuple[Group, IntArray
                 read.append(table.group(pair, (side == 0, side == 1)))
             pair_completions[position, side] = number
     completions = tuple(one.completions[0] for one in read)
-    return Group(context=read[0].context, completions=completions), pair_completions
+    return Group(context=read[0].context, completions=completions, images=read[0].images), pair_completions
 
 
 def _shared_length(group: Group) -> int:

@@ -161,6 +161,9 @@ def _write(
 def _usable(path: Path, ingestion: Ingestion) -> TokenStore | None:
     """Opens the store of a range. If its bad rows stop the run, they are read again, for the message."""
     store = open_store(path)
+    if store is not None and store.has_other_images():
+        store.forget()
+        store = None
     if store is None:
         return None
     dropped = Counter[str](store.summary["dropped_counts"])

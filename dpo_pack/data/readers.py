@@ -22,8 +22,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from dpo_pack.data.formats import FORMATS, MAX_ROW_SIZE, BadRow, holds_media, is_media_name
-from dpo_pack.recipe.data import FIELDS_OF_FORMAT
+from dpo_pack.data.formats import FORMATS, MAX_ROW_SIZE, BadRow, RowImages, holds_media, is_media_name
+from dpo_pack.recipe.data import FIELDS_OF_FORMAT, IMAGE_FIELDS
 from dpo_pack.system.errors import DataError, first_line
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
@@ -60,6 +60,7 @@ class ColumnNames:
     label: str  # the path or hub id, as the user wrote it
     key: str  # the recipe key of the source, "data.train.0"
     prompts_suffice: bool = False  # rows need no completions: they will be generated
+    reads_images: bool = False  # model.images
 
     def completed(self, present: Sequence[str]) -> Mapping[str, str | None]:
         """Returns the mapping with the columns of the known data set that has all the columns in `present`.
@@ -111,11 +112,23 @@ class ColumnNames:
                 return BadRow("missing_column", detail, row)
             else:
                 renamed[ours] = row[theirs]
+        known = {*mapping.values()}
+        if self.reads_images:
+            given = [column for column in IMAGE_FIELDS if holds_media(column, renamed.get(column))]
+            known.update(IMAGE_FIELDS if given else ())
+            # A path beside the image, as in RLAIF-V; the report lists it among the columns that are not read.
+            texts = (name for name, value in row.items() if given and isinstance(value, str))
+            known.update(name for name in texts if not re.search("video|audio", name.lower()))
+            if len(given) == 2:
+                return BadRow("image_count", "images and image both have images; name one in columns", row)
+            value = renamed.pop(given[0]) if given else []
+            renamed["images"] = RowImages(value if isinstance(value, list) else [value])
         for column, value in row.items():
-            if isinstance(value, bytes) and any(column in fields for fields in FIELDS_OF_FORMAT.values()):
+            is_text = column not in IMAGE_FIELDS and any(column in of for of in FIELDS_OF_FORMAT.values())
+            if isinstance(value, bytes) and is_text:
                 detail = f"column {column!r} is binary, and its bytes are no UTF-8 text; only text is read"
                 return BadRow("media", detail, row)
-            if column not in mapping.values() and holds_media(column, value):
+            if column not in known and holds_media(column, value):
                 detail = f"column {column!r} has images, video or audio, and only text is read"
                 return BadRow("media", detail, row)
         return renamed

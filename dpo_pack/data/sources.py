@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpo_pack.data.formats import FORMATS
+from dpo_pack.data.images import ImageProcessor
 from dpo_pack.data.ingest import Ingestion, LocatedSource, Progress
 from dpo_pack.data.ranges import SMALLEST_RANGE, write_ranges
 from dpo_pack.data.readers import (
@@ -35,6 +36,7 @@ from dpo_pack.data.readers import (
     rows_of_columns,
 )
 from dpo_pack.data.store import (
+    KEY_BYTES,
     PairTable,
     TokenStore,
     content_key,
@@ -59,6 +61,8 @@ Positions = NDArray[np.int64]
 _HUB_KEYS = {"config": "name", "data_dir": "data_dir", "revision": "revision"}  # ours -> of `datasets`
 _MEDIA_TYPE = re.compile(r"\b(Image|Video|Audio|Pdf|Nifti)\(")  # column types of `datasets` that are refused
 
+_OTHER_MEDIA_TYPE = re.compile(_MEDIA_TYPE.pattern.replace("Image|", ""))
+
 # The recipe keys that do not change a source's tokens. The name of a store is a hash of the other keys. So if
 # somebody forgets to list a key here, a new value makes a new store; it never finds tokens of an old value.
 # A hub data set's content, which `datasets` names, depends on config, data_dir and revision.
@@ -70,10 +74,11 @@ _SOURCE_KEYS_BESIDE_TOKENS = {
     "data_dir",
     "revision",
     "chat_template_kwargs",
+    "image_folder",  # see _store_key
 }
 _DATA_KEYS_BESIDE_TOKENS = {
     *("train", "eval", "shuffle", "num_workers"),
-    *("scored_turns", "chat_template_kwargs", "continue_final_message"),  # see _store_key
+    *("scored_turns", "chat_template_kwargs", "continue_final_message", "max_pixels"),  # see _store_key
 }
 
 
@@ -109,6 +114,7 @@ def load_data(
     tokenizer: Tokenizer,
     seed: int,
     cache_dir: Path,
+    images: ImageProcessor | None = None,
     template: Path | None = None,
     progress: Progress | None = None,
     max_new_tokens: int | None = None,
@@ -125,6 +131,7 @@ def load_data(
         tokenizer=tokenizer,
         tokenizer_key=tokenizer_fingerprint(tokenizer),
         cache_dir=cache_dir,
+        images=images,
         template=template,
         progress=progress,
         max_new_tokens=max_new_tokens,
@@ -170,6 +177,8 @@ def _split(
     train: PairTable, sources: dict[str, LoadedSource], fraction: float, seed: int
 ) -> tuple[Positions, Positions, str]:
     """Returns the training pairs, the held-out pairs, and what pairs share that are held out together."""
+    if any(part.images is not None for source in sources.values() for part in source.store.parts):
+        return *split_by_prompt(keys_by_image(train), fraction, seed), "image"
     if not any(source.store.summary.get("prompts_inferred") for source in sources.values()):
         return *split_by_prompt(train.whole_prompt_keys, fraction, seed), "prompt"
     # Nobody knows where a prompt without a column ends, but pairs of one prompt begin alike. So pairs with
@@ -185,6 +194,32 @@ def _split(
         f"{BEGINNINGS[-1]} characters; name the column in data.train.*.columns.prompt, or name a source in "
         "data.eval"
     )
+
+
+def keys_by_image(pairs: PairTable) -> NDArray[np.uint8]:
+    """Returns [P, 16] keys: pairs that share an image have one key, also by way of other pairs.
+
+    Many pairs have the question "What is in this image?". A pair without images has the key of its prompt.
+    """
+    owners, images = [], []
+    for number, store in enumerate(pairs.stores):
+        of_store = np.flatnonzero(pairs.source_indices == number)
+        for part in store.parts:
+            if part.images is not None:
+                begins = part.images.pairs["begin"] + part.tokens_before
+                owners.append(of_store[np.searchsorted(pairs.offsets[of_store], begins)])
+                images.append(part.images.records["key"][part.images.pairs["image"]])
+    keys, owner = pairs.whole_prompt_keys.copy(), np.concatenate(owners)
+    names, image = np.unique(key_values(np.concatenate(images)), return_inverse=True)
+    label, before = np.arange(len(names)), None
+    while before is None or (label != before).any():  # the smallest label spreads over shared pairs
+        before = label.copy()
+        smallest = np.full(pairs.num_pairs, len(names))
+        np.minimum.at(smallest, owner, label[image])
+        np.minimum.at(label, image, smallest[owner])
+    of_names = np.frombuffer(names.tobytes(), dtype=np.uint8).reshape(-1, KEY_BYTES)
+    keys[owner] = of_names[smallest[owner]]
+    return keys
 
 
 def split_by_prompt(
@@ -298,6 +333,7 @@ def load_source(
     tokenizer: Tokenizer,
     tokenizer_key: str,
     cache_dir: Path,
+    images: ImageProcessor | None = None,
     template: Path | None = None,
     progress: Progress | None = None,
     max_new_tokens: int | None = None,
@@ -311,10 +347,13 @@ def load_source(
     is_prompts = max_new_tokens is not None
     hash_memo = cache_dir / "file_hashes.json" if max_rows is None else None
     ingestion = Ingestion(
-        located=locate_source(source, key, hash_memo, prompts_suffice=is_prompts),
+        located=locate_source(
+            source, key, hash_memo, prompts_suffice=is_prompts, reads_images=images is not None
+        ),
         source=source,
         data=data,
         tokenizer=tokenizer,
+        images=images,
         template=template,
         completion_tokens=max_new_tokens,
         max_rows=max_rows,
@@ -334,7 +373,7 @@ def load_source(
         facts = _facts_of_tokens(ingestion, tokenizer_key)
         directory = cache_dir / "tokens" / content_key({**facts, "source": ingestion.located.fingerprint})
         store = open_store(directory)
-        if store is not None and ingestion.reads_more_than(store):
+        if store is not None and (ingestion.reads_more_than(store) or store.has_other_images()):
             store.forget()
             store = None
         if store is None:
@@ -374,11 +413,17 @@ def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]
         **ingestion.source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS | others),
         **data.model_dump(mode="json", exclude=_DATA_KEYS_BESIDE_TOKENS),
         "found_format": ingestion.format,
+        **ingestion.image_key(),
     }
 
 
 def locate_source(
-    source: SourceRecipe, key: str, hash_memo: Path | None, *, prompts_suffice: bool = False
+    source: SourceRecipe,
+    key: str,
+    hash_memo: Path | None,
+    *,
+    prompts_suffice: bool = False,
+    reads_images: bool = False,
 ) -> LocatedSource:
     """Finds a source and computes a key of its content. `hash_memo` is a file that keeps the hashes of files.
 
@@ -386,7 +431,13 @@ def locate_source(
     the source or split does not exist, RecipeError if keys of the recipe do not fit the source.
     """
     label = source.path
-    names = ColumnNames(mapping=source.columns, label=label, key=key, prompts_suffice=prompts_suffice)
+    names = ColumnNames(
+        mapping=source.columns,
+        label=label,
+        key=key,
+        prompts_suffice=prompts_suffice,
+        reads_images=reads_images,
+    )
     path = Path(label)
     hub_options = {name: value for name in _HUB_KEYS if (value := getattr(source, name)) is not None}
     fingerprint = ""
@@ -473,7 +524,8 @@ def _files_of_split(path: Path, split: str) -> list[Path]:
 
 def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
     # `datasets` would decode images while it reads a row, so such columns are refused by their types.
-    media = [name for name, kind in dataset.features.items() if _MEDIA_TYPE.search(repr(kind))]
+    refused = _OTHER_MEDIA_TYPE if names.reads_images else _MEDIA_TYPE
+    media = [name for name, kind in dataset.features.items() if refused.search(repr(kind))]
     if media:
         raise DataError(
             f"{names.label}: column {media[0]!r} has images, video or audio, and only text is read; "

@@ -14,17 +14,21 @@ The store of a large source has only a manifest, which names the stores of its r
 import bisect
 import contextlib
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dpo_pack.data.formats import BadRow
+from dpo_pack.data.images import CONTENT, ImageJoiner, Pixels, ReadImage, StoredImages
 from dpo_pack.packing.lengths import AnyIntArray, Group, PairLengths, common_prefix_length
-from dpo_pack.system.errors import CacheError
+from dpo_pack.system.errors import CacheError, DataError
 from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, written_aside
 
 KEY_BYTES = 16
@@ -97,14 +101,16 @@ def directory_hash(directory: Path, memo_path: Path) -> str:
     return content_key([[name.as_posix(), digest] for name, digest in zip(visible, hashes, strict=True)])
 
 
-def sequence_key(prompt_ids: AnyIntArray, completion_ids: AnyIntArray) -> bytes:
+def sequence_key(prompt_ids: AnyIntArray, completion_ids: AnyIntArray, images: bytes = b"") -> bytes:
     """Returns 16 bytes that name a sequence: its token ids and the position where its completion begins.
 
-    The bytes are blake2b over the prompt's length as int64 and all ids as int32, both little-endian.
+    The bytes are blake2b over the prompt's length as int64, all ids as int32, both little-endian, and
+    `images`, see `StoredImages.keys_of`.
     """
     digest = hashlib.blake2b(len(prompt_ids).to_bytes(8, "little"), digest_size=KEY_BYTES)
     digest.update(np.ascontiguousarray(prompt_ids, dtype="<i4").data)
     digest.update(np.ascontiguousarray(completion_ids, dtype="<i4").data)
+    digest.update(images)
     return digest.digest()
 
 
@@ -117,6 +123,7 @@ class TokenStore:
     # [total] the weight of each token in the sum of its completion's log-probs; None: all weights are 1.
     # Tokens of prompts have the weight 1, which nobody reads.
     token_weights: TokenWeights | None = None
+    images: StoredImages | None = None  # None: no pair has one
     summary: Mapping[str, Any] = field(default_factory=dict)  # the counts of the pass that wrote the store
     directory: Path | None = None  # None: the pairs are in memory only
     ranges: tuple["TokenStore", ...] = ()  # if there are some, they have all tokens and records
@@ -149,6 +156,31 @@ class TokenStore:
         return CacheError(
             f"{self.directory} is damaged: its token ids of row {row_number} have changed; {remedy}"
         )
+
+    def has_other_images(self) -> bool:
+        """Returns True if files of images have changed since the store was written."""
+        for part in self.parts:
+            if part.images is not None and part.images.have_changed(part.summary["image_folders"]):
+                return True
+        return False
+
+    def read_image(self, image: int) -> Pixels:
+        """Returns an image of the store, [height, width, 3]. Raises DataError if it has changed.
+
+        Then the store's manifest is removed: the next run writes the store again.
+        """
+        assert self.images is not None
+        try:
+            return self.images.read(image)
+        except BadRow as bad:
+            with contextlib.suppress(OSError):
+                self.forget()
+            pairs = self.images.pairs
+            begin = pairs["begin"][np.argmax(pairs["image"] == image)] + self.tokens_before
+            position = np.searchsorted(_measure_tokens(self)[0], begin)
+            row = self.records["row_number"][position] + self.rows_before
+            remedy = "run the same command again, which reads all images of the source anew"
+            raise DataError(f"row {row}: {bad.detail}; {remedy}") from bad
 
     def forget(self) -> None:
         """Removes the manifest, so that the store can be written again. Raises OSError."""
@@ -234,10 +266,15 @@ class PairTable:
         )
         both = ((self.chosen_keys, chosen), (self.rejected_keys, rejected))
         read = [one for one, is_read in zip(both, sides, strict=True) if is_read]
+        images = b"" if store.images is None else store.images.keys_of(begin)
         for keys, completion in read or [(self.prompt_keys, NO_TOKENS)]:
-            if sequence_key(prompt, completion) != keys[pair].tobytes():
+            if sequence_key(prompt, completion, images) != keys[pair].tobytes():
                 raise store.damaged(int(self.row_numbers[pair]))
-        return Group(context=prompt, completions=tuple(completion for _, completion in read))
+        group = Group(context=prompt, completions=tuple(completion for _, completion in read))
+        if not images or store.images is None:
+            return group
+        reads = (partial(store.read_image, image) for image in store.images.of_pair(begin))
+        return replace(group, images=tuple(reads))
 
     def token_weights(self, pair: int) -> tuple[TokenWeights, TokenWeights]:
         """Returns the weights of the chosen completion's tokens, and those of the rejected completion's."""
@@ -261,8 +298,13 @@ def join_pairs(
     weights: Sequence[float],
     row_numbers: Sequence[int],
     whole_prompt_keys: Sequence[bytes] | None = None,
+    images: Sequence[Sequence[ReadImage]] = (),
+    processor: str = "",
 ) -> TokenStore:
-    """Puts pairs into a store in memory. `whole_prompt_keys` are not needed for uncut prompts."""
+    """Puts pairs into a store in memory. `whole_prompt_keys` are not needed for uncut prompts.
+
+    images: those of each pair, if rows may have images; `processor` is then its fingerprint.
+    """
     parts = [(pair.context, *pair.completions) for pair in pairs]  # (prompt, chosen, rejected)
     records = np.zeros(len(pairs), dtype=RECORD_DTYPE)
     for position, name in enumerate(("prompt_length", "chosen_length", "rejected_length")):
@@ -270,11 +312,14 @@ def join_pairs(
     records["shared_length"] = [len(p.context) + common_prefix_length(p.completions) for p in pairs]
     records["weight"] = weights
     records["row_number"] = row_numbers
-    prompt_keys = [sequence_key(prompt, NO_TOKENS) for prompt, _, _ in parts]
+    begins = [0, *np.cumsum([sum(map(len, of_pair)) for of_pair in parts]).tolist()][:-1]
+    stored = StoredImages.of(images, begins, processor) if any(images) else None
+    seen = [b"" if stored is None else stored.keys_of(begin) for begin in begins]
+    prompt_keys = [sequence_key(of[0], NO_TOKENS, keys) for of, keys in zip(parts, seen, strict=True)]
     keys = {
         "prompt_key": prompt_keys,
-        "chosen_key": [sequence_key(prompt, chosen) for prompt, chosen, _ in parts],
-        "rejected_key": [sequence_key(prompt, rejected) for prompt, _, rejected in parts],
+        "chosen_key": [sequence_key(of[0], of[1], keys) for of, keys in zip(parts, seen, strict=True)],
+        "rejected_key": [sequence_key(of[0], of[2], keys) for of, keys in zip(parts, seen, strict=True)],
         "whole_prompt_key": prompt_keys if whole_prompt_keys is None else whole_prompt_keys,
     }
     for name, of_pairs in keys.items():
@@ -287,7 +332,7 @@ def join_pairs(
         token_weights = np.concatenate([of_part for of_pair in given for of_part in of_pair])
         token_weights = None if (token_weights == 1).all() else token_weights
     tokens = np.concatenate([NO_TOKENS, *(ids for of_pair in parts for ids in of_pair)])
-    return TokenStore(tokens=tokens, records=records, token_weights=token_weights)
+    return TokenStore(tokens=tokens, records=records, token_weights=token_weights, images=stored)
 
 
 def join_stores(stores: Sequence[TokenStore], summary: Mapping[str, Any]) -> TokenStore:
@@ -297,10 +342,17 @@ def join_stores(stores: Sequence[TokenStore], summary: Mapping[str, Any]) -> Tok
         ones = (np.ones(len(store.tokens), dtype=WEIGHT_DTYPE) for store in stores)
         both = zip(stores, ones, strict=True)
         weights = np.concatenate([one if s.token_weights is None else s.token_weights for s, one in both])
+    joined, num_tokens = None, 0
+    for store in stores:
+        if store.images is not None:
+            joined = joined or ImageJoiner(io.BytesIO(), store.images.fingerprint)
+            joined.add(store.images, num_tokens)
+        num_tokens += len(store.tokens)
     return TokenStore(
         tokens=np.concatenate([store.tokens for store in stores]),
         records=np.concatenate([store.records for store in stores]),
         token_weights=weights,
+        images=None if joined is None else joined.in_memory(),
         summary=summary,
     )
 
@@ -319,7 +371,7 @@ def write_store(
             tokens, records = (
                 files.enter_context((temporary / name).open("wb")) for name in (_TOKENS, _RECORDS)
             )
-            weights, num_tokens, largest = None, 0, 0
+            weights, images, num_tokens, largest = None, None, 0, 0
             for batch in batches:
                 if batch.token_weights is not None and weights is None:  # all earlier tokens count 1
                     weights = files.enter_context((temporary / _WEIGHTS).open("wb"))
@@ -327,11 +379,17 @@ def write_store(
                 if weights is not None:
                     ones = np.ones(len(batch.tokens), dtype=WEIGHT_DTYPE)
                     weights.write((ones if batch.token_weights is None else batch.token_weights).data)
+                if batch.images is not None:
+                    if images is None:
+                        content = files.enter_context((temporary / CONTENT).open("wb"))
+                        images = ImageJoiner(content, batch.images.fingerprint)
+                    images.add(batch.images, num_tokens)
                 tokens.write(batch.tokens.data)
                 records.write(batch.records.tobytes())
                 num_tokens += len(batch.tokens)
                 largest = max(largest, int(batch.tokens.max(initial=0)))
-        summary = {**summarize(), _LARGEST: largest}
+        of_images = {} if images is None else images.write(temporary)
+        summary = {**summarize(), _LARGEST: largest, **of_images}
         _, checksum = _map_files(temporary, summary)
         write_json_atomically(temporary / _MANIFEST, {"checksum": checksum, "summary": summary})
         if open_store(directory) is not None:
@@ -413,8 +471,17 @@ def _map_files(directory: Path, summary: dict[str, Any]) -> tuple[TokenStore, st
     if (directory / _WEIGHTS).exists():
         weights = np.asarray(np.memmap(directory / _WEIGHTS, dtype=WEIGHT_DTYPE, mode="r"))
         parts.append(hashlib.blake2b(weights.data).hexdigest())
+    images = None
+    if "image_processor" in summary:
+        images = StoredImages.open(directory, summary["image_processor"])
+        parts.append(images.checksum)
     store = TokenStore(
-        tokens=tokens, records=records, token_weights=weights, summary=summary, directory=directory
+        tokens=tokens,
+        records=records,
+        token_weights=weights,
+        images=images,
+        summary=summary,
+        directory=directory,
     )
     return store, content_key(parts)
 

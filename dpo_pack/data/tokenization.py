@@ -28,7 +28,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from dpo_pack.data.formats import FORMATS, BadRow, Message, Pair, check_last_turn, with_system_message
+from dpo_pack.data.formats import (
+    FORMATS,
+    BadRow,
+    Message,
+    Pair,
+    check_last_turn,
+    with_system_message,
+)
+from dpo_pack.data.images import ImageReader, ReadImage
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.store import (
     KEY_BYTES,
@@ -99,6 +107,7 @@ class TokenizationSettings:
     format_options: Mapping[str, Any] = field(default_factory=dict)  # see Format.options
     template_options: Mapping[str, Any] = field(default_factory=dict)  # of the recipe; those of a row win
     continues_turns: bool = False  # data.continue_final_message
+    images: ImageReader | None = None  # None: rows with images are bad rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,6 +130,7 @@ class ReadRow(NamedTuple):
     counts: Mapping[str, int]  # of `check_written`
     contents: Sequence[Sequence[str]] = ()  # the texts of the messages of prompt, chosen and rejected
     has_other_turns: bool = False  # a completion is anything but one message of the assistant
+    images: tuple[ReadImage, ...] = ()  # of the prompt, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -215,6 +225,7 @@ def tokenize_batch(
     ids = _given_ids(parsed, settings) if content == "token_ids" else _encode(parsed, settings, tokenizer)
     ends = EndTokens.of(tokenizer, settings.format)
     counts = Counter[str](dict.fromkeys(_COUNTS if is_pairs else (), 0))
+    counts.update({} if settings.images is None else {"images": 0, "images_scaled": 0})
     kept: list[tuple[ReadRow, Group]] = []
     prompts: list[Prompt] = []
     tokenized: list[TokenizedPair] = []
@@ -225,7 +236,12 @@ def tokenize_batch(
                 whole = split_at_boundary(*sequences)
                 if row.number in turns or (pair.chosen_weights, pair.rejected_weights) != (None, None):
                     whole = _with_weights(whole, pair, turns.get(row.number))
-                fitted = truncate(whole, settings.limits, tokenizer.bos_token_id)
+                limits = settings.limits
+                if row.images and settings.images is not None:
+                    settings.images.check_completions(whole)
+                    if limits.truncation == "prompt_left":  # it would cut images
+                        limits = replace(limits, truncation="drop")
+                fitted = truncate(whole, limits, tokenizer.bos_token_id)
                 has_ends = tuple(bool(ends.found_in(completion)) for completion in whole.completions)
                 counts["prompt_boundary_moved"] += len(whole.context) < len(sequences[0])
                 counts["completions_without_eos"] += has_ends.count(False)
@@ -254,7 +270,9 @@ def tokenize_batch(
             [fitted for _, fitted in kept],
             [row.pair.weight for row, _ in kept],
             [row.number for row, _ in kept],
-            [_whole_prompt_key(row.pair) for row, _ in kept],
+            [_whole_prompt_key(row) for row, _ in kept],
+            [row.images for row, _ in kept],
+            settings.images.fingerprint if settings.images is not None else "",
         ),
         prompts=tuple(prompts),
         dropped=tuple(sorted(dropped, key=lambda row: row[0])),
@@ -271,6 +289,11 @@ def read_row(
         raise row
     format, is_pair = FORMATS[settings.format], settings.completion_tokens is None
     pair = (format.pair if is_pair else format.prompt)(row, **settings.format_options)
+    images: tuple[ReadImage, ...] = ()
+    if settings.images is not None and format.content == "messages":
+        pair, images = settings.images.of_pair(pair, row["images"])
+    elif settings.images is not None and row["images"]:
+        raise BadRow("media", f"rows of format {settings.format} have no place for images")
     if format.content == "token_ids":
         _check_vocabulary(pair, len(tokenizer))
         return ReadRow(number, pair, pair, (), {})
@@ -289,8 +312,12 @@ def read_row(
         sides: Any = (written.chosen, written.rejected) if is_pair else ()
         texts = apply_chat_template(written, sides, tokenizer)
         counts, contents = check_written(fit, texts, tokenizer)
+        if settings.images is not None:
+            texts = settings.images.expanded(texts, images)
+            scaled = sum(image.is_scaled for image in images)
+            counts = {**counts, "images": len(images), "images_scaled": scaled}
         other_turns = any(map(is_dialogue, sides))
-        read = ReadRow(number, pair, written, texts, counts, contents, other_turns)
+        read = ReadRow(number, pair, written, texts, counts, contents, other_turns, images)
     for text in read.texts:
         if len(text) > _MAX_TEXT_CHARS:
             limit = f"more than {_MAX_TEXT_CHARS:,}"
@@ -323,19 +350,22 @@ def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
                 raise BadRow("token_id_out_of_range", detail)
 
 
-def _whole_prompt_key(pair: Pair) -> bytes:
-    """Returns 16 bytes that name a whole prompt of a source: a text, messages or token ids.
+def _whole_prompt_key(row: ReadRow) -> bytes:
+    """Returns 16 bytes that name a whole prompt of a source: a text, messages with images, or token ids.
 
     The tokenizer and the chat template do not change the key, so all models hold out the same prompts. Of an
     inferred prompt, each byte names a beginning, see BEGINNINGS.
     """
+    pair = row.pair
     if pair.has_inferred_prompt:
         parts = (str(pair.prompt)[:length].encode(errors="surrogatepass") for length in BEGINNINGS)
         return b"".join(hashlib.blake2b(part, digest_size=1).digest() for part in parts)
     text = json.dumps(
         pair.prompt, sort_keys=True, default=str
     )  # Arrow has values that JSON lacks, such as dates
-    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=KEY_BYTES)
+    digest.update(b"".join(image.key for image in row.images))
+    return digest.digest()
 
 
 def _encode(

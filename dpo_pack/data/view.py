@@ -17,6 +17,7 @@ from dpo_pack.data.faults import (
     sentence_of,
     sequence,
 )
+from dpo_pack.data.images import ImageProcessor, ReadImage, pixels_of, png_url
 from dpo_pack.data.tokenization import TokenizedPair
 from dpo_pack.packing.lengths import AnyIntArray, common_prefix_length
 
@@ -32,6 +33,7 @@ class Token:
     text: str  # "" if the token is a part of a character; the last such token has the whole character
     part: Literal["prompt", "completion"]
     scored: bool | float  # True, False, or the token's weight in the sum of log-probs
+    is_placeholder: bool  # one of an image, of which the first one has a text that describes the image
     is_cut: bool  # truncation removes the token, so the model does not see it
 
 
@@ -46,6 +48,15 @@ class ShownPair:
     shared_tokens: int  # first tokens that chosen and rejected have in common
     ends_with: Mapping[str, str]  # the token that ends chosen, rejected (EOS); "": missing
     warnings: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownImage:
+    """An image of shown pairs, as the model gets it."""
+
+    label: str  # [image 640x480, 391 tokens]
+    pairs: Sequence[str]  # the places of all pairs that were read and have it
+    tiles: Sequence[tuple[str, int, int]]  # PNG as a data URL; rows, columns of its tokens (0: unknown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +124,7 @@ class ShownRecipe:
     sources: Sequence[SourceView]  # held-out ones are last
     asked: bool  # the pairs are those that --pair names
     packed_row: PackedRow | None  # None: no pair was kept
+    images: Sequence[ShownImage] = ()  # of the pairs that are shown
 
     @property
     def pairs(self) -> list[ShownPair]:
@@ -175,13 +187,14 @@ def shown_pair(pair: TokenizedPair, origin: Origin, content: Any, faults: Sequen
         ids, num_kept = sequence(pair, side), num_prompt + len(completion)
         scored = np.zeros(len(ids))
         scored[num_prompt:num_kept] = 1.0 if weights is None else weights[: num_kept - num_prompt]
-        texts = token_texts(ids, origin)
+        texts, placeholders = _with_images(token_texts(ids, origin), ids, pair, origin)
         sides[side] = [
             Token(
                 id=id,
                 text=text,
                 part="prompt" if at < num_prompt else "completion",
                 scored=bool(weight) if weight in (0, 1) else weight,
+                is_placeholder=at in placeholders,
                 is_cut=begin <= at < end or at >= num_kept,
             )
             for at, (id, text, weight) in enumerate(zip(ids.tolist(), texts, scored.tolist(), strict=True))
@@ -196,6 +209,43 @@ def shown_pair(pair: TokenizedPair, origin: Origin, content: Any, faults: Sequen
         ends_with=ends_with,
         warnings=[found[fault.name][0] for fault in faults if fault.name in found],
     )
+
+
+def _with_images(
+    texts: list[str], ids: AnyIntArray, pair: TokenizedPair, origin: Origin
+) -> tuple[list[str], set[int]]:
+    """Returns the texts with `[image 640x480, 391 tokens]` for the first placeholder of each image.
+
+    The others have no text. Also returns the positions of all. The tokens of an image are those from its
+    first to its last placeholder.
+    """
+    if not pair.row.images or origin.settings.images is None:
+        return texts, set()
+    processor, begin = origin.settings.images.processor, 0
+    places = np.flatnonzero(ids == processor.token_id)
+    for image in pair.row.images:
+        of_image = places[begin : begin + processor.num_tokens((image.width, image.height))].tolist()
+        begin += len(of_image)
+        for place in of_image:
+            texts[place] = ""
+        texts[of_image[0]] = _image_label(image, of_image[-1] + 1 - of_image[0])
+    return texts, set(places.tolist())
+
+
+def _image_label(image: ReadImage, num_tokens: int) -> str:
+    return f"[image {image.width}x{image.height}, {num_tokens:,} tokens]"
+
+
+def shown_image(image: ReadImage, pairs: Sequence[str], processor: ImageProcessor) -> ShownImage:
+    """Returns an image as the model gets it. Raises BadRow if its file has changed."""
+    num_tokens = processor.num_tokens((image.width, image.height))
+    tiles, views = [], processor.views(pixels_of(image))
+    for view in views:
+        of_tile = num_tokens / len(views)
+        rows = round((of_tile * view.shape[0] / view.shape[1]) ** 0.5)
+        is_grid = rows > 0 and of_tile % rows == 0
+        tiles.append((png_url(view), rows * is_grid, int(of_tile // rows) if is_grid else 0))
+    return ShownImage(label=_image_label(image, num_tokens), pairs=pairs, tiles=tiles)
 
 
 def token_texts(ids: AnyIntArray, origin: Origin) -> list[str]:

@@ -19,7 +19,7 @@ Legend: P pairs of the data set, k pairs of one prompt. Lengths are in tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -51,6 +51,8 @@ class Group:
     # [L_i] the weight of each token in the sum of its completion's log-probs; None: all weights are 1. Only
     # of pairs on their way to a store: `PairTable.token_weights` reads the weights of a pair in a store.
     weights: tuple[npt.NDArray[np.float32], ...] | None = None
+    # Functions that read the context's images, [H, W, 3] RGB, in the order of their placeholders.
+    images: tuple[Callable[[], npt.NDArray[np.uint8]], ...] = ()
 
 
 def common_prefix_length(sequences: Sequence[AnyIntArray]) -> int:

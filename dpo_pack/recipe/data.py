@@ -10,7 +10,8 @@ from dpo_pack.recipe import types
 
 # The suffixes that data/readers.py reads.
 DATA_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow", ".csv", ".csv.gz")
-_MESSAGE_FIELDS = ("system", "weight", "tools", "chat_template_kwargs")
+IMAGE_FIELDS = ("images", "image")  # a list, or one; read with model.images
+_MESSAGE_FIELDS = ("system", "weight", "tools", "chat_template_kwargs", *IMAGE_FIELDS)
 # The formats of data files, and the fields that data/formats.py reads. `columns` can name these fields.
 FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
     "preference": ("prompt", "chosen", "rejected", "weight"),
@@ -26,6 +27,7 @@ FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "input", "history", "chosen", "rejected", *_MESSAGE_FIELDS),
     "compared": ("prompt", "first", "second", "preference", "better", *_MESSAGE_FIELDS),
     "ranked": ("prompt", "answers", *_MESSAGE_FIELDS),
+    "pictured": ("prompt", "chosen", "rejected", *_MESSAGE_FIELDS),
 }  # fmt: skip
 if TYPE_CHECKING:
     RowField: TypeAlias = str
@@ -81,6 +83,8 @@ class SourceRecipe(types.Section):
     """Columns that have other names, e.g. {prompt: question, chosen: better}; input.messages is the key
     messages of the objects in column input. {prompt: null}: no column is the prompt, and the prompt is what
     chosen and rejected both begin with."""
+    image_folder: types.LocalPath | None = None
+    """Folder of the paths of images; null: that of the data file. Paths outside of it are bad rows."""
     chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
     """Options of the chat template for this source, beside those of data.chat_template_kwargs."""
     max_pairs: types.Count | None = None
@@ -161,6 +165,9 @@ class DataRecipe(types.Section):
     completion and so its EOS (completion_right), or stop the run (error). Such pairs are counted."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Rows that are not valid pairs: stop the run (error), or leave them out, count and list them (skip)."""
+    max_pixels: types.Count | None = None
+    """Scale images down that have more pixels (width x height), e.g. 786432; null: only the model's
+    processor scales. Fewer pixels are fewer tokens."""
     system_prompt: str | None = None
     """System message for conversations that have none."""
     chat_template_kwargs: TemplateOptions = Field(default_factory=dict)

@@ -238,6 +238,7 @@ def _package_problems(recipe: Recipe, *, trains: bool) -> Iterator[Problem]:
     generator, judges = ("", ()) if online is None else (online.generator.type, online.judges)
     for key, module, is_needed in (
         ("model.lora", "peft", recipe.model.lora is not None),
+        ("model.images", "PIL", recipe.model.images),
         ("model.kernels", "liger_kernel", recipe.model.kernels == "liger"),
         ("model.quantize", "bitsandbytes", recipe.model.quantize is not None),
         ("optim.name", "bitsandbytes", recipe.optim.name == "adamw_8bit"),
@@ -246,8 +247,9 @@ def _package_problems(recipe: Recipe, *, trains: bool) -> Iterator[Problem]:
         *((f"online.judges.{n}.endpoint", "openai", judge.type == "llm") for n, judge in enumerate(judges)),
     ):
         if is_needed and importlib.util.find_spec(module) is None:
-            install = install_command(module.removesuffix("_kernel"))
-            yield key, f"needs the package {module.replace('_', '-')}, which is not installed; {install}"
+            install = install_command("images" if module == "PIL" else module.removesuffix("_kernel"))
+            package = "pillow" if module == "PIL" else module.replace("_", "-")
+            yield key, f"needs the package {package}, which is not installed; {install}"
     for tracker in recipe.logging.trackers if trains else ():
         modules = ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]
         if not any(importlib.util.find_spec(module) for module in modules):

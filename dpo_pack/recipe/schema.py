@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, Field, Strict
 
 from dpo_pack.recipe import types
-from dpo_pack.recipe.data import DataRecipe, EvalFraction, PackingRecipe, SourceRecipe
+from dpo_pack.recipe.data import IMAGE_FIELDS, DataRecipe, EvalFraction, PackingRecipe, SourceRecipe
 from dpo_pack.recipe.online import OnlineRecipe
 from dpo_pack.recipe.training import CheckpointRecipe, EvalMetric, LossRecipe, OptimRecipe, TrainRecipe
 from dpo_pack.system.hub import repo_fault
@@ -75,6 +75,8 @@ class ModelRecipe(types.Section):
     quantize: Literal["int8", "nf4"] | None = None
     """Quantise the frozen base of an adapter while it is loaded, with bitsandbytes; nf4: QLoRA, 4 bits a
     weight. A reference at reference.path is quantised only if it is an adapter. See docs/lora.md."""
+    images: bool = False
+    """Read the images of prompts, for families that docs/images.md names; their tower stays as it is."""
     lora: LoraRecipe | None = None
     """Train a new adapter, e.g. {r: 16, alpha: 32}; null: all parameters, or those of an adapter at path."""
 
@@ -254,9 +256,28 @@ class Recipe(types.Section):
             yield "reference.sync", "a model with model.quantize cannot follow the policy; leave it out"
         if self.distributed.gather_dtype and model.autocast not in ("auto", "none"):
             yield "distributed.gather_dtype", "takes the place of model.autocast; leave one of the two out"
+        yield from self._broken_image_rules()
         yield from self._broken_evaluation_rules()
         if self.online is not None:
             yield from self._broken_online_rules(self.online)
+
+    def _broken_image_rules(self) -> Iterator[types.Problem]:
+        if self.model.images:
+            refused = {
+                "online": self.online is not None,
+                "model.quantize": self.model.quantize is not None,
+                "loss.router_aux_coef": bool(self.loss.router_aux_coef),
+            }
+            for key in (key for key, is_set in refused.items() if is_set):
+                yield key, "not with model.images yet; leave it out"
+            return
+        if self.data.max_pixels is not None:
+            yield "data.max_pixels", "needs model.images: true"
+        for part, sources in (("train", self.data.train), ("eval", self.data.eval_sources)):
+            for number, source in enumerate(sources):
+                named = [f"columns.{field}" for field in IMAGE_FIELDS if field in source.columns]
+                named += ["image_folder"] if source.image_folder is not None else []
+                yield from ((f"data.{part}.{number}.{key}", "needs model.images: true") for key in named)
 
     def _broken_evaluation_rules(self) -> Iterator[types.Problem]:
         checkpoint, every_steps = self.checkpoint, self.train.eval_every_steps

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from dpo_pack.system.errors import DpoPackError, is_out_of_memory
 from dpo_pack.system.interrupts import Interrupted, taken_signals
+from dpo_pack.system.machine import torchvision_fault
 from dpo_pack.system.process import complain
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def ending_of(error: BaseException) -> Ending:
                 f"{what}; lower packing.token_budget (if it was the reference pass or an evaluation: "
                 "reference.token_budget), or set model.gradient_checkpointing=true"
             )
+        case ImportError() if (fault := torchvision_fault()) is not None:
+            text = fault
         case OSError() if error.errno in _DISK_ERRORS:
             where = "a file" if error.filename is None else error.filename
             text = f"{where}: {error.strerror}; free space, or check the disk for faults"

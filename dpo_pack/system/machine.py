@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
 import importlib.metadata
 import platform
 import re
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from dpo_pack.system.errors import first_line
 from dpo_pack.system.files import text_of
 
 if TYPE_CHECKING:
@@ -28,7 +30,8 @@ _CPUINFO = Path("/proc/cpuinfo")
 # CPU instructions that multiply bfloat16, on x86 and Arm: name in /proc/cpuinfo -> name for people.
 _BFLOAT16_FLAGS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
 _PACKAGES = (
-    "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy",
+    "torch", "torchvision", "pillow", "transformers", "accelerate", "datasets", "tokenizers", "safetensors",
+    "pyarrow", "numpy",
     "flash-attn", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "liger-kernel", "peft",
 )  # fmt: skip
 
@@ -64,6 +67,20 @@ def package_versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
+
+
+def torchvision_fault() -> str | None:
+    """Returns why torchvision cannot be imported, which transformers does; None: it can, or is not there."""
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError:
+        return None
+    except Exception as error:  # of operators that the installed torch does not have
+        versions = package_versions()
+        what = f"torchvision {versions.get('torchvision')} does not fit torch {versions.get('torch')}"
+        remedy = "install the release for this torch from the index that torch is from, or remove torchvision"
+        return f"{what} ({first_line(error)}); {remedy}"
+    return None
 
 
 def install_command(extra: str) -> str:

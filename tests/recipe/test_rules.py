@@ -223,13 +223,14 @@ def test_an_extra_that_is_not_installed_is_refused_with_the_command_that_install
     for override, key, extra in (
         ("model.lora={r: 8}", "model.lora", "peft"),
         ("optim.name=adamw_8bit", "optim.name", "bitsandbytes"),
+        ("model.images=true", "model.images", "pillow, which is not installed; install images"),
         (judged, "online.judges.1.endpoint", "openai"),
         (served, "online.generator.endpoint", "openai"),
     ):
         recipe = load(override, "output_dir=a/b", "train.max_steps=1")
         message = message_of(functools.partial(check_environment, recipe))
         assert f"{key}: needs the package {extra}" in message
-        assert f"; install {extra}" in message
+        assert f"; install {extra.rpartition(' ')[2]}" in message
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(
@@ -260,3 +261,28 @@ def test_a_moving_reference_that_bfloat16_would_round_is_refused(workplace: Path
         assert "set model.dtype: float32" in message
     check("reference.sync={mixup: 0.6}")
     check("reference.sync={mixup: 1}", "model.dtype=bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.max_pixels=1000", "data.max_pixels: needs model.images: true"),
+        ("data.train={path: a, image_folder: b}", "data.train.0.image_folder: needs model.images: true"),
+        (
+            "data.train={path: a, columns: {image: pic}}",
+            "data.train.0.columns.image: needs model.images: true",
+        ),
+        (
+            "data.eval={path: a, columns: {images: pics}}",
+            "data.eval.0.columns.images: needs model.images: true",
+        ),
+        (
+            "model={path: m, images: true, quantize: nf4, lora: {r: 1}}",
+            "model.quantize: not with model.images",
+        ),
+    ],
+)
+def test_keys_of_images_need_model_images_and_some_do_not_go_with_it(override: str, words: str) -> None:
+    assert words in message_of(lambda: load(override))
+    if "model=" not in override:
+        load(override, "model.images=true")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import HashStore, Store
@@ -71,3 +74,18 @@ def test_whatever_file_a_full_or_broken_disk_refuses_is_one_line(number: int) ->
     assert ending.exit_status == 2 and ending.message is not None
     assert ending.message.startswith(f"error: /tmp/x: {os.strerror(number)}; free space")
     assert ending_of(FileNotFoundError(errno.ENOENT, "No such file", "/tmp/x")).message is None  # a bug
+
+
+def test_a_torchvision_that_does_not_fit_torch_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    error = ModuleNotFoundError("Could not import module 'AttentionInterface'")  # as transformers says it
+    ending = ending_of(error)
+    assert ending.exit_status == 2 and ending.message is not None
+    assert "does not fit torch " in ending.message and "(operator torchvision::nms does not" in ending.message
+    (tmp_path / "torchvision.py").write_text("")
+    importlib.invalidate_caches()
+    assert ending_of(error).message is None  # a bug

@@ -1,0 +1,498 @@
+"""Images of prompts: which rows have them, which are refused, what names them, and how a store keeps them."""
+
+from __future__ import annotations
+
+import base64
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from support.tiny_pictures import (
+    TOKEN,
+    answer,
+    encoded,
+    picture,
+    picture_processor,
+    picture_tokenizer,
+    trl_row,
+    user,
+    write_lines,
+)
+
+from dpo_pack.data import ranges, sources
+from dpo_pack.data.images import ImageProcessor, decode
+from dpo_pack.data.sources import Data, keys_by_image, load_data
+from dpo_pack.recipe.schema import DataRecipe
+from dpo_pack.system.errors import DataError, DpoPackError
+
+TOKENIZER = picture_tokenizer()
+PROCESSOR = picture_processor()
+
+
+def load(
+    tmp_path: Path, train: Any, processor: ImageProcessor | None = PROCESSOR, seed: int = 0, **settings: Any
+) -> Data:
+    data = DataRecipe.model_validate({"train": train, **settings})
+    return load_data(data, tokenizer=TOKENIZER, images=processor, seed=seed, cache_dir=tmp_path / "cache")
+
+
+def load_rows(tmp_path: Path, *rows: dict[str, Any], **settings: Any) -> Data:
+    return load(tmp_path, str(write_lines(tmp_path / "pairs.jsonl", rows)), **settings)
+
+
+def save(path: Path, image: Image.Image) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(encoded(image))
+    return path
+
+
+def data_url(raw: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(raw).decode()
+
+
+def texts(data: Data, pair: int = 0) -> tuple[str, str, str]:
+    """Prompt, with what stands for an image written as <size>, chosen and rejected."""
+    group = data.train.group(pair)
+    prompt, *completions = (
+        str(TOKENIZER.decode(ids.tolist())) for ids in (group.context, *group.completions)
+    )
+    for size in [(40, 30), (64, 64), (30, 40)]:
+        prompt = prompt.replace(PROCESSOR.text_of(size), f"<{size[0]}x{size[1]}>")
+    return prompt, *completions  # type: ignore[return-value]
+
+
+def read(data: Data, pair: int = 0) -> list[np.ndarray[Any, Any]]:
+    return [image() for image in data.train.group(pair).images]
+
+
+# ---- Forms of rows
+
+
+FIRST, SECOND = picture(1), picture(2, 64, 64)
+WANTED = ("<s>user\n<40x30>What is it?</s>\n<s>assistant\n", "a cat</s>\n", "a dog</s>\n")
+ANSWERS = {"chosen": "a cat", "rejected": "a dog"}
+# TRL's rlaif-v; RLAIF-V (with its other columns); MMPR; ShareGPT as LLaMA-Factory has it; OpenAI's parts.
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "trl": (trl_row(["a.png"], "What is it?"), {}),
+    "trl, parts": (trl_row(["a.png"], [{"type": "image"}, {"type": "text", "text": "What is it?"}]), {}),  # type: ignore[arg-type]
+    "rlaif-v": (
+        {
+            **{"ds_name": "x", "image": "a.png", "question": "What is it?", "origin_split": "{}", "idx": 0},
+            **{"image_path": "somewhere/else.jpg", "origin_dataset": "y", **ANSWERS},
+        },
+        {"columns": {"prompt": "question"}},
+    ),
+    "mmpr": (
+        {"image": "a.png", "question": "What is it?", **ANSWERS}, {"columns": {"instruction": "question"}}
+    ),
+    "sharegpt": (
+        {
+            "conversations": [{"from": "human", "value": "<image>What is it?"}],
+            "chosen": {"from": "gpt", "value": "a cat"},
+            "rejected": {"from": "gpt", "value": "a dog"},
+            "images": ["a.png"],
+        },
+        {},
+    ),
+    "openai parts": (
+        {
+            "prompt": user(
+                {"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "What is it?"}
+            ),
+            **{"chosen": answer("a cat"), "rejected": answer("a dog")},
+        },
+        {},
+    ),
+    "another column": ({"pic": "a.png", "prompt": "What is it?", **ANSWERS}, {"columns": {"image": "pic"}}),
+    "swift": (
+        {
+            "messages": [*user("<image>What is it?"), *answer("a cat")],
+            **{"rejected_response": "a dog", "images": ["a.png"]},
+        },
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_known_data_sets_have_the_image_before_the_question(tmp_path: Path, form: str) -> None:
+    row, settings = FORMS[form]
+    save(tmp_path / "a.png", FIRST)
+    path = str(write_lines(tmp_path / "pairs.jsonl", [row]))
+    data = load(tmp_path, {"path": path, **settings})
+    assert texts(data) == WANTED
+    np.testing.assert_array_equal(read(data)[0], np.asarray(FIRST))
+    assert (data.train.group(0).context == PROCESSOR.token_id).sum() == PROCESSOR.num_tokens((40, 30))
+
+
+@pytest.mark.parametrize("form", ["bytes", "struct", "list", "datasets"])
+def test_columnar_files_and_datasets_have_the_bytes_of_images(tmp_path: Path, form: str) -> None:
+    raw = encoded(FIRST, "JPEG", quality=90)
+    values = {"bytes": raw, "struct": {"bytes": raw, "path": "x.jpg"}, "list": [{"bytes": raw, "path": None}]}
+    row = {"prompt": "What is it?", **ANSWERS, "image": values.get(form)}
+    if form == "datasets":
+        names = {name: datasets.Value("string") for name in ("prompt", *ANSWERS)}
+        features = datasets.Features({**names, "image": datasets.Image()})
+        rows = {name: [value] for name, value in {**row, "image": {"bytes": raw, "path": None}}.items()}
+        datasets.Dataset.from_dict(rows, features).save_to_disk(tmp_path / "saved")
+        data = load(tmp_path, str(tmp_path / "saved"))
+    else:
+        row = {("images" if form == "list" else name): row[name] for name in row} if form == "list" else row
+        if form == "list":
+            row = {"prompt": "What is it?", **ANSWERS, "images": values["list"]}
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+        data = load(tmp_path, str(tmp_path / "a.parquet"))
+    assert texts(data) == WANTED
+    np.testing.assert_array_equal(read(data)[0], np.asarray(decode(raw)))
+
+
+def test_images_stand_at_their_marks_and_a_row_may_have_none(tmp_path: Path) -> None:
+    for name, image in (("a.png", FIRST), ("b.png", SECOND)):
+        save(tmp_path / name, image)
+    dialogue = [*user("<image> and"), *answer("yes"), *user("then <image>?")]
+    rows = [
+        {**trl_row(["a.png", "b.png"]), "prompt": dialogue},
+        {
+            **trl_row(["a.png"]),
+            "prompt": user(*({"type": "text", "text": text} for text in ("<image>?", "!"))),
+        },
+        trl_row([]),
+        trl_row(["b.png", "a.png"], "both?"),
+    ]
+    data = load_rows(tmp_path, *rows)
+    assert texts(data, 0)[0].startswith(
+        "<s>user\n<40x30> and</s>\n<s>assistant\nyes</s>\n<s>user\nthen <64x64>?"
+    )
+    assert texts(data, 1)[0].startswith("<s>user\n<40x30>?!</s>")
+    assert texts(data, 2)[0].startswith("<s>user\nWhat is") and read(data, 2) == []
+    assert texts(data, 3)[0].startswith("<s>user\n<64x64><40x30>both?")
+    sizes = [[image.shape for image in read(data, pair)] for pair in range(4)]
+    assert sizes == [[(30, 40, 3), (64, 64, 3)], [(30, 40, 3)], [], [(64, 64, 3), (30, 40, 3)]]
+    source = data.report["train"]["sources"][0]
+    assert source["images"] == 5 and len(data.train.stores[0].images.records) == 2  # type: ignore[union-attr]
+
+
+def test_texts_with_images_are_those_of_the_processor(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        images = [picture(0, *rng.integers(8, 200, 2).tolist()) for _ in range(2)]
+        text = f"<s>user\nhello {TOKEN} and\n\n{TOKEN}\nwhat?</s>\n"
+        called = PROCESSOR.processor(images=[images], text=[text], add_special_tokens=False)
+        expanded = PROCESSOR.expand(text, [image.size for image in images])
+        assert TOKENIZER(expanded, add_special_tokens=False)["input_ids"] == called["input_ids"][0]
+
+
+def test_pixel_inputs_are_those_of_the_whole_processor() -> None:
+    images = [FIRST, SECOND]
+    called = PROCESSOR.processor(images=[images], text=[TOKEN * 2], return_tensors="pt")
+    inputs = PROCESSOR.pixel_inputs([np.asarray(image) for image in images])
+    assert inputs.keys() == {"pixel_values", "pixel_attention_mask"}
+    for name, values in inputs.items():
+        assert values.equal(called[name])
+
+
+# ---- Bad images
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png(width: int, height: int, bits: int) -> bytes:
+    """Colours; of a large size, it ends after its first pixels. Pillow opens 16 bits as RGB of 8 bits."""
+    header = struct.pack(">IIBBBBB", width, height, bits, 2, 0, 0, 0)
+    pixels = zlib.compress(b"".join(b"\0" + bytes(range(48)) for _ in range(8)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def in_row(raw: bytes) -> dict[str, Any]:
+    return trl_row([data_url(raw)])
+
+
+JPEG = encoded(picture(1, 100, 60), "JPEG", quality=90)
+BAD: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
+    "half": (lambda: in_row(JPEG[: len(JPEG) // 2]), "broken_image", "cannot be decoded"),
+    "truncated by two bytes": (lambda: in_row(JPEG[:-2]), "broken_image", "truncated"),
+    "empty": (lambda: in_row(b""), "broken_image", "is empty"),
+    "a text": (lambda: in_row(b"hello" * 10), "broken_image", "none of JPEG, PNG"),
+    "a page": (lambda: in_row(b"<html>404</html>"), "broken_image", "none of JPEG, PNG"),
+    "EPS, which runs a program": (lambda: in_row(encoded(FIRST, "EPS")), "broken_image", "none of JPEG"),
+    "grey of 16 bits": (
+        lambda: in_row(encoded(Image.fromarray(np.ones((9, 9), dtype=np.uint16)))),
+        "image_of_16_bits", "8 bits",
+    ),
+    "colours of 16 bits": (lambda: in_row(png(8, 8, 16)), "image_of_16_bits", "8 bits a colour"),
+    "float": (
+        lambda: in_row(encoded(Image.fromarray(np.ones((9, 9), dtype=np.float32)), "TIFF")),
+        "image_of_16_bits", "8 bits",
+    ),
+    "animated": (
+        lambda: in_row(encoded(FIRST, "GIF", save_all=True, append_images=[FIRST.rotate(90)])),
+        "animated_image", "is animated",
+    ),
+    "two pages": (
+        lambda: in_row(encoded(FIRST, "TIFF", save_all=True, append_images=[FIRST])),
+        "animated_image", "2 pages",
+    ),
+    "bomb": (lambda: in_row(png(20000, 20000, 8)), "image_too_large", "100,000,000"),
+    "a bit too large": (
+        lambda: in_row(png(11000, 10000, 8)), "image_too_large", "11,000 x 10,000"
+    ),
+    "narrow": (lambda: in_row(encoded(Image.new("RGB", (2000, 3)))), "image_too_narrow", "2,000 x 3"),
+    "no base64": (lambda: trl_row(["data:image/png;base64,@@@"]), "broken_image", "no data URL"),
+    "a link": (lambda: trl_row(["https://x.org/a.png"]), "image_link", "download it and give its path"),
+    "missing": (lambda: trl_row(["none.png"]), "missing_image", "'none.png': No such file"),
+    "a directory": (lambda: trl_row(["."]), "missing_image", "Is a directory"),
+    "outside": (lambda: trl_row(["../secret.png"]), "image_outside", "is outside of"),
+    "absolute": (lambda: trl_row(["/etc/passwd"]), "image_outside", "is outside of"),
+    "a number": (lambda: trl_row([7]), "wrong_type", "an image is a int"),
+    "null": (lambda: trl_row([None]), "wrong_type", "an image is a NoneType"),
+    "too few marks": (
+        lambda: {**trl_row(["a.png", "a.png"]), "prompt": user("<image>?")}, "image_count", "2 images"
+    ),
+    "too many marks": (
+        lambda: {**trl_row(["a.png"]), "prompt": user("<image> or <image>?")}, "image_count", "has 2 places"
+    ),
+    "placeholder in a text": (lambda: trl_row([], f"what is {TOKEN}?"), "image_count", "1 placeholders"),
+    "placeholder in a completion": (
+        lambda: {**trl_row(["a.png"]), "chosen": answer(f"a {TOKEN}")}, "image_token_in_text", TOKEN
+    ),
+    "in a completion": (
+        lambda: {**trl_row(["a.png"]), "chosen": [{"role": "assistant", "content": [{"type": "image"}]}]},
+        "media", "a completion has images",
+    ),
+    "video": (
+        lambda: trl_row(["a.png"], [{"type": "video", "video": "a.mp4"}]), "media", "has video"  # type: ignore[arg-type]
+    ),
+    "two columns": (lambda: {**trl_row(["a.png"]), "image": "a.png"}, "image_count", "both have images"),
+    "a column of video": (lambda: {**trl_row(["a.png"]), "video": "a.mp4"}, "media", "column 'video'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_bad_image_is_one_line_and_can_be_skipped(tmp_path: Path, fault: str) -> None:
+    make, reason, words = BAD[fault]
+    save(tmp_path / "a.png", FIRST)
+    path = str(write_lines(tmp_path / "pairs.jsonl", [trl_row(["a.png"]), make(), trl_row(["a.png"])]))
+    with pytest.raises(DpoPackError) as error:
+        load(tmp_path, path)
+    message = str(error.value)
+    assert "pairs.jsonl line 2: " in message and words in message and "\n" not in message
+    assert f"{reason}: 1 of " in message
+    data = load(tmp_path, path, on_bad_row="skip")
+    assert data.report["train"]["sources"][0]["dropped"] == {reason: {"rows": 1, "line_numbers": [2]}}
+    assert data.train.num_pairs == 2
+
+
+def test_images_without_the_key_are_refused_with_its_name(tmp_path: Path) -> None:
+    path = str(write_lines(tmp_path / "pairs.jsonl", [trl_row(["a.png"])]))
+    with pytest.raises(DataError, match=r"only text is read; .*set model\.images: true"):
+        load(tmp_path, path, processor=None)
+
+
+def test_rows_of_token_ids_have_no_place_for_images(tmp_path: Path) -> None:
+    row = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7], "images": ["a.png"]}
+    with pytest.raises(DataError, match="rows of format tokenized have no place for images"):
+        load_rows(tmp_path, row)
+
+
+def upright(exif: Image.Exif) -> np.ndarray[Any, Any]:
+    exif[0x0112] = 6
+    return np.asarray(decode(encoded(FIRST, "PNG", exif=exif)))
+
+
+def test_pixels_are_upright_rgb_and_white_where_they_are_transparent() -> None:
+    np.testing.assert_array_equal(upright(Image.Exif()), np.rot90(np.asarray(FIRST), -1))
+    hidden = Image.merge("RGBA", [*FIRST.split(), Image.new("L", FIRST.size, 0)])
+    for transparent in (hidden, hidden.convert("LA"), hidden.quantize()):
+        assert np.asarray(decode(encoded(transparent))).min() == 255
+    for mode, format in (("CMYK", "JPEG"), ("L", "PNG"), ("1", "PNG"), ("P", "PNG"), ("RGB", "WEBP")):
+        image = decode(encoded(FIRST.convert(mode), format))
+        assert image.mode == "RGB" and image.size == FIRST.size
+    views = encoded(FIRST, "MPO", save_all=True, append_images=[FIRST])  # of some cameras
+    assert decode(views).size == FIRST.size
+
+
+# ---- Scaling, lengths, split
+
+
+def test_large_images_are_scaled_once_and_told(tmp_path: Path) -> None:
+    save(tmp_path / "a.png", picture(3, 200, 100))
+    data = load_rows(tmp_path, trl_row(["a.png"]), max_pixels=5000)
+    assert read(data)[0].shape == (50, 100, 3)
+    small = picture(3, 200, 100).resize((100, 50), Image.Resampling.LANCZOS)
+    np.testing.assert_array_equal(read(data)[0], np.asarray(small))
+    assert data.report["train"]["sources"][0]["images_scaled"] == 1
+    whole = load_rows(tmp_path, trl_row(["a.png"]))
+    assert read(whole)[0].shape == (100, 200, 3)
+    assert whole.fingerprint != data.fingerprint
+
+
+def test_prompts_with_images_are_never_cut(tmp_path: Path) -> None:
+    save(tmp_path / "a.png", FIRST)
+    rows = [trl_row(["a.png"]), trl_row([], "word " * 60)]
+    data = load_rows(tmp_path, *rows, truncation="prompt_left", max_length=24)
+    assert data.train.row_numbers.tolist() == [2]
+    assert data.report["train"]["sources"][0]["dropped"] == {"too_long": {"rows": 1, "line_numbers": [1]}}
+
+
+def test_pairs_that_share_an_image_are_held_out_together(tmp_path: Path) -> None:
+    for number in range(12):
+        save(tmp_path / f"{number}.png", picture(number))
+    # Images 0 and 1 meet in a pair, 1 and 2 in another one.
+    shared = [
+        trl_row(["0.png", "1.png"]),
+        trl_row(["1.png", "2.png"]),
+        trl_row(["2.png"]),
+        trl_row(["0.png"]),
+    ]
+    others = [trl_row([f"{number}.png"]) for number in range(3, 12)]
+    path = str(write_lines(tmp_path / "pairs.jsonl", [*shared, *others, *others, trl_row([], "no image")]))
+    together = 0
+    for seed in range(12):
+        data = load(tmp_path, path, seed=seed, eval={"fraction": 0.3})
+        assert data.report["held_out_by"] == "image"
+        held_out = set(data.eval["held_out"].row_numbers.tolist())
+        assert len(held_out & {1, 2, 3, 4}) in (0, 4)
+        assert all((row in held_out) == (row + 9 in held_out) for row in range(5, 14))
+        together += {1, 2, 3, 4} <= held_out
+    assert 0 < together < 12
+
+
+# ---- Keys and stores
+
+
+def keys(data: Data) -> list[bytes]:
+    return [data.train.chosen_keys[pair].tobytes() for pair in range(data.train.num_pairs)]
+
+
+def test_a_key_names_pixels_and_processor_not_files_or_order(tmp_path: Path) -> None:
+    save(tmp_path / "a.png", FIRST)
+    save(tmp_path / "b.png", picture(9))
+    (tmp_path / "a.bmp").write_bytes(encoded(FIRST, "BMP"))
+    rows = [trl_row([name]) for name in ("a.png", "a.bmp", "b.png")]
+    first = keys(load_rows(tmp_path, *rows, trl_row([data_url(encoded(FIRST))])))
+    assert first[0] == first[1] == first[3] != first[2]
+    assert keys(load_rows(tmp_path, *rows[::-1])) == first[2::-1]
+    other = picture_processor(image_mean=[0.4, 0.5, 0.5])
+    changed = keys(load_rows(tmp_path, *rows, processor=other))
+    assert not set(changed) & set(first)
+
+
+def test_a_text_pair_has_the_key_that_it_has_without_images(tmp_path: Path) -> None:
+    with_images = load_rows(tmp_path, trl_row([]))
+    (tmp_path / "text").mkdir()
+    assert keys(with_images) == keys(load_rows(tmp_path / "text", trl_row([]), processor=None))
+
+
+def test_the_names_of_stores_without_images_are_those_of_earlier_releases(tmp_path: Path) -> None:
+    path = str(write_lines(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": " a", "rejected": " b"}]))
+    load(tmp_path, path, processor=None)
+    plain = {store.name for store in (tmp_path / "cache" / "tokens").iterdir()}
+    load(tmp_path, {"path": path, "image_folder": None}, processor=None, max_pixels=None)
+    assert {store.name for store in (tmp_path / "cache" / "tokens").iterdir()} == plain
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_store_has_each_embedded_image_once_and_no_copy_of_files(tmp_path: Path, num_workers: int) -> None:
+    raw = encoded(picture(4))
+    file = save(tmp_path / "a.png", picture(5))
+    rows = [trl_row([data_url(raw)], f"question {n}") for n in range(520)] + [trl_row(["a.png"])] * 2
+    data = load_rows(tmp_path, *rows, num_workers=num_workers)
+    images = data.train.stores[0].images
+    assert images is not None and len(images.records) == 2
+    assert len(images.content) == len(raw) + len(str(file))
+    np.testing.assert_array_equal(read(data, 519)[0], np.asarray(picture(4)))
+    np.testing.assert_array_equal(read(data, 521)[0], np.asarray(picture(5)))
+    again = load_rows(tmp_path, *rows)
+    assert again.report["rows_tokenized"] == 0 and again.fingerprint == data.fingerprint
+
+
+def test_a_picture_replaced_under_its_path_is_noticed_at_the_start(tmp_path: Path) -> None:
+    file = save(tmp_path / "img" / "a.png", FIRST)
+    first = load_rows(tmp_path, trl_row(["img/a.png"]), trl_row([]))
+    assert load_rows(tmp_path, trl_row(["img/a.png"]), trl_row([])).report["rows_tokenized"] == 0
+    status = file.stat()
+    file.write_bytes(encoded(picture(8)))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    second = load_rows(tmp_path, trl_row(["img/a.png"]), trl_row([]))
+    assert second.report["rows_tokenized"] == 2
+    assert keys(second)[0] != keys(first)[0] and keys(second)[1] == keys(first)[1]
+    np.testing.assert_array_equal(read(second)[0], np.asarray(picture(8)))
+
+
+def test_of_many_files_all_are_compared_where_the_folder_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpo_pack.data.images._CHECKED_STAMPS", 0)
+    save(tmp_path / "img" / "a.png", FIRST)
+    load_rows(tmp_path, trl_row(["img/a.png"]))
+    save(tmp_path / "img" / "new.png", FIRST)  # another file changes the folder, and no image
+    assert load_rows(tmp_path, trl_row(["img/a.png"])).report["rows_tokenized"] == 0
+    os.replace(save(tmp_path / "other" / "a.png", picture(8)), tmp_path / "img" / "a.png")
+    assert load_rows(tmp_path, trl_row(["img/a.png"])).report["rows_tokenized"] == 1
+
+
+def test_a_picture_that_changes_while_a_run_goes_on_is_an_error_with_file_and_row(tmp_path: Path) -> None:
+    file = save(tmp_path / "a.png", FIRST)
+    data = load_rows(tmp_path, trl_row([]), trl_row(["a.png"]))
+    file.write_bytes(encoded(picture(8)))
+    with pytest.raises(DataError, match=rf"row 2: {file} has changed .* run the same command again"):
+        read(data, 1)
+    assert load_rows(tmp_path, trl_row([]), trl_row(["a.png"])).report["rows_tokenized"] == 2
+    file.unlink()
+    with pytest.raises(DataError, match="No such file"):
+        read(data, 1)
+
+
+def test_a_changed_byte_of_an_embedded_image_is_noticed(tmp_path: Path) -> None:
+    data = load_rows(tmp_path, trl_row([data_url(encoded(FIRST, "BMP"))]))
+    content = Path(data.train.stores[0].directory or "", "image_content.bin")
+    raw = bytearray(content.read_bytes())
+    raw[-1] ^= 1
+    content.write_bytes(raw)
+    with pytest.raises(DataError, match="has changed"):
+        read(load_rows(tmp_path, trl_row([data_url(encoded(FIRST, "BMP"))])))
+
+
+def test_ranges_of_a_large_source_have_their_own_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((sources, "SMALLEST_RANGE"), (ranges, "SMALLEST_RANGE"), (ranges, "LARGEST_RANGE")):
+        monkeypatch.setattr(module, name, 8)
+    for number in range(20):
+        save(tmp_path / f"{number}.png", picture(number))
+    rows = [trl_row([f"{n}.png"] if n % 3 else [data_url(encoded(picture(n)))], f"q{n}") for n in range(20)]
+    first = load_rows(tmp_path, *rows)
+    assert len(first.train.stores[0].ranges) == 3
+    for pair in range(20):
+        np.testing.assert_array_equal(read(first, pair)[0], np.asarray(picture(pair)))
+    assert len(np.unique(keys_by_image(first.train), axis=0)) == 20
+    save(tmp_path / "10.png", picture(99))
+    with pytest.raises(DataError, match="row 11: .*10.png has changed"):
+        read(first, 10)
+    second = load_rows(tmp_path, *rows)
+    assert second.report["rows_tokenized"] == 8
+    np.testing.assert_array_equal(read(second, 10)[0], np.asarray(picture(99)))
+    changed = [one != other for one, other in zip(keys(first), keys(second), strict=True)]
+    assert changed == [number == 10 for number in range(20)]
+    save(tmp_path / "16.png", picture(98))  # noticed at the start
+    assert load_rows(tmp_path, *rows).report["rows_tokenized"] == 4
+
+
+def test_paths_may_have_a_folder_of_their_own(tmp_path: Path) -> None:
+    save(tmp_path / "pictures" / "a.png", FIRST)
+    path = str(write_lines(tmp_path / "pairs.jsonl", [trl_row(["a.png"])]))
+    with pytest.raises(DataError, match=r"set data\.train\.0\.image_folder"):
+        load(tmp_path, path)
+    data = load(tmp_path, {"path": path, "image_folder": str(tmp_path / "pictures")})
+    np.testing.assert_array_equal(read(data)[0], np.asarray(FIRST))
