@@ -242,8 +242,8 @@ def inspect_packing(
         from dpo_pack.system.console import make_console
 
     console = make_console(quiet=quiet)
-    data = prepare_data(loaded, prepare_tokenizer(loaded), console)
     policy = resolve_model(loaded, CPU)
+    data = prepare_data(loaded, prepare_tokenizer(loaded), console, processor=policy.processor)
     source = offline_source(loaded, data, policy)
     number = loaded.distributed.num_processes
     usual = (max(1, torch.cuda.device_count()) if number == "auto" else number,)

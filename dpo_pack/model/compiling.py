@@ -121,6 +121,12 @@ def text_model(model: PreTrainedModel) -> nn.Module:
     return model if model.config.get_text_config() is model.config else model.get_decoder()
 
 
+def tower_parameters(model: PreTrainedModel) -> set[nn.Parameter]:
+    """Returns the parameters outside of the language model and the head, which are never trained."""
+    own = [*text_model(model).parameters(), *model.get_output_embeddings().parameters()]
+    return set(model.parameters()).difference(own)
+
+
 def outermost_layers(model: nn.Module, class_names: frozenset[str] = frozenset()) -> list[nn.Module]:
     """Returns the modules that are layers of the library transformers or of a class in `class_names`.
 

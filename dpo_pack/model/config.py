@@ -83,6 +83,13 @@ def own_attention(config: PretrainedConfig) -> str | None:
     return None if softcap is None else "eager"
 
 
+def attention_names(config: PretrainedConfig) -> dict[str, str | None]:
+    """Returns the attention of a model ("") and of its parts, as transformers sets it: towers have others."""
+    parts = {name: getattr(config, name) for name in config.sub_configs}
+    named = {name: part._attn_implementation for name, part in parts.items() if part is not None}
+    return {"": config._attn_implementation, **named}
+
+
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
     """Returns, from the config, each attention layer's sliding window; None means full attention.
 

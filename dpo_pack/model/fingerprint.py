@@ -73,6 +73,7 @@ def reference_namespace(
     memo_path: Path,
     adapter: Path | None = None,
     quantize: Quantization | None = None,
+    reads_images: bool = False,
 ) -> dict[str, Any]:
     """Returns all that a reference log-prob depends on, except the token ids, as a JSON object.
 
@@ -93,6 +94,8 @@ def reference_namespace(
         namespace["experts"] = namespace["autocast"]  # once they were in the parameters' dtype
     if quantize is not None:
         namespace["quantized"] = quantize
+    if reads_images:
+        namespace["whole_config"] = relevant_config(config, whole=True)
     if adapter is not None:
         namespace["adapter"] = adapter_fingerprint(adapter, memo_path)
     return namespace
@@ -246,13 +249,17 @@ def tensor_digest(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def relevant_config(config: PretrainedConfig) -> dict[str, Any]:
-    """Returns the fields of a config on which log-probs depend; without dropout, which is off in training."""
-    values = config.get_text_config().to_dict()
+def relevant_config(config: PretrainedConfig | dict[Any, Any], *, whole: bool = False) -> dict[Any, Any]:
+    """Returns the fields of a config on which log-probs depend; without dropout, which is off in training.
+
+    `whole`: with those of the towers, and not only of the language model.
+    """
+    if not isinstance(config, dict):
+        config = (config if whole else config.get_text_config()).to_dict()
     return {
-        key: value
-        for key, value in values.items()
-        if key not in _IRRELEVANT_CONFIG and not key.startswith("_attn") and "dropout" not in key
+        key: relevant_config(value, whole=True) if whole and isinstance(value, dict) else value
+        for key, value in config.items()
+        if not (key in _IRRELEVANT_CONFIG or str(key).startswith("_attn") or "dropout" in str(key))
     }
 
 

@@ -53,6 +53,8 @@ class Row:
     # [B * L] float32: how many sequences contain the token, 0 for padding. If given, the scorer adds up which
     # experts the routers of a mixture of experts choose.
     token_copies: Tensor | None = None
+    # If any group has images: the groups, as often as their contexts are in the row.
+    prompts: tuple[Group, ...] = ()
 
 
 def packed_row(groups: Sequence[Group], device: torch.device, *, share_prompt: bool) -> Row:
@@ -108,6 +110,14 @@ def packed_row(groups: Sequence[Group], device: torch.device, *, share_prompt: b
         targets=on_device(arrays["targets"], device),
         completion_lengths=on_device(np.asarray([len(part) for part in pieces["targets"]]), device),
         num_tokens=num_tokens,
+        prompts=_repeated(groups, is_shared=share_prompt) if any(g.images for g in groups) else (),
+    )
+
+
+def _repeated(groups: Sequence[Group], *, is_shared: bool) -> tuple[Group, ...]:
+    """Returns each group as often as its context is in the row."""
+    return tuple(
+        group for group in groups for _ in (group.completions[:1] if is_shared else group.completions)
     )
 
 
@@ -138,4 +148,5 @@ def padded_row(groups: Sequence[Group], *, device: torch.device) -> Row:
         targets=on_device(targets.astype(np.int64), device),
         completion_lengths=on_device(completion_lengths, device),
         num_tokens=int(lengths.sum()),
+        prompts=_repeated(groups, is_shared=False) if any(g.images for g in groups) else (),
     )

@@ -22,6 +22,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -36,7 +37,7 @@ from dpo_pack.model.attention import (
     register_attention,
     select_backend,
 )
-from dpo_pack.model.compiling import keep_inputs_on_host, keep_products, text_model
+from dpo_pack.model.compiling import keep_inputs_on_host, keep_products, text_model, tower_parameters
 from dpo_pack.model.config import attention_needs, check_packs, own_attention, replace_settings, routes_tokens
 from dpo_pack.model.fast_layers import (
     apply_liger,
@@ -52,6 +53,7 @@ from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.quantize import Quantization, compute_restored, quantization_settings
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
+from dpo_pack.model.vision import PixelProcessor, VisionInputs, vision_family
 from dpo_pack.system.errors import (
     DpoPackError,
     ModelError,
@@ -60,6 +62,7 @@ from dpo_pack.system.errors import (
     is_out_of_memory,
 )
 from dpo_pack.system.hub import check_model
+from dpo_pack.system.machine import install_command
 
 # Vision checkpoints of which only the text model is built: the base model of the whole has the head, too.
 _TEXT_ONLY = frozenset({"llama4"})
@@ -79,6 +82,23 @@ def load_config(
             f"{recipe_key}: the config.json of {path} has num_hidden_layers: {num_layers}; correct it"
         )
     return config
+
+
+def load_processor(path: str, *, revision: str | None, trust_remote_code: bool, recipe_key: str) -> Any:
+    """Loads transformers' processor of images and text (model.images). Raises ModelError."""
+    check_model(path, revision, recipe_key)
+    with load_errors(path, recipe_key):
+        try:
+            processor = AutoProcessor.from_pretrained(
+                path, revision=revision, trust_remote_code=trust_remote_code
+            )
+        except ImportError as error:
+            what = f"the processor of {path} needs another package ({first_line(error)})"
+            raise ModelError(f"{recipe_key}: {what}; {install_command('images')}") from error
+    if getattr(processor, "image_processor", None) is None or getattr(processor, "image_token", None) is None:
+        what = f"{path} has no processor of images ({type(processor).__name__})"
+        raise ModelError(f"{recipe_key}: {what}; leave model.images out, or take a model that reads images")
+    return processor
 
 
 def load_tokenizer(
@@ -130,13 +150,15 @@ def load_model(
     refuses_unused: bool = False,
     activation_offload: bool = False,
     mlp_tile_tokens: int | None = None,
+    processor: PixelProcessor | None = None,
 ) -> LoadedModel:
     """Loads a causal LM for packed rows or padded batches, with a new or a saved adapter if given.
 
     The model will run on `device`; its weights are first put on `weights_on` (None: on `device`; on the meta
     device they are not read, but `tensors`, if any, the checkpoint's on the meta device, are compared).
-    `config` is the model's config if the caller has loaded it. Raises ModelError when loading fails, a weight
-    is missing or (`refuses_unused`) not used, UnsupportedModelError when the model cannot be exact.
+    `config` is the model's config if the caller has loaded it; `processor` is for rows with images. Raises
+    ModelError when loading fails, a weight is missing or (`refuses_unused`) not used, UnsupportedModelError
+    when the model cannot be exact.
     """
     weights_on = weights_on or device
     config = copy.deepcopy(config) or load_config(
@@ -151,10 +173,13 @@ def load_model(
         needs = attention_needs(config)
         choice = select_backend(attention, needs, device=device, dtype=precision.activations)
     replaced = replace_settings(config)
+    # The language model gets our attention; towers keep theirs, which reads all of an image.
+    texts = [name for name in config.sub_configs if getattr(config, name) is config.get_text_config()]
+    ours: Any = dict.fromkeys(["", *texts], ATTENTION_NAME) if texts else ATTENTION_NAME
     options: dict[str, Any] = {
         "trust_remote_code": trust_remote_code,
         "dtype": precision.parameters,
-        "attn_implementation": ATTENTION_NAME if packed else own,
+        "attn_implementation": ours if packed else own,
     }
     if quantize is not None:
         options["quantization_config"] = quantization_settings(quantize)
@@ -171,9 +196,8 @@ def load_model(
             f"{recipe_key}: {path}: {type(model).__name__} attends to later tokens of a prompt as well, as "
             "PaliGemma and embedding models do; give a causal model"
         )
-    trained = [*text_model(model).parameters(), *model.get_output_embeddings().parameters()]
-    for parameter in set(model.parameters()).difference(trained):
-        parameter.requires_grad_(False)  # of towers, which pairs of texts do not reach
+    for parameter in tower_parameters(model):
+        parameter.requires_grad_(False)
     reads_weights = weights_on.type != "meta"
     attached = None
     if adapter is not None:
@@ -194,6 +218,7 @@ def load_model(
         gather_dtype=precision.gathered,
         adapter=attached,
         wanted=wanted,
+        vision=None if processor is None else VisionInputs(processor=processor, family=vision_family(config)),
     )
     if kernels == "liger":
         apply_liger(model)

@@ -398,7 +398,8 @@ def _check_embeddings(model: PreTrainedModel, key: str, *, is_new: bool) -> None
         stays_tied = head.modules_to_save[_NAME].weight is embeddings.modules_to_save[_NAME].weight
     elif isinstance(head, TrainableTokensWrapper) and isinstance(embeddings, TrainableTokensWrapper):
         stays_tied = head.token_adapter.tied_adapter is embeddings.token_adapter
-    is_tied = model.config.get_text_config().tie_word_embeddings
+    configs = (model.config, model.config.get_text_config())  # Qwen2.5-VL's text config does not say it
+    is_tied = any(config.to_dict().get("tie_word_embeddings") for config in configs)
     if (changes_head or isinstance(embeddings, adapted)) and is_tied and not stays_tied:
         raise ModelError(
             f"{key}: the adapter changes the embeddings or the output head, which are one tensor in this "

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dpo_pack.model.compiling import outermost_layers
+from dpo_pack.model.compiling import outermost_layers, text_model, tower_parameters
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
@@ -113,7 +113,7 @@ def distribute_policy(
         )
     if strategy.name == "fsdp2":
         # While weights are gathered, parameters are temporary tensors. An optimizer must not get them.
-        assert all(isinstance(parameter, DTensor) for parameter in scorer.parameters())
+        assert all(isinstance(p, DTensor) for p in scorer.parameters() if p.requires_grad)
         policy = DistributedPolicy(forward=scorer)
         if strategy.accumulate_unsharded:
             policy = replace(policy, without_reduction=functools.partial(_unsharded_gradients, scorer))
@@ -189,7 +189,8 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
             f"model.dtype: {type(model).__name__} keeps {wide[0]} in float32 beside weights of a lower "
             "precision, and shards must be of one type; set model.dtype: float32 or distributed.strategy: ddp"
         )
-    layers = outermost_layers(model, frozenset(model._no_split_modules or ()))
+    part = model if scorer.vision is None else text_model(model)
+    layers = outermost_layers(part, frozenset(model._no_split_modules or ()))
     if not layers:
         raise UnsupportedModelError(
             f"distributed.strategy: {type(model).__name__} does not say what its layers are, so it cannot be "
@@ -211,7 +212,9 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
             _send_as_cast(layer, scorer.autocast)
     _fill(scorer, device)
     _fill_buffers(scorer, device)
-    fully_shard(scorer, mesh=strategy.mesh, mp_policy=precision, offload_policy=offload)
+    # A rank whose row has no image does not run the towers, so they stay whole on every rank.
+    whole = set() if scorer.vision is None else tower_parameters(model)
+    fully_shard(scorer, mesh=strategy.mesh, mp_policy=precision, offload_policy=offload, ignored_params=whole)
     _free_outside_layers(scorer)
 
 

@@ -23,6 +23,7 @@ from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, WantedStatistics, sequence_sums, token_logps
 from dpo_pack.model.lora import Adapter
 from dpo_pack.model.recurrence import RecurrentCall, torch_recurrences
+from dpo_pack.model.vision import VisionInputs
 from dpo_pack.system.errors import UnsupportedModelError
 
 Value = TypeVar("Value")
@@ -76,8 +77,12 @@ class CompletionLogps(nn.Module):
         gather_dtype: torch.dtype | None = None,
         adapter: Adapter | None = None,
         wanted: WantedStatistics | None = None,
+        vision: VisionInputs | None = None,
     ) -> None:
-        """If `backend` is None, rows are padded batches and the model computes its own attention."""
+        """If `backend` is None, rows are padded batches and the model computes its own attention.
+
+        `vision`: for rows with images.
+        """
         super().__init__()
         self.model = model
         self.adapter = adapter
@@ -85,6 +90,7 @@ class CompletionLogps(nn.Module):
         self.autocast = autocast
         self.gather_dtype = gather_dtype
         self.wanted = wanted or WantedStatistics()
+        self.vision = vision
         self.head_passes = HeadPasses()
         self.is_compiled = False  # whether torch.compile has compiled the layers and `head_passes`
         self.transform = head_transform(model.config)
@@ -168,6 +174,9 @@ class CompletionLogps(nn.Module):
             arguments |= {"row_segments": segments, "seam_calls": self.seam_calls}
             arguments |= {"row_backend": self.backend, "row_recurrence": self.recurrence}
             arguments |= {"row_kernels": self.recurrent_kernels}
+        if row.prompts:
+            assert self.vision is not None
+            arguments |= self.vision.of_row(self.model, row.prompts, row.position_ids)
         # Llama 4's `base_model` is the whole model, head included.
         model, base = self.model, self.model.base_model
         outputs = (base if base is not model else model.get_submodule("model"))(**arguments)

@@ -28,7 +28,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from dpo_pack.data.tokenizer import end_of_turn
 from dpo_pack.model.attention import ATTENTION_NAME
-from dpo_pack.model.config import own_attention
+from dpo_pack.model.config import attention_names, own_attention
 from dpo_pack.model.fast_layers import stock_layers
 from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.saving import eos_tokens
@@ -126,12 +126,12 @@ class TransformersGenerator:
 @contextmanager
 def generating(model: PreTrainedModel) -> Iterator[None]:
     """In this `with` block, a model in training is set up for generation; afterwards for training again."""
-    attention = model.config._attn_implementation
+    attention = attention_names(model.config)
     config, model.generation_config = model.generation_config, GenerationConfig()
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False  # a layer that recomputes its activations would have no cache
-    if attention == ATTENTION_NAME:
+    if attention[""] == ATTENTION_NAME:
         try:
             model.set_attn_implementation(own_attention(model.config) or "sdpa")
         except (ValueError, ImportError):  # transformers raises these if the family's code has no sdpa
@@ -140,7 +140,7 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
         with stock_layers(model):  # compiled layers would compile again whenever the cache grows
             yield
     finally:
-        if attention == ATTENTION_NAME:
+        if attention[""] == ATTENTION_NAME:
             model.set_attn_implementation(attention)
         for module in training:
             module.training = True

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,6 +82,30 @@ def proof_groups(vocabulary: int) -> list[Group]:
         Group(context=context.numpy(), completions=(chosen.numpy(), rejected.numpy()))
         for context, chosen, rejected in contents
     ]
+
+
+def image_groups(scorer: CompletionLogps) -> list[Group]:
+    """Returns random pairs whose prompts have one image, two of one size, and none.
+
+    An image is wide enough for two tokens on each side: of a single one, wrong positions would be right.
+    """
+    vision, config = scorer.vision, scorer.model.config
+    assert vision is not None
+    height, width = (84, 112) if vision.family.has_axes else (112, 112)  # a square has few tiles
+    block = torch.tensor(vision.processor.image_ids(width, height))
+    groups = proof_groups(int(config.get_text_config().vocab_size))
+    found = []
+    for group, number in zip(groups, (1, 2, 0), strict=False):
+        parts, images = [], []
+        for ids in (group.context, *group.completions):  # a text must not have the token of an image
+            ids[ids == config.image_token_id] = 0
+        for most in (256, 32)[:number]:  # a second image is dark, so that no model takes it for the first
+            parts += [torch.from_numpy(group.context[-3:]), block]
+            images.append(torch.randint(0, most, (height, width, 3), dtype=torch.uint8).numpy())
+        context = torch.cat([*parts, torch.from_numpy(group.context)]).numpy()
+        images_read = tuple(functools.partial(np.asarray, image) for image in images)
+        found.append(Group(context=context, completions=group.completions, images=images_read))
+    return found
 
 
 def proof_row(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Row:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dpo_pack.model.attention.flash import keeps_deterministic_mode
 from dpo_pack.model.compiling import outermost_layers, text_model
-from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.config import attention_names, routes_tokens
 from dpo_pack.model.fast_layers import stock_layers
 from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.recurrence import torch_recurrences
@@ -30,7 +31,7 @@ from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
 from dpo_pack.proofs.recurrence import prove_recurrence
-from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, pair_sums, proof_groups, proof_row
+from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, image_groups, pair_sums, proof_groups, proof_row
 from dpo_pack.system.errors import is_out_of_memory, one_line
 
 # Allowed error of a sequence's log-prob in fp32, in nats.
@@ -58,7 +59,8 @@ def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
             if scorer.num_recurrent_calls:
                 proofs.append(prove_recurrence(scorer, groups, device))
             proofs.append(prove_isolation(scorer, groups, device))
-        return [*proofs, prove_causality(scorer, groups, device), prove_equivalence(scorer, groups, device)]
+        proofs += [prove_causality(scorer, groups, device), prove_equivalence(scorer, groups, device)]
+        return proofs if scorer.vision is None else [*proofs, prove_images(scorer, device)]
 
 
 def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | None:
@@ -231,20 +233,45 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
     return Proof(name="equivalence", passed=passed, numbers=numbers, bound=bound, remedy=remedy)
 
 
+@torch.no_grad()
+def prove_images(scorer: CompletionLogps, device: torch.device) -> Proof:
+    """Proves the same of prompts with one image, two and none, and that exchanged images are noticed."""
+    groups = image_groups(scorer)
+    proof = prove_equivalence(scorer, groups, device)
+    exchanged = [replace(group, images=group.images[::-1]) for group in groups]
+    exact = proof.numbers.get("max error, in float32")
+    with contextlib.nullcontext() if exact is None else scorer.in_float32():
+        moved = (pair_sums(scorer, exchanged, device) - pair_sums(scorer, groups, device))[1].abs().min()
+    if exact is None:  # rounding of 16 bits can hide the change
+        exact = proof.numbers["max error"] if scorer.compute_dtype == torch.float32 else 0.0
+    return replace(
+        proof,
+        name="images",
+        passed=proof.passed and float(moved) > 3 * exact,
+        numbers=proof.numbers | {"change by exchanged images": float(moved)},
+        bound=f"{proof.bound}; exchanged images change more than {3 * exact:.0e}",
+        remedy="leave out model.images, and report the model's family",
+    )
+
+
 def distance_of_row(
     scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
 ) -> tuple[dict[str, float], bool]:
-    sequences = [(group.context, completion) for group in groups for completion in group.completions]
+    sequences = [(group, completion) for group in groups for completion in group.completions]
     tokens = torch.tensor([len(completion) for _, completion in sequences], device=device)
 
     def alone() -> Tensor:
         """Returns [S] float64 log-probs, a sequence in a batch of one, from the model's own full logits."""
         sums = []
         with eager_attention(scorer.model), stock_layers(scorer.model):
-            for context, completion in sequences:
+            for group, completion in sequences:
+                context = group.context
                 ids = torch.from_numpy(np.concatenate((context, completion)))[None].to(device)
                 with scorer.autocasting(device):
-                    run = functools.partial(scorer.model, input_ids=ids, use_cache=False)
+                    images = (
+                        {} if scorer.vision is None else scorer.vision.of_sequence(scorer.model, group, ids)
+                    )
+                    run = functools.partial(scorer.model, input_ids=ids, use_cache=False, **images)
                     logits: Tensor = scorer.with_own_weights(run).logits[0, len(context) - 1 : -1]
                 logps = logits.float().log_softmax(dim=-1).gather(1, ids[0, len(context) :, None])
                 sums.append(logps.double().sum())
@@ -303,7 +330,7 @@ def _rounded_otherwise(model: PreTrainedModel, eps: float) -> Iterator[None]:
 @contextlib.contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
     """In this context the model uses its own eager attention instead of ours, and no recurrent kernel."""
-    ours = model.config._attn_implementation
+    ours = attention_names(model.config)
     model.set_attn_implementation("eager")
     try:
         with torch_recurrences(model):

@@ -64,6 +64,7 @@ def print_ending(
         program = shlex.quote(sys.argv[0])
     console.print()
     console.print("Next:")
-    console.print(f"  {program} sample {shlex.quote(str(root))}")
+    asked = " --prompt TEXT" if run.recipe.get("model", {}).get("images") else ""
+    console.print(f"  {program} sample {shlex.quote(str(root))}{asked}")
     if any("rewards/margins" in metrics for metrics in evaluation.values()):  # an online run has no pairs
         console.print(f"  {program} evaluate {shlex.quote(str(root / 'recipe.yaml'))}")

@@ -46,11 +46,14 @@ Line = tuple[int, list[Run]]  # the indent of a line, and its pieces
 def to_json(shown: ShownRecipe) -> str:
     """Returns the report as JSON text. Sequences have the tokens that the model gets, without those cut."""
     value = asdict(shown)
+    for image in value["images"]:
+        del image["tiles"]  # for the page
     for name in ("warnings", "pairs", "left_out", "dropped"):
         value[name] = [{"source": view["name"], **one} for view in value["sources"] for one in view.pop(name)]
     for pair in value["pairs"]:
         for side in ("chosen", "rejected"):
-            pair[side] = [token for token in pair[side] if not token.pop("is_cut")]
+            kept = [token for token in pair[side] if not token.pop("is_cut")]
+            pair[side] = [{k: v for k, v in token.items() if k != "is_placeholder"} for token in kept]
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
     return text.encode(errors="backslashreplace").decode()  # half of a surrogate pair becomes JSON's escape
 
@@ -157,6 +160,7 @@ def _pair_lines(pair: ShownPair, *, is_page: bool, has_ids: bool) -> Iterator[Li
 def _tokens(
     tokens: Sequence[Token], part: str, num_shared: int, *, is_page: bool, has_ids: bool
 ) -> Iterator[Run]:
+    tokens = [token for token in tokens if token.text or not token.is_placeholder]
     head, tail = _SHOWN_TOKENS
     is_long = len(tokens) > 1.25 * (head + tail) and not is_page
     num_hidden = len(tokens) - head - tail if is_long else 0

@@ -209,6 +209,7 @@ def evaluate_models(
     for model in models:
         release_memory()
         facts = resolve_model(recipe, setup.device, model, recipe_key="--model")
+        facts = replace(facts, processor=setup.policy_facts.processor)
         check_model(facts, setup.device)
         check_data(setup, facts)
         scorer = load_proved(setup, facts).scorer

@@ -150,6 +150,7 @@ def compared_pairs(setup: Setup) -> list[Group]:
         return []
     table = next((table for table in setup.data.eval.values() if table.num_pairs), setup.data.train)
     pairs = [table.group(pair) for pair in range(min(table.num_pairs, _LOOKED_AT))]
+    pairs = [pair for pair in pairs if not pair.images]  # readers get token ids only
     return sorted(pairs, key=lambda pair: len(pair.context) + sum(map(len, pair.completions)))[:2]
 
 
@@ -317,7 +318,7 @@ def model_card(
     datasets = dict.fromkeys(source.path for source in recipe.data.train if is_on_hub(source.path))
     head = ModelCardData(
         library_name="transformers" if adapter_base is None else "peft",
-        pipeline_tag="text-generation",
+        pipeline_tag="image-text-to-text" if recipe.model.images else "text-generation",
         # The hub refuses a card that names a base model or data set which the hub does not have.
         base_model=base if is_on_hub(base) else None,
         datasets=list(datasets) or None,

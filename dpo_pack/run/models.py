@@ -23,17 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 import dpo_pack
+from dpo_pack.data.images import ImageProcessor
 from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle
 from dpo_pack.model.config import check_packs, routes_tokens
 from dpo_pack.model.fast_layers import check_kernels
 from dpo_pack.model.fingerprint import reference_namespace, weight_files
-from dpo_pack.model.loading import load_config, load_errors, load_model
+from dpo_pack.model.loading import load_config, load_errors, load_model, load_processor
 from dpo_pack.model.logps import WantedStatistics, compile_head
 from dpo_pack.model.lora import LoraSettings, read_adapter, require_peft
 from dpo_pack.model.parallel import ALONE, Strategy, shard_model
 from dpo_pack.model.quantize import Quantization, check_quantizable, quantization_settings
 from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
 from dpo_pack.model.shape import RouterBalance, model_shape, num_parameters, router_balance, without_weights
+from dpo_pack.model.vision import vision_family
 from dpo_pack.packing.lengths import ModelShape
 from dpo_pack.proofs.recurrence import take_kernels
 from dpo_pack.proofs.rows import Proof, ProofOutcome
@@ -76,6 +78,7 @@ class ModelFacts:
     cache_dir: Path
     router_aux_coef: float | None = 0.0  # of the recipe, for the policy; see `balance`
     quantize: Quantization | None = None  # how the weights are quantised while they are loaded
+    processor: ImageProcessor | None = None  # of images in prompts; None: the model reads texts only
     new_adapter: LoraSettings | None = None  # the adapter that the policy gets for its training
     # Settings of the recipe for loading the model:
     attention: str = "auto"
@@ -141,6 +144,7 @@ class ModelFacts:
                 memo_path=self.cache_dir / "model_hashes.json",
                 adapter=self.adapter,
                 quantize=self.quantize,
+                reads_images=self.processor is not None,
             )
 
 
@@ -155,8 +159,8 @@ def resolve_model(
     """Returns the facts of a model: the starting policy, if no `path` is given. Raises ModelError.
 
     `path` is a hub id, or the directory of a model or a saved LoRA adapter. Only the policy has the revision,
-    the new adapter and the load-balancing loss of the recipe. `gathers` is false for a command that never has
-    shards, so `distributed.gather_dtype` means nothing to it.
+    the new adapter, the load-balancing loss and the processor of the recipe. `gathers` is false for a command
+    that never has shards, so `distributed.gather_dtype` means nothing to it.
     """
     settings, adapter, is_policy = recipe.model, None, recipe_key == "model.path"
     path = path or settings.path
@@ -185,6 +189,11 @@ def resolve_model(
         cache_dir=recipe.reference.cache_dir or default_cache_directory(),
         router_aux_coef=recipe.loss.router_aux_coef if is_policy else 0.0,
         quantize=None if adapter is None and lora is None else settings.quantize,
+        processor=ImageProcessor(
+            load_processor(path, revision=revision, trust_remote_code=trusts, recipe_key=recipe_key)
+        )
+        if settings.images and is_policy
+        else None,
         new_adapter=None if lora is None else LoraSettings(**lora.model_dump(), seed=recipe.seed),
         attention=settings.attention,
         kernels=settings.kernels,
@@ -238,6 +247,8 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
             )
     if model.is_packed:
         check_packs(model.config)
+    if model.processor is not None:
+        vision_family(model.config)
 
 
 def load_weights(
@@ -283,6 +294,7 @@ def load_weights(
             quantize=model.quantize,
             tensors=tensors,
             refuses_unused=model.refuses_unused,
+            processor=model.processor,
         )
         if strategy.shards and any("tie_word_embeddings" in note for note in loaded.notes):
             raise ModelError(
@@ -348,6 +360,8 @@ def load_and_prove(
     }
     if strategy.shards:
         setting["shards"] = True  # the proof includes the code that gathers them
+    if model.processor is not None:
+        setting["images"] = model.processor.fingerprint
     what = "padded batches" if loaded.scorer.backend is None else "packed rows"
     dtype = str(model.precision.activations).removeprefix("torch.")
     memo_path, key = model.cache_dir / "proofs.json", namespace_digest(setting)

@@ -93,6 +93,9 @@ class Sampler:
         settings = setup.recipe.logging.samples
         if settings is None:
             return
+        if setup.recipe.model.images:
+            self._give_up("prompts with images are not answered yet")
+            return
         room = most_prompt_tokens(scorer.model.config, settings.max_new_tokens)
         self.prompts = sample_prompts(setup.data, setup.tokenizer, num=settings.num, most_tokens=room)
         if not scorer.model.can_generate():
@@ -230,6 +233,8 @@ def sample_models(
             f"sample: {names[0]} is not a run, so it has no prompts; give --prompt TEXT or a recipe"
         )
     recipe = recipe or next(iter(models.values()))[0]
+    if recipe.model.images and not texts:
+        raise RecipeError("sample: prompts with images are not answered yet; give --prompt TEXT")
     settings = recipe.logging.samples or SamplesRecipe()
     device = Accelerator(cpu=not ranks.uses_cuda()).device
     tokenizer = prepare_tokenizer(recipe)

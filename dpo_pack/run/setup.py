@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dpo_pack.data.faults import source_notes
+from dpo_pack.data.images import ImageProcessor
 from dpo_pack.data.ingest import columns_sentence
 from dpo_pack.data.sources import HELD_OUT, Data, LoadedSource, load_data, load_source
 from dpo_pack.data.store import PairTable
@@ -118,7 +119,12 @@ def require_pairs(*, is_online: bool) -> None:
 
 
 def prepare_data(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, console: Console, *, takes_prompts: bool = False
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    console: Console,
+    *,
+    processor: ImageProcessor | None = None,
+    takes_prompts: bool = False,
 ) -> Data:
     """Returns tokenised pairs, from the cache if it has them; prints how many were kept and left out.
 
@@ -137,7 +143,9 @@ def prepare_data(
         what = f"{len(data.prompts):,} prompts to answer"
     else:
         with shown(console, "Reading data", "rows") as progress:
-            data = load_data(recipe.data, tokenizer=tokenizer, progress=progress, **settings)
+            data = load_data(
+                recipe.data, tokenizer=tokenizer, images=processor, progress=progress, **settings
+            )
         sizes = {}
         for name, table in data.eval.items():
             num_prompts = data.report["eval"][name]["prompts"]
@@ -157,7 +165,7 @@ def prepare_data(
 
 def _print_notes(data: Data, console: Console, scored_turns: str) -> None:
     shared = data.report["held_out_by"]
-    if shared not in (None, "prompt"):
+    if shared not in (None, "prompt", "image"):
         console.print(
             f"  no column has the prompts: pairs with the same {shared} are all held out or all trained on; "
             "for a split by prompt, name the column in data.train.*.columns.prompt"
@@ -224,6 +232,7 @@ def prepare(
     policy = reference = resolve_model(recipe, device)
     if recipe.reference.path is not None:
         reference = resolve_model(recipe, device, recipe.reference.path, recipe_key="reference.path")
+        reference = replace(reference, processor=policy.processor)
     check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
     check_model(policy, device, is_trained=True)
     if reference is not policy:
@@ -241,7 +250,9 @@ def prepare(
         discard(leftover)
     with ranks.first_goes_first():  # the other ranks then read rank 0's downloads and tokens from the caches
         tokenizer = prepare_tokenizer(recipe)
-        data = prepare_data(recipe, tokenizer, console, takes_prompts=takes_prompts)
+        data = prepare_data(
+            recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts
+        )
     ranks.require_same(
         {"the data": data.fingerprint, "the held-out data": data.eval_fingerprint},
         "every node must see the same data files and the same reference.cache_dir",
@@ -426,6 +437,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
             data=recipe.data,
             tokenizer_key="",
             cache_dir=cache_dir,
+            images=models[0].processor if models else None,
             template=recipe.tokenizer.chat_template,
         )
         for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):

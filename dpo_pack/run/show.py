@@ -11,14 +11,23 @@ import numpy as np
 from rich.console import Console
 
 from dpo_pack.data.faults import FEW, Origin, source_notes
-from dpo_pack.data.formats import FORMATS, BadRow
+from dpo_pack.data.formats import FORMATS, BadRow, RowImages
 from dpo_pack.data.ingest import Ingestion
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.sources import locate_source
 from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
 from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows
-from dpo_pack.data.view import Fault, LeftOutRow, PackedRow, ShownRecipe, SourceView, find_faults, shown_pair
+from dpo_pack.data.view import (
+    Fault,
+    LeftOutRow,
+    PackedRow,
+    ShownRecipe,
+    SourceView,
+    find_faults,
+    shown_image,
+    shown_pair,
+)
 from dpo_pack.model.config import known_positions
 from dpo_pack.packing.bin_packing import PADDED
 from dpo_pack.packing.lengths import ModelShape
@@ -44,24 +53,27 @@ def show_recipe(
     be read or has no rows; ModelError if the tokenizer lacks a feature.
     """
     require_pairs(is_online=recipe.online is not None)
-    data, tokenizer = recipe.data, prepare_tokenizer(recipe)
+    data, tokenizer, images = recipe.data, prepare_tokenizer(recipe), None
     try:  # any device: only the config is used
-        num_positions = known_positions(resolve_model(recipe, CPU).config)
+        facts = resolve_model(recipe, CPU)
+        num_positions, images = known_positions(facts.config), facts.processor
     except ModelError:  # with `tokenizer.path`, pairs can be shown where the model is not there
         num_positions = None
     views: list[SourceView] = []
-    trained: dict[str, TokenizedPair] = {}  # the pairs of training sources, by their places
+    read: dict[str, TokenizedPair] = {}  # the pairs by their places
+    trained: dict[str, TokenizedPair] = {}  # those of training sources
     for part, sources in (("train", data.train), ("eval", data.eval_sources)):
         labels = [source.name or Path(source.path).name for source in sources]
         for number, (source, name) in enumerate(zip(sources, source_names(sources), strict=True)):
             label = labels[number] if labels.count(labels[number]) == 1 else name
-            located = locate_source(source, f"data.{part}.{number}", None)
+            located = locate_source(source, f"data.{part}.{number}", None, reads_images=images is not None)
             view, pairs = _view_source(
                 Ingestion(
                     located=located,
                     source=source,
                     data=data,
                     tokenizer=tokenizer,
+                    images=images,
                     template=recipe.tokenizer.chat_template,
                 ),
                 name,
@@ -72,12 +84,20 @@ def show_recipe(
                 num_positions=num_positions,
             )
             views.append(view)
-            trained |= {view.place(pair.row.number): pair for pair in pairs if part == "train"}
+            placed = {view.place(pair.row.number): pair for pair in pairs}
+            read |= placed
+            trained |= placed if part == "train" else {}
     there = {pair.row for view in views for pair in view.pairs}
     there |= {row.row for view in views for row in view.dropped}
     if missing := sorted(set(asked_rows) - there):
         names = ", ".join(view.label for view in views)
         raise RecipeError(f"--pair {missing[0]}: no such {views[0].row_word} was read of {names}")
+    owners: dict[bytes, list[str]] = {}  # the places of the pairs that have each image
+    for place, pair in read.items():
+        for image in pair.row.images:
+            owners.setdefault(image.key, []).append(place)
+    shown = (read[view.place(pair.row)] for view in views for pair in view.pairs)
+    found = {image.key: image for pair in shown for image in pair.row.images}
     template = "no chat template, because the data is not a conversation"
     if any(FORMATS[view.format].content == "messages" for view in views):
         template = f"chat template: {recipe.tokenizer.chat_template or 'of the tokenizer'}"
@@ -100,6 +120,7 @@ def show_recipe(
             share_prompt=recipe.shares_prompts,
             merges_prompts=recipe.packing.merge_prompts,
         ),
+        images=[shown_image(image, owners[key], images) for key, image in found.items() if images],
     )
 
 
@@ -181,6 +202,8 @@ def _selected(
 def _content(row: Any, fields: Collection[str]) -> Any:
     if isinstance(row, BadRow):
         return row.content
+    if isinstance(row.get("images"), RowImages):  # which can be megabytes
+        row = {**row, "images": [repr(image)[:80] for image in row["images"]]}
     return {field: row[field] for field in fields if field in row} or row
 
 

@@ -1,0 +1,99 @@
+"""`dpopack show` names each image; its page draws what the tower gets, with the grid of tokens."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from support.tiny_pictures import picture, picture_processor, trl_row, write_lines
+from support.tiny_vision import vision_config
+
+from dpo_pack.data.view import ShownRecipe
+from dpo_pack.recipe.load import load_recipe
+from dpo_pack.reports.pages import pairs_page
+from dpo_pack.reports.pair_views import render_pairs, to_json
+from dpo_pack.run.show import show_recipe
+from dpo_pack.system.console import _Console
+
+PROCESSOR = picture_processor()
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> ShownRecipe:
+    """Two pairs with a picture of 40x30, one with another of 200x100, and one that is too long."""
+    root = tmp_path_factory.mktemp("shown")
+    PROCESSOR.processor.save_pretrained(root / "model")
+    vision_config("idefics3").save_pretrained(root / "model")
+    picture(1).save(root / "a.png")
+    picture(2, 200, 100).save(root / "b.png")
+    rows = [
+        trl_row(["a.png"]),
+        trl_row(["a.png"], "Which colour?"),
+        trl_row(["b.png"]),
+        trl_row([], "x" * 500),
+    ]
+    data = {"train": str(write_lines(root / "pairs.jsonl", rows)), "max_length": 250, "max_pixels": 12000}
+    model = {"path": str(root / "model"), "images": True}
+    recipe = {"output_dir": str(root / "run"), "model": model, "data": data}
+    (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    console = _Console(verbose=False, file=io.StringIO(), width=80, force_terminal=False)
+    return show_recipe(load_recipe(root / "recipe.yaml"), console, asked_rows=[1, 2, 3])
+
+
+def test_the_first_token_of_an_image_describes_it_and_the_file_has_all_tokens(shown: ShownRecipe) -> None:
+    file = io.StringIO()
+    render_pairs(shown, _Console(verbose=False, file=file, width=80, force_terminal=False))
+    text = " ".join(file.getvalue().split())
+    assert text.count("[image 40x30, ") >= 2 and "[image 154x77, " in text
+    assert "1 of 3 images are scaled down to data.max_pixels" in text
+    assert "1 rows are too long; an image is often hundreds of tokens" in text
+    assert "||" not in text
+    pair = json.loads(to_json(shown))["pairs"][0]
+    placeholders = [token for token in pair["chosen"] if token["id"] == PROCESSOR.token_id]
+    assert len(placeholders) == PROCESSOR.num_tokens((40, 30))
+    assert [bool(token["text"]) for token in placeholders] == [True] + [False] * (len(placeholders) - 1)
+    assert "base64" not in to_json(shown)
+
+
+def test_the_page_draws_each_image_once_with_a_cell_for_each_token(shown: ShownRecipe) -> None:
+    page = pairs_page(shown)
+    figures = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)
+    assert len(figures) == 2
+    assert "pairs.jsonl line 1, pairs.jsonl line 2</figcaption>" in figures[0]
+    for figure, image, size in (
+        (figures[0], picture(1), (40, 30)),
+        (figures[1], picture(2, 200, 100), (154, 77)),
+    ):
+        urls = re.findall(r'src="data:image/png;base64,([^"]+)"', figure)
+        grids = re.findall(r"background-size: ([\d.]+)% ([\d.]+)%", figure)
+        cells = [round(100 / float(width)) * round(100 / float(height)) for width, height in grids]
+        assert len(urls) == len(cells) and sum(cells) == PROCESSOR.num_tokens(size)
+        whole = np.asarray(Image.open(io.BytesIO(base64.b64decode(urls[-1]))))  # after the tiles
+        expected = np.asarray(image.resize(whole.shape[1::-1], Image.Resampling.LANCZOS))
+        assert np.abs(whole.astype(int) - expected).mean() < 12
+
+
+def test_views_of_patches_are_the_scaled_image() -> None:
+    """As Qwen's and LFM2-VL's processors lay patches out, which need torchvision."""
+    from types import SimpleNamespace
+
+    pixels = np.asarray(picture(3, 28, 56)).astype(np.float32) / 255
+    square = pixels.reshape(2, 2, 14, 1, 2, 14, 3)  # rows of blocks, in a block, in a patch; then columns
+    of_qwen = square.transpose(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None].repeat(2, axis=5)
+    of_lfm = pixels.reshape(4, 14, 2, 14, 3).swapaxes(1, 2).reshape(1, 8, -1)
+    settings = SimpleNamespace(merge_size=2, patch_size=14, image_mean=[0.0] * 3, image_std=[1.0] * 3)
+    for inputs in (
+        {"pixel_values": of_qwen.reshape(8, -1), "image_grid_thw": np.array([[1, 4, 2]])},
+        {"pixel_values": of_lfm, "spatial_shapes": np.array([[4, 2]])},
+    ):
+        processor = picture_processor()
+        processor.processor = SimpleNamespace(image_processor=settings)
+        processor.pixel_inputs = lambda images, inputs=inputs: inputs  # type: ignore[method-assign, misc]
+        (view,) = processor.views(np.zeros((1, 1, 3), dtype=np.uint8))
+        np.testing.assert_array_equal(view, np.asarray(picture(3, 28, 56)))

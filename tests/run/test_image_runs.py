@@ -1,0 +1,219 @@
+"""Runs whose prompts have images take the steps of TRL, on one process and on two; the cache is by pixels."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from rich.console import Console
+from support.distributed_runs import assert_same_metrics
+from support.marks import slow
+from support.run_files import assert_same_run, records, timeless
+from support.tiny_pictures import answer, picture, picture_processor, user
+from support.tiny_vision import vision_config
+from support.two_ranks import run_on_ranks
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.run.samples import sample_models
+from dpo_pack.system.errors import RecipeError
+from dpo_pack.trainer import Trainer, train
+
+# In steps of two pairs, one row each, a rank has no image in the second step.
+NUM_IMAGES = (1, 1, 2, 0, 1, 1)
+
+
+def image_run(directory: Path) -> Path:
+    """Writes a tiny Idefics 3 with its processor, pairs with images, and a recipe."""
+    processor = picture_processor()
+    processor.processor.save_pretrained(directory / "model")
+    config = vision_config("idefics3")
+    config.text_config.vocab_size = len(processor.processor.tokenizer)
+    config.image_token_id = processor.token_id
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(20.0 if "embed_tokens" in name else 4.0)
+    model.save_pretrained(directory / "model")
+    rows = []
+    for number, num_images in enumerate(NUM_IMAGES):
+        images = [
+            f"{0 if number == 4 else 10 * number + k}.png" for k in range(num_images)
+        ]  # 4 has that of 0
+        for name in images:
+            seed = int(Path(name).stem)
+            picture(seed, 40 + seed, 50).save(directory / name)
+        question = ["What is it?", "What is it?", "Which two?"][number % 3]
+        row = {"prompt": user(question), "chosen": answer(f"a cat {number}"), "rejected": answer("a dog")}
+        rows.append({**row, "images": images})
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "output_dir": "${recipe_dir}/run",
+        "model": {"path": "${recipe_dir}/model", "images": True},
+        "reference": {"cache_dir": "${recipe_dir}/cache"},
+        "data": {"train": "${recipe_dir}/pairs.jsonl", "max_length": 512, "shuffle": False},
+        "packing": {"pairs_per_step": 2, "token_budget": 32},
+        "optim": {"lr": 1e-3, "warmup_ratio": 0.0, "schedule": "constant"},
+        "logging": {"samples": None},
+        "export": {"verify": "none"},
+    }
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return directory / "recipe.yaml"
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_run(tmp_path_factory.mktemp("images"))
+
+
+def run(file: Path, name: str, *overrides: str) -> Recipe:
+    return load_recipe(file, (f"output_dir={file.parent / name}", *overrides))
+
+
+def trained(recipe: Recipe) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    train(recipe, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def alone(recipe_file: Path) -> Path:
+    recipe = run(recipe_file, "alone", "packing.token_budget=1024")
+    text = trained(recipe)
+    assert "Proof: packed rows are exact" in text and f"sample {recipe.output_dir} --prompt TEXT" in text
+    return recipe.output_dir
+
+
+def test_a_run_takes_the_steps_of_trl_s_padded_computation(recipe_file: Path, alone: Path) -> None:
+    from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
+
+    model = recipe_file.parent / "model"
+    processor = AutoProcessor.from_pretrained(model)
+    policy: Any = AutoModelForImageTextToText.from_pretrained(model, attn_implementation="eager").eval()
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    text = {*policy.get_decoder().parameters(), *policy.get_output_embeddings().parameters()}
+    for parameter in policy.parameters():
+        parameter.requires_grad_(parameter in text)
+    rows = [json.loads(line) for line in (recipe_file.parent / "pairs.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["images"] = [Image.open(recipe_file.parent / name).convert("RGB") for name in row["images"]]
+    collate = DataCollatorForVisionPreference(processor)
+    optimizer = torch.optim.AdamW(text, lr=1e-3, weight_decay=0.0)
+
+    def logps(model: Any, batch: dict[str, Any]) -> Any:
+        inputs = {name: value for name, value in batch.items() if name != "completion_mask"}
+        logits = model(**inputs, use_cache=False).logits[:, :-1]
+        chosen = logits.log_softmax(-1).gather(2, batch["input_ids"][:, 1:, None])[..., 0]
+        return (chosen * batch["completion_mask"][:, 1:]).sum(1).chunk(2)
+
+    ours = records(alone, "train")
+    assert len(ours) == 3
+    for step, line in enumerate(ours):
+        batch = collate(copy.deepcopy(rows[2 * step : 2 * step + 2]))
+        chosen, rejected = logps(policy, batch)
+        with torch.no_grad():
+            of_reference = logps(reference, batch)
+        margin = (chosen - of_reference[0]) - (rejected - of_reference[1])
+        loss = -torch.nn.functional.logsigmoid(0.1 * margin).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_([p for p in policy.parameters() if p.requires_grad], 1.0)
+        optimizer.step()
+        assert line["loss"] == pytest.approx(float(loss.detach()), abs=2e-6)
+        assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    exported = AutoModelForImageTextToText.from_pretrained(alone / "model")
+    start = AutoModelForImageTextToText.from_pretrained(model)
+    for (name, mine), theirs, first in zip(
+        exported.named_parameters(), policy.parameters(), start.parameters(), strict=True
+    ):
+        assert (mine - theirs).abs().max() < 1e-5, name
+        assert torch.equal(mine, first) == ("vision" in name or "connector" in name), name
+
+
+def test_the_export_has_the_processor_and_its_card_says_what_it_reads(alone: Path) -> None:
+    processor = AutoProcessor.from_pretrained(alone / "model")
+    assert type(processor).__name__ == "Idefics3Processor"
+    card = (alone / "model" / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card and "AutoModelForImageTextToText" in card
+
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "padded": ("packing.mode=padded",),
+    "unshared": ("packing.share_prompt=false",),
+    "recomputed activations": ("model.gradient_checkpointing=true",),
+    "merged prompts": ("packing.merge_prompts=true",),
+}
+
+
+LORA = ("model.lora={r: 3, alpha: 6}", "optim.lr=1e-2")
+
+
+@pytest.mark.parametrize("variant", slow(*VARIANTS))
+def test_other_rows_take_the_same_steps(variant: str, recipe_file: Path, alone: Path) -> None:
+    recipe = run(recipe_file, variant, "packing.token_budget=1024", *VARIANTS[variant])
+    trained(recipe)
+    assert_same_metrics(
+        [{**line, "tokens": 0} for line in timeless(recipe.output_dir)],
+        [{**line, "tokens": 0} for line in timeless(alone)],
+        ("none", variant, ()),
+    )
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", slow("full", "lora"))
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_one_of_them_without_an_image_take_the_steps_of_one(
+    strategy: str, kind: str, recipe_file: Path
+) -> None:
+    settings = [f"distributed.strategy={strategy}", *(LORA if kind == "lora" else ())]
+    one, two = (run(recipe_file, f"{strategy}-{kind}-{number}", *settings) for number in (1, 2))
+    trained(one)
+    run_on_ranks(partial(trained, two))
+    assert_same_metrics(timeless(two.output_dir), timeless(one.output_dir), (strategy, "images", ()))
+    if kind == "lora":
+        adapter = json.loads((two.output_dir / "model" / "adapter_config.json").read_text())
+        assert "vision_model" in adapter["exclude_modules"] and "connector" in adapter["exclude_modules"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_an_error_as_if_nothing_had_happened(recipe_file: Path, alone: Path) -> None:
+    recipe = run(recipe_file, "resumed", "packing.token_budget=1024", "checkpoint.every_steps=1")
+
+    def fail(trainer: Trainer) -> None:
+        if trainer.state.step == 2:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(recipe, Console(file=io.StringIO()), after_step=fail)
+    assert "step 3/3" in (text := trained(recipe)) and "step 1/3" not in text
+    assert_same_run(recipe.output_dir, alone)
+
+
+@pytest.mark.slow
+def test_cached_log_probs_are_found_by_pixels_and_not_by_files(recipe_file: Path, alone: Path) -> None:
+    directory = recipe_file.parent
+    Image.open(directory / "0.png").save(directory / "0.bmp")
+    rows = (directory / "pairs.jsonl").read_text().splitlines()
+    other = directory / "other.jsonl"
+    other.write_text("\n".join([*rows[1:], rows[0].replace("0.png", "0.bmp")]) + "\n")
+    # Pairs 0 and 4 have the same rejected answer, question and image.
+    assert "11 of 11 different sequences cached" in trained(run(recipe_file, "other", f"data.train={other}"))
+    picture(99, 50, 50).save(directory / "10.png")
+    text = trained(run(recipe_file, "replaced"))
+    assert "9 of 11 different sequences cached, 2 to compute" in text
+
+
+def test_what_a_run_with_images_does_not_do_is_refused_in_one_line(recipe_file: Path, alone: Path) -> None:
+    with pytest.raises(RecipeError, match="prompts with images are not answered yet"):
+        sample_models([str(alone)], Console(file=io.StringIO()), texts=(), num=None)
