@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import torch._inductor.config as inductor_config
 import torch._subclasses.fake_tensor as fake_tensor
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.packing.lengths import Group
@@ -77,6 +79,9 @@ def fake_cuda(
 class Compiled(list[tuple[bool, str, float]]):
     """What inductor compiled: (whether for a backward pass, the code, bytes that it reads and writes)."""
 
+    launches = 0  # of kernels, by all calls of compiled code
+    num_bytes = 0.0  # that these calls read and write
+
     def num_kernels(self) -> int:
         return sum(code.count("async_compile.triton('") for _, code, _ in self)
 
@@ -109,11 +114,16 @@ def inductor_without_a_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Com
     def to_module(graph: Any) -> Any:
         source = graph.codegen()
         source = source[0] if isinstance(source, tuple) else source
-        compiled.append((graph.is_backward, getattr(source, "value", source), graph.count_bytes()[0]))
+        code, num_bytes = getattr(source, "value", source), graph.count_bytes()[0]
+        compiled.append((graph.is_backward, code, num_bytes))
+        launches = len(re.findall(r"\.run\(|extern_kernels\.\w+\(|torch\.ops\.\w+\.\w+\.\w+\(", code))
 
         def call(arguments: Any) -> Any:
+            compiled.launches += launches
+            compiled.num_bytes += num_bytes
             modes = [a.fake_mode for a in arguments if isinstance(a, FakeTensor)]
-            with modes[0] if modes else nullcontext():
+            # The operations of the graph are no launches, so modes that count do not see them.
+            with _disable_current_modes(), modes[0] if modes else nullcontext():
                 return graph.orig_gm(*arguments)
 
         return SimpleNamespace(call=call, __file__="", key="")
