@@ -168,6 +168,20 @@ def test_a_record_has_averages_intervals_and_breakdowns(policy: CompletionLogps)
     assert {"rewards/margins_p50", "entropy", "logps/chosen_per_token"} <= found.record.keys()
 
 
+def test_a_set_that_is_measured_whole_has_the_numbers_of_fp32() -> None:
+    true = np.repeat([1.0, -1.0, -0.02], [30, 18, 12])
+    rounded = true + 0.05  # in bf16 more pairs are right, so their accuracies vary less
+    drawn, chances = draw_measured(rounded, np.full(60, 0.05), seed=0)
+    ours, exact = (
+        {"rewards/margins": margins, "rewards/accuracies": (margins > 0).astype(float)}
+        for margins in (rounded, true[drawn])
+    )
+    found, noise = estimate_exact(ours, exact, drawn, chances)
+    assert noise == pytest.approx(0.05) and ours["rewards/accuracies"].mean() == 0.7
+    assert (found["rewards/accuracies"] == (true > 0)).all()
+    assert found["rewards/margins"] == pytest.approx(true)
+
+
 def test_an_objective_without_reference_has_no_kl(policy: CompletionLogps) -> None:
     simpo = Objective(terms=((LOSSES["simpo"], 1.0),), options=loss_options(beta=2.0))
     record = result(policy, simpo).record
@@ -190,14 +204,22 @@ def test_a_comparison_is_the_mean_of_each_pair_s_difference_with_a_narrower_inte
     assert sum(part["pairs"] for part in difference["by_length"].values()) == NUM_PAIRS
 
 
+# size: of margins, in standard deviations of rounding. widest: than the interval of fp32.
+SIZES = ((0.1, 3.5), (0.5, 3.5), (1.0, 3.5), (5.0, 1.15), (10.0, 1.15))
+QUICK = [(128, 0.1, 2.0), (128, 5.0, 1.15), (600, 1.0, 3.0)]
+SLOW = [(num_pairs, *case) for num_pairs in (200, 400, 800) for case in SIZES]
+
+
 @pytest.mark.parametrize(
-    ("num_pairs", "size", "widest"),  # size: of margins, in standard deviations of rounding
-    [*((128, size, 2.0) for size in (0.1, 0.5, 1.0)), (128, 5.0, 1.15), (128, 10.0, 1.15), (600, 1.0, 3.0)],
+    ("num_pairs", "size", "widest"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_intervals_hold_the_accuracy_of_fp32_however_large_the_rounding(
     num_pairs: int, size: float, widest: float
 ) -> None:
-    """2,000 draws of pairs; `right` is the accuracy in fp32 of the population from which they are drawn."""
+    """2,000 draws of pairs; `right` is the accuracy in fp32 of the population from which they are drawn.
+
+    Up to 64 pairs are all measured, so the interval is that of fp32 (tests/run/test_eval_precision.py).
+    """
     random, noise, right, num_draws = np.random.default_rng(0), 0.05, 0.65, 2_000
     estimates, truths = np.empty((2, num_pairs, num_draws))
     for draw in range(num_draws):
