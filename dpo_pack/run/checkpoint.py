@@ -65,7 +65,8 @@ from dpo_pack.run.export import (
     verified_sentence,
 )
 from dpo_pack.run.log import RunLog
-from dpo_pack.run.run_dir import PARTS, RunDir, damage_of
+from dpo_pack.run.pairs import evaluates_in_float32
+from dpo_pack.run.run_dir import PARTS, RunDir, damage_of, only_run
 from dpo_pack.run.samples import before_and_after
 from dpo_pack.run.setup import Setup, load_policy, prepare
 from dpo_pack.run.state import Counters, Identity, Place, Selection, Standing, TrainState, is_multiple
@@ -117,6 +118,8 @@ def run_identity(
     packages: tuple[str, ...] = ("torch", "transformers", "peft")
     kept = {name: versions[name] for name in packages if name in versions}
     judged_by = f"{selection.metric} of {selection.eval_set}, {data.eval_fingerprint}" if selection else ""
+    if selection and facts.precision.activations.itemsize < 4 and evaluates_in_float32(setup):
+        judged_by += ", in float32"
     return Identity(
         fingerprints=fingerprints,
         versions={"dpo-pack": dpo_pack.__version__, **kept},
@@ -376,7 +379,7 @@ def model_of(name: str, console: Console) -> Iterator[str]:
 
     A run that was stopped has a checkpoint and no model: it is exported into the checkpoint's directory, or
     where that is read-only into a temporary one, and compared with what was trained. Every rank must call it.
-    Raises RunError if there is no checkpoint.
+    Raises RunError if there is no checkpoint, or if the run is still training.
     """
     run = Path(name)
     info = read_json(run / INFO_FILE)
@@ -396,7 +399,9 @@ def model_of(name: str, console: Console) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         target, how = found[-1] / MODEL, "exported before"
         if not target.is_dir():
-            if not ranks.first_says(os.access(target.parent, os.W_OK)):
+            if ranks.first_says(os.access(target.parent, os.W_OK)):
+                stack.enter_context(only_run(run, console.print, f"{run} has no finished model: it"))
+            else:
                 target = Path(ranks.first_says(stack.enter_context(tempfile.TemporaryDirectory()))) / MODEL
             with shown(console, f"Exporting {found[-1]}"):
                 how = _export_checkpoint(run, found[-1], target, console)
@@ -562,8 +567,8 @@ def _refuse_another_run(path: Path, counters: Counters, identity: Identity) -> N
 def _allowed_changes(counters: Counters, identity: Identity) -> Iterator[str]:
     if counters.judged_by != identity.judged_by and counters.standing.best:
         yield (
-            "Note: earlier evaluations were compared by another metric or held-out set, so only later ones "
-            "can be the best of the run"
+            "Note: earlier evaluations were compared by another metric, held-out set or precision, so only "
+            "later ones can be the best of the run"
         )
     if counters.ranks != identity.ranks:
         yield f"Note: the checkpoint was written on {counters.ranks}, and this run is on {identity.ranks}"

@@ -193,6 +193,8 @@ _SMALL_PART, _FLOAT32_COST, _STEP_PASSES = 0.05, {"cuda": 16.0, "cpu": 4.0}, 3.0
 
 def evaluates_in_float32(setup: Setup) -> bool:
     """Whether a run whose own precision is lower evaluates all its held-out pairs in fp32."""
+    if setup.strategy.shards:
+        return False
     if setup.recipe.train.eval_precision != "auto":
         return setup.recipe.train.eval_precision == "float32"
     recipe, (train, *held_out) = setup.recipe, setup.tables

@@ -119,13 +119,14 @@ class _Info:
 
 
 @contextlib.contextmanager
-def only_run(root: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Makes this run the only one that writes in `root`, for the `with` block. Every rank must call it.
+def only_run(root: Path, say: Callable[[str], None], what: str = "") -> Iterator[None]:
+    """Makes this process the only one that writes in `root`, for the `with` block. Every rank must call it.
 
-    Raises RunError if another run holds the lock.
+    Raises RunError, with `what`, if a run holds the lock.
     """
+    what = what or f"output_dir: {root}"
     with contextlib.ExitStack() as stack:
-        ranks.first_does(lambda: stack.enter_context(locked(root / LOCK_FILE, f"output_dir: {root}", say)))
+        ranks.first_does(lambda: stack.enter_context(locked(root / LOCK_FILE, what, say)))
         yield
 
 

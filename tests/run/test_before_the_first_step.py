@@ -19,6 +19,7 @@ from dpo_pack.run.checkpoint import run_identity
 from dpo_pack.run.log import describe_run
 from dpo_pack.run.pairs import offline_source, prepare_reference
 from dpo_pack.run.setup import Setup, check_data, load_policy, longest_sequence, prepare
+from dpo_pack.run.state import Selection
 from dpo_pack.system.console import keep_log, make_console
 from dpo_pack.system.errors import CacheError, UnsupportedModelError
 
@@ -58,6 +59,20 @@ def test_checkpoints_of_an_adapter_belong_to_its_base_and_those_of_a_whole_model
         identity = run_identity(prepared, policy, source, None, moves=False, frozen=None)
         weights = identity.fingerprints.get("base model")
         assert weights == (prepared.policy_facts.namespace["weights"] if prepared is adapted else None)
+
+
+def test_evaluations_in_float32_are_not_compared_with_those_in_training_s_precision(
+    begun: tuple[Setup, LoadedModel], assets: Path
+) -> None:
+    """A resumed run whose `auto` decides otherwise forgets which evaluation was best, and says so."""
+    selection, judged_by = Selection(metric="loss", eval_set="heldout", num_best=1), []
+    for how in ("training", "float32"):
+        overrides = ["model.autocast=bfloat16", f"train.eval_precision={how}"]
+        prepared = prepare(load_recipe(assets / "recipe.yaml", overrides), Console(quiet=True))
+        source = offline_source(prepared.recipe, prepared.data, prepared.policy_facts)
+        identity = run_identity(prepared, begun[1], source, selection, moves=False, frozen=None)
+        judged_by.append(identity.judged_by)
+    assert judged_by[1] == f"{judged_by[0]}, in float32"
 
 
 def test_a_cache_that_cannot_be_written_ends_a_run_before_a_log_prob_is_computed(

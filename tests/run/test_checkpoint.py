@@ -618,7 +618,7 @@ def test_what_was_best_by_another_measure_is_forgotten(tmp_path: Path) -> None:
     assert resumed.standing == state.standing
     resumed = new_state()
     _, notes = load_checkpoint(path, resumed, identity=replace(IDENTITY, judged_by="loss of other, 1"))
-    assert resumed.standing == Standing() and "another metric or held-out set" in " ".join(notes)
+    assert resumed.standing == Standing() and "another metric, held-out set or precision" in " ".join(notes)
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from support.whole_runs import text
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run import checkpoint
 from dpo_pack.run.checkpoint import model_of
+from dpo_pack.run.run_dir import only_run
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
@@ -87,6 +88,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_read_only_one_is_exported_els
         assert run not in Path(model).parents and weights_of(model)
     assert not Path(model).exists() and "step-000001" in text(console)
     assert not (run / "checkpoints" / "step-000001" / "model").exists()
+
+
+def test_a_run_that_is_still_training_is_said_to_be_and_its_checkpoint_is_not_exported(run: Path) -> None:
+    message = "moved has no finished model: it is in use by another run, process [0-9]+ .*wait until"
+    with only_run(run, print), pytest.raises(RunError, match=message), model_of(str(run), QUIET):
+        raise AssertionError
+    assert not (run / "checkpoints" / "step-000002" / "model").exists()
 
 
 def stop(job: dict[str, Any]) -> None:
