@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,29 @@ class Completions:
         return f"Completions({', '.join(models)}: {len(self.rows)} rows)"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceLogps:
+    """The reference's log-probs of a recipe's pairs, and how many different sequences the cache had."""
+
+    num_cached: int
+    num_computed: int
+    sets: dict[str, tuple[list[int], list[list[float]]]]  # rows in the data; nats of (chosen, rejected)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Of each pair: set (train, or a held-out set), row in its source, log-probs under TRL's names."""
+        names = ("set", "row", "ref_chosen_logps", "ref_rejected_logps")
+        return [
+            dict(zip(names, (name, row, *logps), strict=True))
+            for name, found in self.sets.items()
+            for row, logps in zip(*found, strict=True)
+        ]
+
+    def __repr__(self) -> str:
+        counts = f"{self.num_cached:,} cached, {self.num_computed:,} computed"
+        return f"ReferenceLogps({', '.join(self.sets)}: {counts})"
+
+
 def train(
     recipe: AnyRecipe,
     *,
@@ -143,8 +166,11 @@ def train(
 
         elsewhere: dict[str, Any] = {"runs_models": False, "device": torch.device("cuda")}
         setup = prepare(loaded, make_console(quiet=quiet), takes_prompts=True, **elsewhere)
-        planned = loaded.online is None and offline_source(loaded, setup.data, setup.policy_facts).first_plan
-        print_memory_estimate(setup, planned or None, device_bytes=memory, num_devices=devices)
+        plan = None
+        if loaded.online is None:
+            of_one = offline_source(loaded, setup.data, setup.policy_facts)
+            plan = replace(of_one, num_ranks=devices).first_plan
+        print_memory_estimate(setup, plan, device_bytes=memory, num_devices=devices)
         return Run(path=Path(loaded.output_dir))
     with _on_every_rank(recipe, overrides, command, trains=True, quiet=quiet, verbose=verbose) as found:
         from dpo_pack.trainer import train as run_training
@@ -161,9 +187,8 @@ def precompute_ref(
     verbose: bool = False,
     command: Sequence[str] | None = None,
     **overrides: Any,
-) -> dict[str, int]:
-    """Computes the reference log-probs that the cache lacks. Returns the numbers of sequences, under the
-    names that run.json has for them."""
+) -> ReferenceLogps:
+    """Computes the reference log-probs that the cache lacks, and returns those of all pairs."""
     with _on_every_rank(recipe, overrides, command, quiet=quiet, verbose=verbose) as (loaded, console):
         from dpo_pack.run.pairs import prepare_reference
         from dpo_pack.run.setup import prepare
@@ -178,10 +203,15 @@ def precompute_ref(
             f"Cache: {done.cache.directory}; {done.num_cached:,} sequences reused, "
             f"{done.num_computed:,} computed"
         )
-        return {
-            "reference_sequences_cached": done.num_cached,
-            "reference_sequences_computed": done.num_computed,
-        }
+        values = done.values()
+        return ReferenceLogps(
+            num_cached=done.num_cached,
+            num_computed=done.num_computed,
+            sets={
+                name: (table.row_numbers.tolist(), values.of(table).sums.tolist())
+                for name, table in zip(("train", *setup.data.eval), setup.tables, strict=True)
+            },
+        )
 
 
 def evaluate(

@@ -47,8 +47,10 @@ def test_a_run_from_python_is_the_run_of_the_command(
     assert "nothing to do" in capsys.readouterr().out and again == run
     quiet = api.train(recipe, quiet=True, **{**overrides, "output_dir": recipe.parent / "quiet"})
     assert capsys.readouterr() == ("", "") and quiet.metrics[-1]["step"] == run.metrics[-1]["step"]
-    counts = {"reference_sequences_cached": 44, "reference_sequences_computed": 0}
-    assert api.precompute_ref(recipe) == counts
+    reference = dpo_pack.precompute_ref(recipe)
+    assert (reference.num_cached, reference.num_computed) == (44, 0) and len(repr(reference)) < 80
+    assert {row["set"] for row in reference.rows} == {"train", *run.evaluation}
+    assert len(reference.rows) == 22 and all(row["ref_chosen_logps"] < 0 for row in reference.rows)
     assert api.report(run.path, output=run.path / "page.html") == run.path / "page.html"
     assert (run.path / "page.html").read_text() == run.report_path.read_text()
     capsys.readouterr()
