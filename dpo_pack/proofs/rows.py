@@ -52,7 +52,7 @@ class ProofOutcome:
         else:
             equal += f"{error:.1e} nats in {self.dtype}"
         if rounding is not None and self.dtype != "float32":
-            equal += f", whose own rounding is {rounding:.1e} nats here, packed or not"
+            equal += f", whose own rounding is {rounding:.2g} nats here, packed or not"
         names = ", ".join(proof.name for proof in self.proofs if proof.passed)
         return equal, f"passed {'before' if self.is_remembered else f'now, in {self.seconds:.1f} s'}: {names}"
 

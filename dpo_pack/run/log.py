@@ -181,7 +181,7 @@ def describe_run(setup: Setup, loaded: LoadedModel, plan: PackingPlan | None, *,
         numbers += f" gathered in {precision.gathered}"
     loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
     warmup = num_warmup_steps(num_steps, warmup_ratio=optim.warmup_ratio, warmup_steps=optim.warmup_steps)
-    warm_up = f", {warmup:,} steps of warm-up" if warmup else ", no warm-up"
+    warm_up = f", {warmup:,} step{'s' if warmup > 1 else ''} of warm-up" if warmup else ", no warm-up"
     console.print(
         f"Policy: {recipe.model.path}, {size}, {numbers.replace('torch.', '')} on {setup.device}; "
         f"attention: {attention.name}{'; layers: compiled' if loaded.scorer.is_compiled else ''}"

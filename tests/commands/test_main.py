@@ -446,6 +446,9 @@ def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
         "Proof: " in short.out and "Reference log-probs" not in short.out and "reference pass;" in short.out
     )
     elsewhere = dpopack("train", recipe, "--dry-run", "--memory", "80GiB", "--devices", "8").out
+    # Eight devices share a step's pairs, so their rows are shorter.
+    here, there = (re.findall("of ([0-9]+) tokens, the largest row", out) for out in (short.out, elsewhere))
+    assert int(there[0]) < int(here[0])
     assert "Memory on each of 8 cuda devices" in elsewhere and "It fits: a device has 80.00 GiB" in elsewhere
     assert "Proof" not in elsewhere
     for wrong in (["--full"], ["--memory", "1GB"], ["--dry-run", "--devices", "2"]):

@@ -342,5 +342,5 @@ def test_the_sentence_of_a_proof_tells_errors_of_packing_from_rounding() -> None
     assert exact <= FLOAT32_BOUND < rounding
     assert text.endswith(
         f"alone to {exact:.1e} nats in float32; training computes in bfloat16, whose own rounding is "
-        f"{rounding:.1e} nats here, packed or not"
+        f"{rounding:.2g} nats here, packed or not"
     )
