@@ -74,7 +74,9 @@ def write_ranges(
         while (max_pairs := ingestion.num_missing) != 0:
             # What becomes of a run with bad rows is decided at the end, so `on_bad_row` changes no range.
             decided = {**facts, "max_pairs": max_pairs, "known_columns": ingestion.known_columns}
-            found = next_range(scanned.unparsed, content_key({**decided, "on_bad_row": None}), stored)
+            key = content_key({**decided, "on_bad_row": None})
+            most_rows = min(LARGEST_RANGE, max(SMALLEST_RANGE, max_pairs or LARGEST_RANGE))
+            found = next_range(islice(scanned.unparsed, most_rows), key, stored)
             if found is None:
                 break
             opened.columns.clear()
@@ -106,7 +108,7 @@ def next_range(rows: Iterator[tuple[int, Any]], decided: str, stored: Container[
     digest = hashlib.blake2b(decided.encode(), digest_size=KEY_BYTES)
     first = num_rows = num_known = 0
     name = known = ""
-    for number, row in islice(rows, LARGEST_RANGE):
+    for number, row in rows:
         content = row if isinstance(row, bytes) else pickle.dumps(row)
         key = hashlib.blake2b(content, digest_size=KEY_BYTES).digest()
         first = first or number
@@ -139,7 +141,7 @@ def _write(
 
     def pairs() -> Iterator[TokenStore]:
         if beginning is not None:
-            table = PairTable.of([beginning])
+            table = PairTable.of([replace(beginning, rows_before=rows_before)])
             for pair in range(table.num_pairs):
                 table.group(pair)  # raises CacheError: damage must not be copied
             yield beginning

@@ -250,22 +250,23 @@ def open_rows(
             return names.mapping  # only this row is at fault, not the source: it is a bad row
 
     def read_unparsed(wanted: Sequence[str] | None) -> Generator[tuple[int, Any], None, None]:
+        nonlocal first_number
         number = 0
         try:
             for number, row in read(wanted):
+                first_number = first_number or number
                 yield number, row
         except errors as error:
             raise _unreadable(names.label, row_word, number, error) from error
 
     def read_rows() -> Generator[NumberedRow, None, None]:
-        is_first = True
         for number, row in unparsed:
             row = _json_row(row) if isinstance(row, bytes) else row
             if not isinstance(row, dict | BadRow):
                 row = BadRow("not_an_object", f"no JSON object but a {type(row).__name__}", row)
             elif isinstance(row, dict):
                 row = names.with_nested(row) if nested else row
-                mapping, is_first = mapping_of(tuple(row), is_first), False
+                mapping = mapping_of(tuple(row), number == first_number)
                 found.update(dict.fromkeys(row))
                 used.update(mapping)
                 row = names.rename(row, mapping)
@@ -276,6 +277,7 @@ def open_rows(
         parsed = (_json_row(row) if isinstance(row, bytes) else row for row in rows)
         return [row for row in parsed if isinstance(row, dict)]
 
+    first_number = 0  # of the source's first row, which a caller may skip in `unparsed`
     # These names in `columns` may be those of keys in a column.
     nested = [theirs for theirs in names.mapping.values() if theirs is not None and "." in theirs]
     wanted = None

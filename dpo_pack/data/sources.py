@@ -8,7 +8,7 @@ text, which a store does not have.
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -377,18 +377,24 @@ def load_source(
             store.forget()
             store = None
         if store is None:
-            wanted = min(SMALLEST_RANGE, source.max_pairs or SMALLEST_RANGE)
-            num_rows = ingestion.rows_in_all
-            if num_rows is None:
-                num_rows = sum(1 for _ in islice(ingestion.located.open().unparsed, SMALLEST_RANGE))
-            if num_rows < SMALLEST_RANGE or wanted < SMALLEST_RANGE:
-                write_store(directory, (batch.pairs for batch in batches), ingestion.summary)
-            else:
+            if _has_ranges(ingestion):
                 write_ranges(directory, ingestion, settings, facts, progress)
+            else:
+                write_store(directory, (batch.pairs for batch in batches), ingestion.summary)
             store = open_store(directory)
     if store is None:
         raise CacheError(f"{directory} was removed or damaged while it was written; run again")
     return LoadedSource(recipe=source, store=store, rows_tokenized=ingestion.num_rows - ingestion.num_cached)
+
+
+def _has_ranges(ingestion: Ingestion) -> bool:
+    """Whether so many rows are read that they are worth a range. Reads no rows if few pairs are wanted."""
+    if (ingestion.num_missing or SMALLEST_RANGE) < SMALLEST_RANGE:
+        return False
+    if ingestion.rows_in_all is not None:
+        return ingestion.rows_in_all >= SMALLEST_RANGE
+    with closing(ingestion.located.open().unparsed) as rows:
+        return sum(1 for _ in islice(rows, SMALLEST_RANGE)) == SMALLEST_RANGE
 
 
 def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from dpo_pack.data.formats import BadRow
 from dpo_pack.data.images import CONTENT, ImageJoiner, Pixels, ReadImage, StoredImages
 from dpo_pack.packing.lengths import AnyIntArray, Group, PairLengths, common_prefix_length
 from dpo_pack.system.errors import CacheError, DataError
-from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, written_aside
+from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, writing, written_aside
 
 KEY_BYTES = 16
 TokenIds = NDArray[np.int32]
@@ -151,7 +151,7 @@ class TokenStore:
         remedy = "run the same command again, which writes this store again"
         try:
             self.forget()
-        except OSError:
+        except CacheError:
             remedy = "remove this directory and run the same command again"
         return CacheError(
             f"{self.directory} is damaged: its token ids of row {row_number} have changed; {remedy}"
@@ -173,7 +173,7 @@ class TokenStore:
         try:
             return self.images.read(image)
         except BadRow as bad:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(CacheError):
                 self.forget()
             pairs = self.images.pairs
             begin = pairs["begin"][np.argmax(pairs["image"] == image)] + self.tokens_before
@@ -183,9 +183,10 @@ class TokenStore:
             raise DataError(f"row {row}: {bad.detail}; {remedy}") from bad
 
     def forget(self) -> None:
-        """Removes the manifest, so that the store can be written again. Raises OSError."""
+        """Removes the manifest, so that the store can be written again. Raises CacheError."""
         if self.directory is not None:
-            (self.directory / _MANIFEST).unlink(missing_ok=True)
+            with writing(self.directory):
+                (self.directory / _MANIFEST).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -397,13 +398,18 @@ def write_store(
 
 
 def write_ranged_store(directory: Path, ranges: Sequence[TokenStore], summary: dict[str, Any]) -> None:
-    """Writes the store of a source that has these ranges, which are on disk. Raises CacheError."""
+    """Writes the store of a source that has these ranges, which are on disk. Raises CacheError.
+
+    If another process has written it in the meantime, its store stays.
+    """
     summary = {**summary, _LARGEST: max(one.largest_token_id for one in ranges)}
     names = [[one.directory.name, one.rows_before] for one in ranges if one.directory is not None]
-    with written_aside(directory) as temporary:
+    with contextlib.suppress(_WrittenMeanwhile), written_aside(directory) as temporary:
         temporary.mkdir()
         content = {"checksum": content_key([names, summary]), "summary": summary, "ranges": names}
         write_json_atomically(temporary / _MANIFEST, content)
+        if open_store(directory) is not None:
+            raise _WrittenMeanwhile
 
 
 def open_store(directory: Path) -> TokenStore | None:

@@ -325,3 +325,31 @@ def test_damage_is_not_copied_into_a_range_that_has_grown(tmp_path: Path) -> Non
 def test_equal_rows_of_two_sources_are_tokenised_once(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a.jsonl", TEXTS[:200]), write(tmp_path / "b.jsonl", TEXTS[:300])
     assert load(tmp_path / "cache", [first, second]).report["rows_tokenized"] == 300
+
+
+def test_few_wanted_pairs_need_no_rows_far_behind_them(tmp_path: Path) -> None:
+    whole = gzip.compress("\n".join(json.dumps(row) for row in TEXTS).encode(), mtime=0)
+    (tmp_path / "rows.jsonl.gz").write_bytes(whole[: len(whole) * 3 // 4])
+    for wanted in (4, 60):  # below a range, and a few ranges
+        data = load(tmp_path / str(wanted), {"path": str(tmp_path / "rows.jsonl.gz"), "max_pairs": wanted})
+        assert data.train.num_pairs == wanted
+
+
+def test_a_row_of_another_kind_is_a_bad_row_wherever_a_pass_begins(tmp_path: Path) -> None:
+    path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
+    other = {"prompt": "Is it?", "completion": " Yes.", "label": True}
+    load(cache, write(path, TEXTS[:30]), on_bad_row="skip")
+    write(path, [*TEXTS[:30], other, *TEXTS[30:35]])
+    grown = load(cache, str(path), on_bad_row="skip")
+    assert_same(grown, load(tmp_path / "other", str(path), on_bad_row="skip"))
+    assert grown.train.num_pairs == 35
+
+
+def test_damage_in_a_range_that_has_grown_is_told_with_the_row_of_the_source(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", TEXTS[:100])
+    name, rows_before = ranges_of(load(tmp_path / "cache", path))[-1]
+    tokens = Path(name) / "tokens.bin"
+    tokens.write_bytes(bytes(4) + tokens.read_bytes()[4:])
+    write(tmp_path / "a.jsonl", TEXTS[:110])
+    with pytest.raises(CacheError, match=f"token ids of row {rows_before + 1} have changed"):
+        load(tmp_path / "cache", path)
