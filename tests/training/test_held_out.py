@@ -205,7 +205,7 @@ def test_a_comparison_is_the_mean_of_each_pair_s_difference_with_a_narrower_inte
 
 
 # size: of margins, in standard deviations of rounding. widest: than the interval of fp32.
-SIZES = ((0.1, 3.5), (0.5, 3.5), (1.0, 3.5), (5.0, 1.15), (10.0, 1.15))
+SIZES = ((0.1, 4.5), (0.5, 4.0), (1.0, 3.5), (5.0, 1.15), (10.0, 1.15))
 QUICK = [(128, 0.1, 2.0), (128, 5.0, 1.15), (600, 1.0, 3.0)]
 SLOW = [(num_pairs, *case) for num_pairs in (200, 400, 800) for case in SIZES]
 
@@ -235,7 +235,7 @@ def test_intervals_hold_the_accuracy_of_fp32_however_large_the_rounding(
         found, _ = estimate_exact(ours, exact, drawn, chances)
         estimates[:, draw], truths[:, draw] = found["rewards/accuracies"], true > 0
     (low, high), (lowest, highest) = (
-        mean_intervals(x, seed=1, num_resamples=500).T for x in (estimates, truths)
+        mean_intervals(x, seed=1, num_resamples=2_000).T for x in (estimates, truths)
     )
     assert 0.93 <= ((low <= right) & (right <= high)).mean() <= 0.98
     width = (high - low).mean() / (highest - lowest).mean()
