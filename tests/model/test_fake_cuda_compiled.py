@@ -113,7 +113,7 @@ def test_flex_is_compiled_for_rows_of_all_lengths(special: str, compiled: Compil
     assert len(compiled) == before >= 2
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])  # some minutes each
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0)])  # some minutes each
 def test_every_generated_kernel_becomes_machine_code(capability: tuple[int, int]) -> None:
     """Layers, head and FlexAttention with softcaps: a kernel may want more shared memory than a GPU has."""
     register_attention()
