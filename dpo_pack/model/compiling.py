@@ -46,8 +46,10 @@ def keep_products() -> tuple[Any, Any]:
     return contexts
 
 
-def keep_inputs_on_host(checkpoint: Callable[..., Any], layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Runs `checkpoint(layer, *inputs)`. Until the backward pass, the inputs are in the host's memory."""
+def keep_inputs_on_host(
+    checkpoint: Callable[..., Any], layer: Callable[..., Any], /, *inputs: Any, **options: Any
+) -> Any:
+    """Runs `checkpoint(layer, *inputs, **options)`. Until the backward pass, the host keeps the inputs."""
 
     def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
         # Copies wait in the device's queue, and the host waits for none, because its memory is pinned.
@@ -58,7 +60,7 @@ def keep_inputs_on_host(checkpoint: Callable[..., Any], layer: Callable[..., Any
         return kept[1].to(kept[0], non_blocking=True)
 
     with torch.autograd.graph.saved_tensors_hooks(to_host, back):
-        return checkpoint(layer, *inputs)
+        return checkpoint(layer, *inputs, **options)
 
 
 def compiler_obstacle(device: torch.device) -> str | None:

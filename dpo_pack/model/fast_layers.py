@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -219,23 +220,33 @@ def last_feed_forward(model: PreTrainedModel) -> tuple[nn.Module, nn.Module] | N
     return None
 
 
+def tileable_feed_forwards(model: PreTrainedModel, *, has_experts: bool) -> list[nn.Module]:
+    """Returns each layer's feed-forward block; none, unless all read hidden states and nothing else."""
+    blocks = [block for _, block in feed_forwards(model) if block is not None]
+    are_plain = all(len(inspect.signature(block.forward).parameters) == 1 for block in blocks)
+    return blocks if are_plain and not has_experts and len(blocks) == len(feed_forwards(model)) else []
+
+
 def tile_feed_forwards(model: PreTrainedModel, num_tokens: int, *, has_experts: bool) -> None:
     """Makes feed-forward blocks compute at most `num_tokens` tokens at a time, in place; the backward pass
     computes each tile once more. Raises UnsupportedModelError."""
-    blocks = [block for _, block in feed_forwards(model)]
-    if has_experts or not blocks or None in blocks:
+    blocks = tileable_feed_forwards(model, has_experts=has_experts)
+    if not blocks:
         raise UnsupportedModelError(
             f"model.mlp_tile_tokens: not every layer of {type(model).__name__} has a feed-forward block that "
             "computes each token by itself; leave it out"
         )
-    for block in filter(None, blocks):
+    for block in blocks:
         block.forward = functools.partial(_tiling(), block.forward, num_tokens)
 
 
 @functools.cache
 def _tiling() -> Callable[..., Tensor]:
     # One object, because torch would compile the layers again for another.
-    tiling: Callable[..., Tensor] = torch.compiler.disable(_in_tiles, reason="rows have many lengths")
+    # Not recursive: a row of one tile runs the compiled block. `checkpoint` is never compiled.
+    tiling: Callable[..., Tensor] = torch.compiler.disable(
+        _in_tiles, recursive=False, reason="rows have many lengths"
+    )
     return tiling
 
 
@@ -244,7 +255,8 @@ def _in_tiles(whole: Callable[..., Tensor], num_tokens: int, features: Tensor) -
     if num_tiles <= 1:
         return whole(features)
     tiles = features.tensor_split(num_tiles, dim=1)  # [B, L, D] along L
-    return torch.cat([checkpoint(whole, tile, use_reentrant=False) for tile in tiles], dim=1)
+    recomputed = functools.partial(checkpoint, whole, use_reentrant=False)
+    return torch.cat(list(map(recomputed, tiles)), dim=1)
 
 
 def trim_last_layer(model: PreTrainedModel) -> None:

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.model.attention.segments import MAX_MASK_BYTES
 from dpo_pack.model.config import attention_needs, count_experts, routes_tokens
+from dpo_pack.model.fast_layers import tileable_feed_forwards
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HEAD_BOUNDS
 from dpo_pack.model.lora import read_adapter
@@ -117,6 +118,7 @@ class MemoryFacts:
     gradient_checkpointing: bool | Literal["selective"] = False
     activation_offload: bool = False
     mlp_tile_tokens: int | None = None
+    can_tile: bool = True  # whether the model's code allows `mlp_tile_tokens`
     cpu_offload: bool = False
     accumulate_unsharded: bool = False
     lora_rank: int | None = None  # rank of the policy's adapter; None if the whole model is trained
@@ -141,9 +143,8 @@ def estimate_memory(facts: MemoryFacts) -> dict[str, float]:
     layer = layer_bytes(facts)
     activations = shape.num_layers * layer  # `selective` counts as if layers kept everything: an upper limit
     if facts.gradient_checkpointing is True:  # layers keep their input; the last norm input and result
-        number = 4 if precision.casts_weights else precision.activations.itemsize
         num_kept = 1 if facts.activation_offload else shape.num_layers
-        activations = layer + (num_kept + 2.0) * facts.row_tokens * shape.hidden * number
+        activations = layer + (num_kept + 2.0) * _residual_bytes(facts)
     # A quantised layer is restored for one product at a time; autocast keeps no copies of all layers.
     num_cast = 1 if facts.gradient_checkpointing or facts.bits is not None else shape.num_layers
     return {
@@ -178,6 +179,22 @@ def state_bytes(facts: MemoryFacts) -> StateBytes:
     )
     num_gradients = facts.num_gradients if facts.num_shards == 1 else 1
     return state._replace(gradients=num_gradients * state.gradients)
+
+
+def host_bytes(facts: MemoryFacts) -> dict[str, float]:
+    """Returns the bytes of host memory for one device, by the key of the recipe that moves them there."""
+    found = {}
+    if facts.num_shards > 1 and facts.cpu_offload:
+        found["distributed.cpu_offload"] = sum(state_bytes(facts))
+    if facts.activation_offload:  # torch reserves a power of two for each tensor in pinned memory
+        each = 1 << (_residual_bytes(facts) - 1).bit_length()
+        found["model.activation_offload"] = float(facts.shape.num_layers * each)
+    return found
+
+
+def _residual_bytes(facts: MemoryFacts) -> int:
+    number = 4 if facts.precision.casts_weights else facts.precision.activations.itemsize
+    return facts.row_tokens * facts.shape.hidden * number
 
 
 def _gathered_bytes(facts: MemoryFacts) -> float:
@@ -270,8 +287,9 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
         precision=policy.precision,
         optimizer=recipe.optim.name,
         gradient_checkpointing=policy.gradient_checkpointing,
-        activation_offload=policy.activation_offload,
+        activation_offload=policy.activation_offload and setup.device.type == "cuda",
         mlp_tile_tokens=policy.mlp_tile_tokens,
+        can_tile=bool(tileable_feed_forwards(policy.architecture, has_experts=routes_tokens(policy.config))),
         cpu_offload=recipe.distributed.cpu_offload,
         accumulate_unsharded=recipe.distributed.accumulate_unsharded,
         lora_rank=lora_rank,
@@ -332,7 +350,8 @@ def print_memory_estimate(
             facts = replace(facts, num_shards=num_devices)
     estimate = estimate_memory(facts)
     needed = sum(estimate.values())
-    in_host = sum(state_bytes(facts)) if facts.num_shards > 1 and facts.cpu_offload else 0.0
+    moved = host_bytes(facts)
+    in_host = sum(moved.values())
     texts = {
         "parameters": f"the model has {format_count(facts.shape.num_parameters)}",
         "gathered weights": f"of {facts.num_shards} shards, {_GATHERING[facts.stays_gathered]}",
@@ -364,7 +383,7 @@ def print_memory_estimate(
         console.print("  less state: model.dtype=bfloat16, model.lora, or fsdp2 on more devices")
     host = available_memory(torch.device("cpu"))
     if here and in_host > host.free:  # a process's part
-        console.print(f"It does not fit the host: {_what_is_free(host)}. Leave distributed.cpu_offload out")
+        console.print(f"It does not fit the host: {_what_is_free(host)}. Leave {' or '.join(moved)} out")
 
 
 def _fitting_states(
@@ -400,9 +419,10 @@ def fitting_rows(
     whole = facts.row_tokens
     budgets = range(min(longest_pair, whole), whole + 1)
     recompute: dict[str, Any] = {"gradient_checkpointing": True}
-    can_tile = facts.mlp_tile_tokens is None and not facts.shape.active_experts
-    tile: dict[str, Any] = {"mlp_tile_tokens": _TILE_TOKENS} if can_tile else {}
-    offload = recompute | {"activation_offload": True}
+    tiles = facts.can_tile and facts.mlp_tile_tokens is None
+    tile: dict[str, Any] = {"mlp_tile_tokens": _TILE_TOKENS} if tiles else {}
+    # On a CPU the host's memory is the device's.
+    offload = recompute | ({"activation_offload": True} if facts.device.type == "cuda" else {})
 
     def needed(changed: MemoryFacts, tokens: int) -> float:
         keys, scored = (round(tokens / whole * size) for size in (facts.row_keys, facts.row_scored))

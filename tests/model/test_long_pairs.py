@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
-from dpo_pack.model.compiling import compile_layers
+from dpo_pack.model.compiling import compile_layers, keep_inputs_on_host
 from dpo_pack.model.fast_layers import tile_feed_forwards, trim_last_layer
 from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.loading import _checkpoint_activations
@@ -127,10 +127,39 @@ def test_the_host_keeps_one_input_of_each_layer(tmp_path: Path, monkeypatch: pyt
     assert kept == 3 * [torch.Size([1, row.num_tokens, width])]
 
 
-def test_experts_are_not_computed_in_tiles(tmp_path: Path) -> None:
-    tiny_model("qwen3_moe").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"^model\.mlp_tile_tokens: .*Qwen3Moe.*leave it out"):
-        load_usual(tmp_path, **TILES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mlp_tile_tokens", "is_compiled"), [(4096, True), (2, False)])
+def test_rows_of_one_tile_run_compiled_blocks(
+    mlp_tile_tokens: int, is_compiled: bool, tmp_path: Path
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    graphs: list[str] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    scorer = load_usual(tmp_path, mlp_tile_tokens=mlp_tile_tokens).scorer
+    compile_layers(scorer.model, backend=keep)
+    gradients(scorer, rows())
+    assert graphs and any("silu" in code for code in graphs) == is_compiled
+
+
+# BLOOM's block gets the residual, too, and RWKV's also reads the token before; OPT's layers have no block.
+@pytest.mark.parametrize("family", ["qwen3_moe", "bloom", "rwkv", "opt"])
+def test_blocks_that_need_more_than_a_token_are_not_computed_in_tiles(family: str) -> None:
+    model = tiny_model(family)
+    with pytest.raises(UnsupportedModelError, match=r"^model\.mlp_tile_tokens: .* has a .*leave it out"):
+        tile_feed_forwards(model, 16, has_experts=family == "qwen3_moe")
+
+
+def test_options_of_a_checkpoint_reach_it() -> None:
+    def checkpoint(layer: Any, hidden: Tensor, *, scale: float) -> Tensor:
+        found: Tensor = layer(hidden * scale)
+        return found
+
+    found = keep_inputs_on_host(checkpoint, torch.neg, torch.ones(2), scale=3.0)
+    assert found.tolist() == [-3.0, -3.0]
 
 
 # ------------------------------------------------------------------------------------ counted on fake tensors

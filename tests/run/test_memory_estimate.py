@@ -241,6 +241,18 @@ def test_offloaded_state_is_in_the_host_s_memory(eight_billion: MemoryShape) -> 
     assert (kept_whole["parameters"], kept_whole["gradients"], kept_whole["optimizer"]) == (0, gradients, 0)
 
 
+def test_layers_inputs_of_a_long_row_are_in_the_host_s_memory(eight_billion: MemoryShape) -> None:
+    facts = plain(eight_billion, precision=BFLOAT16, row_tokens=132_072, activation_offload=True)
+    each = 2 * 132_072 * 4096  # a little more than 1 GiB: torch's pinned memory comes in powers of two
+    assert each > GIB and memory.host_bytes(facts) == {"model.activation_offload": 32 * 2 * GIB}
+    assert memory.host_bytes(replace(facts, row_tokens=131_072)) == {"model.activation_offload": 32 * GIB}
+    both = replace(facts, cpu_offload=True, num_shards=8)
+    assert memory.host_bytes(both) == {
+        "distributed.cpu_offload": 14 * eight_billion.num_parameters / 8,
+        "model.activation_offload": 32 * 2 * GIB,
+    }
+
+
 @pytest.mark.parametrize(
     ("changes", "wide", "buffers"),
     [
@@ -351,9 +363,20 @@ def test_a_pair_of_131072_tokens_that_does_not_fit_is_told_the_keys_for_long_pai
     facts = replace(facts, row_tokens=132_072, row_keys=262_144, row_scored=2000)
     found = list(fitting_rows(facts, 132_072, gib * GIB))
     assert [told for told, _ in found] == expected
-    mixture = replace(facts, shape=replace(eight_billion, active_experts=8.0))
-    offered = [told for free in range(40, 500, 20) for told, _ in fitting_rows(mixture, 132_072, free * GIB)]
-    assert any("offload" in told for told in offered) and not any("tile" in told for told in offered)
+
+
+def test_what_saves_nothing_or_is_refused_is_not_offered(eight_billion: MemoryShape) -> None:
+    facts = plain(eight_billion, row_tokens=132_072, row_keys=262_144)
+
+    def offered(**changes: Any) -> str:
+        changed = replace(facts, **changes)
+        return " ".join(
+            told for free in range(40, 999, 20) for told, _ in fitting_rows(changed, 132_072, free * GIB)
+        )
+
+    assert "offload" in offered() and "tile" in offered()
+    assert "offload" in offered(can_tile=False) and "tile" not in offered(can_tile=False)
+    assert "offload" not in offered(device=CPU) and "tile" in offered(device=CPU)
 
 
 def test_in_scope_epoch_shorter_rows_come_with_more_of_them(eight_billion: MemoryShape) -> None:
@@ -402,9 +425,14 @@ def test_a_dry_run_that_does_not_fit_says_so_first_and_what_would(
 ) -> None:
     little = AvailableMemory(free=258 * 2**20, total=300 * 2**20)
     monkeypatch.setattr(memory, "available_memory", lambda device: little)
+    monkeypatch.setattr(memory, "host_bytes", lambda facts: {"model.activation_offload": 2.0 * GIB})
     overrides = (f"output_dir={tmp_path / 'run'}", "packing.token_budget=1024")
     train(load_recipe(recipe_path, overrides), console, dry_run=True)
     said = text_of(console)
+    assert "\n  in host memory      2.00 GiB" in said
+    assert (
+        "It does not fit the host: 0.25 GiB of 0.29 GiB are free. Leave model.activation_offload out" in said
+    )
     assert "It does not fit: 0.25 GiB of 0.29 GiB are free" in said
     assert said.index("It does not fit") < said.index("Policy: ")
     assert "\n  packing.token_budget=" in said and "model.dtype=bfloat16" in said
@@ -428,6 +456,7 @@ def test_facts_of_a_run_are_read_off_its_recipe_and_models(
     """ "quantised" stands for a model whose config says so."""
     quantised = tmp_path / "quantised"
     shutil.copytree(recipe_path.parent / "model", quantised)
+    overrides = (*overrides, "model.gradient_checkpointing=true", "model.activation_offload=true")
     recipe = load_recipe(recipe_path, [each.replace("quantised", str(quantised)) for each in overrides])
     prepared = prepare(recipe, Console(quiet=True))
     model = prepared.policy_facts
@@ -435,6 +464,10 @@ def test_facts_of_a_run_are_read_off_its_recipe_and_models(
         model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     plan = offline_source(recipe, prepared.data, prepared.policy_facts).first_plan
     facts, longest_pair = memory.memory_facts(prepared, plan)
+    on_cuda, _ = memory.memory_facts(replace(prepared, device=torch.device("cuda")), plan)
+    assert on_cuda.activation_offload and not facts.activation_offload and facts.can_tile
+    vars(model)["architecture"] = without_weights(tiny_config("opt"))
+    assert not memory.memory_facts(prepared, plan)[0].can_tile
     assert (facts.lora_rank, facts.bits, facts.has_second_model) == expected
     assert 0 < longest_pair <= facts.row_tokens <= 128 and 0 < facts.row_scored < facts.row_tokens
 
