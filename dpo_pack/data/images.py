@@ -180,10 +180,15 @@ class ImageReader:
             raise BadRow("image_token_in_text", f"a completion has the placeholder of images, {token}")
         return tuple(self.processor.expand(text, sizes) for text in texts)
 
-    def check_completions(self, pair: Group) -> None:
-        """Raises BadRow if the completions begin before the end of the last image."""
-        if any((completion == self.processor.token_id).any() for completion in pair.completions):
+    def check_placeholders(self, pair: Group, *, has_images: bool) -> None:
+        """Raises BadRow if the completions begin before the last image's end, or if there is no image."""
+        parts = pair.completions if has_images else (pair.context, *pair.completions)
+        if not any((part == self.processor.token_id).any() for part in parts):
+            return
+        if has_images:
             raise BadRow("image_in_completion", "the completions begin before the last image of the prompt")
+        detail = f"a text or its token ids have the placeholder of images, {self.processor.token}"
+        raise BadRow("image_count", f"{detail}, and the row has no image")
 
     def read(self, value: Any) -> ReadImage:
         """Reads one image: bytes, {bytes, path}, a path or a data URL. Raises BadRow."""

@@ -1,5 +1,6 @@
 """One pass over the rows of a source: finds the format, tokenises the rows and counts them."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -19,7 +20,7 @@ from dpo_pack.data.formats import (
     texts_of_columns,
 )
 from dpo_pack.data.images import ImageProcessor, ImageReader
-from dpo_pack.data.readers import TAKEN_ONCE, ColumnNames, NumberedRow, OpenRows, missing_column
+from dpo_pack.data.readers import FIRST_ROWS, TAKEN_ONCE, ColumnNames, NumberedRow, OpenRows, missing_column
 from dpo_pack.data.store import TokenStore
 from dpo_pack.data.tokenization import (
     DroppedRow,
@@ -31,7 +32,7 @@ from dpo_pack.data.tokenization import (
     tokenize_rows,
 )
 from dpo_pack.data.tokenizer import Tokenizer
-from dpo_pack.recipe.data import FIELDS_OF_FORMAT
+from dpo_pack.recipe.data import FIELDS_OF_FORMAT, IMAGE_FIELDS
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError
 
@@ -139,7 +140,7 @@ class Ingestion:
         return ImageReader(
             processor=self.images,
             fingerprint=self.images.fingerprint,
-            folder=folder and folder.absolute(),
+            folder=folder and Path(os.path.abspath(folder)),  # without `..`, as the paths of images
             max_pixels=self.data.max_pixels,
         )
 
@@ -247,13 +248,18 @@ class Ingestion:
         }
 
     def _known_format(self, rows: Iterator[NumberedRow]) -> tuple[str, Iterator[NumberedRow]]:
-        """Returns the format and all rows of the source. With `auto`, the first readable row decides."""
+        """Returns the format and all rows of the source.
+
+        With `auto`, the first readable row decides, or one with images that is among the first rows.
+        """
         if self.source.format != "auto":
             return self.source.format, rows
-        seen: list[NumberedRow] = []
+        seen = list(islice(rows, 0 if self.images is None else FIRST_ROWS))
+        ahead = sorted(seen, key=lambda one: isinstance(one[1], BadRow) or not one[1].get("images"))
         likely = ""
-        for number, row in islice(rows, _DETECTION_ROWS):
-            seen.append((number, row))
+        for position, (number, row) in enumerate(chain(ahead, islice(rows, _DETECTION_ROWS))):
+            if position >= len(ahead):
+                seen.append((number, row))
             if isinstance(row, BadRow):
                 continue  # bad rows are counted when they are tokenised
             pairs: dict[str, Pair] = {}
@@ -307,6 +313,8 @@ class Ingestion:
         skipped = TAKEN_ONCE.intersection(self.mapping.values()).difference(self.mapping)
         if self.format == "conversational" and not self.source.names_system:
             skipped.add("system")
+        if named := {field for field in IMAGE_FIELDS if self.source.columns.get(field) is not None}:
+            skipped.update({*IMAGE_FIELDS} - named)
         fields = (field for field in FIELDS_OF_FORMAT[self.format] if field not in skipped)
         return {field: self.mapping.get(field, field) for field in fields}
 

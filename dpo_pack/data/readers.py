@@ -33,7 +33,7 @@ RowReader = Callable[[Sequence[str] | None], Iterator[tuple[int, Any]]]
 Columns = Sequence[tuple[str, str]]  # the names and types of columns, in Arrow's words
 
 READ_ROWS = 100  # columnar files are decoded in batches of at most so many rows
-_FIRST_ROWS = 100  # so many rows show which columns a source has and what they hold
+FIRST_ROWS = 100  # so many rows show which columns a source has and what they hold
 _JSON_CHUNK_CHARS = 1 << 20
 _MAX_ROW_SIZE = MAX_ROW_SIZE
 
@@ -114,8 +114,9 @@ class ColumnNames:
                 renamed[ours] = row[theirs]
         known = {*mapping.values()}
         if self.reads_images:
-            given = [column for column in IMAGE_FIELDS if holds_media(column, renamed.get(column))]
-            known.update(IMAGE_FIELDS if given else ())
+            named = [column for column in IMAGE_FIELDS if mapping.get(column) is not None]
+            given = [column for column in named or IMAGE_FIELDS if holds_media(column, renamed.get(column))]
+            known.update(IMAGE_FIELDS if given or named else ())
             # A path beside the image, as in RLAIF-V; the report lists it among the columns that are not read.
             texts = (name for name, value in row.items() if given and isinstance(value, str))
             known.update(name for name in texts if not re.search("video|audio", name.lower()))
@@ -273,7 +274,7 @@ def open_rows(
             yield number, row
 
     def first_rows() -> list[Mapping[str, Any]]:
-        rows = (row for _, row in islice(read_unparsed(None), _FIRST_ROWS))
+        rows = (row for _, row in islice(read_unparsed(None), FIRST_ROWS))
         parsed = (_json_row(row) if isinstance(row, bytes) else row for row in rows)
         return [row for row in parsed if isinstance(row, dict)]
 

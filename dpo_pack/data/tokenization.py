@@ -237,10 +237,10 @@ def tokenize_batch(
                 if row.number in turns or (pair.chosen_weights, pair.rejected_weights) != (None, None):
                     whole = _with_weights(whole, pair, turns.get(row.number))
                 limits = settings.limits
-                if row.images and settings.images is not None:
-                    settings.images.check_completions(whole)
-                    if limits.truncation == "prompt_left":  # it would cut images
-                        limits = replace(limits, truncation="drop")
+                if settings.images is not None:
+                    settings.images.check_placeholders(whole, has_images=bool(row.images))
+                if row.images and limits.truncation == "prompt_left":  # it would cut images
+                    limits = replace(limits, truncation="drop")
                 fitted = truncate(whole, limits, tokenizer.bos_token_id)
                 has_ends = tuple(bool(ends.found_in(completion)) for completion in whole.completions)
                 counts["prompt_boundary_moved"] += len(whole.context) < len(sequences[0])

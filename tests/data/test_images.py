@@ -305,6 +305,39 @@ def test_rows_of_token_ids_have_no_place_for_images(tmp_path: Path) -> None:
         load_rows(tmp_path, row)
 
 
+@pytest.mark.parametrize("part", ["prompt", "chosen"])
+@pytest.mark.parametrize("kind", ["texts", "token ids"])
+def test_texts_and_token_ids_with_placeholders_are_bad_rows(tmp_path: Path, kind: str, part: str) -> None:
+    row: dict[str, Any] = {"prompt": "What is it?", **ANSWERS}
+    bad = {**row, part: f"a {TOKEN}?"}
+    if kind == "token ids":
+        row = {"prompt_ids": [5], "chosen_ids": [6, 2], "rejected_ids": [7, 2]}
+        bad = {**row, f"{part}_ids": [PROCESSOR.token_id, 2]}
+    data = load_rows(tmp_path, row, bad, row, on_bad_row="skip")
+    dropped = {"image_count": {"rows": 1, "line_numbers": [2]}}
+    assert data.report["train"]["sources"][0]["dropped"] == dropped
+
+
+def test_first_rows_without_an_image_do_not_settle_that_rows_are_texts(tmp_path: Path) -> None:
+    save(tmp_path / "a.png", FIRST)
+    row = {"question": "What is it?", **ANSWERS}
+    path = str(write_lines(tmp_path / "pairs.jsonl", [row, row, {**row, "image": "a.png"}, row]))
+    data = load(tmp_path, {"path": path, "columns": {"prompt": "question"}})
+    assert data.report["train"]["sources"][0]["format"] == "pictured" and data.train.num_pairs == 4
+    assert data.train.row_numbers.tolist() == [1, 2, 3, 4]
+    assert texts(data, 2) == WANTED
+    assert texts(data, 0) == (WANTED[0].replace("<40x30>", ""), *WANTED[1:])
+
+
+def test_the_column_that_the_recipe_names_has_the_images(tmp_path: Path) -> None:
+    save(tmp_path / "a.png", FIRST)
+    row = {"prompt": "What is it?", **ANSWERS, "image": "COCO 17", "pics": ["a.png"]}
+    path = str(write_lines(tmp_path / "pairs.jsonl", [row, {**row, "pics": []}]))
+    data = load(tmp_path, {"path": path, "columns": {"images": "pics"}})
+    assert texts(data) == WANTED and read(data, 1) == []
+    assert data.report["train"]["sources"][0]["columns_not_read"] == ["image"]
+
+
 def upright(exif: Image.Exif) -> np.ndarray[Any, Any]:
     exif[0x0112] = 6
     return np.asarray(decode(encoded(FIRST, "PNG", exif=exif)))
@@ -496,3 +529,17 @@ def test_paths_may_have_a_folder_of_their_own(tmp_path: Path) -> None:
         load(tmp_path, path)
     data = load(tmp_path, {"path": path, "image_folder": str(tmp_path / "pictures")})
     np.testing.assert_array_equal(read(data)[0], np.asarray(FIRST))
+
+
+@pytest.mark.parametrize("key", ["path", "image_folder"])
+def test_the_folder_of_images_may_be_named_with_dots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    save(tmp_path / "a.png", FIRST)
+    write_lines(tmp_path / "pairs.jsonl", [trl_row(["a.png"])])
+    source = {"path": "../pairs.jsonl"}
+    if key == "image_folder":
+        source = {"path": str(tmp_path / "pairs.jsonl"), key: str(tmp_path / "work" / "..")}
+    np.testing.assert_array_equal(read(load(tmp_path, source))[0], np.asarray(FIRST))
