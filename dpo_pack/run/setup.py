@@ -415,9 +415,10 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
                     model, device, key, max_length=recipe.data.max_length, longest_row=longest_row
                 )
                 models.append(model)
+    policy = next((model for model in models if model.recipe_key == "model.path"), None)
     with step():
-        if models and models[0].recipe_key == "model.path":
-            check_accelerate_config(models[0], cpu_offload=recipe.distributed.cpu_offload)
+        if policy is not None:
+            check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
     for number, judge in enumerate(() if online is None else online.judges):
         if judge.path is not None:
             key, trusts = f"online.judges.{number}.path", recipe.model.trust_remote_code
@@ -437,11 +438,12 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
             data=recipe.data,
             tokenizer_key="",
             cache_dir=cache_dir,
-            images=models[0].processor if models else None,
+            images=None if policy is None else policy.processor,
             template=recipe.tokenizer.chat_template,
         )
+        needs_policy = recipe.model.images and policy is None  # its processor reads the rows
         for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
-            for number, source in enumerate(sources):
+            for number, source in enumerate(() if needs_policy else sources):
                 with step():
                     key = f"data.{part}.{number}"
                     rows = load(source, key, tokenizer=tokenizer, max_new_tokens=most, max_rows=CHECKED_ROWS)

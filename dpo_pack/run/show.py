@@ -58,6 +58,8 @@ def show_recipe(
         facts = resolve_model(recipe, CPU)
         num_positions, images = known_positions(facts.config), facts.processor
     except ModelError:  # with `tokenizer.path`, pairs can be shown where the model is not there
+        if recipe.model.images:
+            raise
         num_positions = None
     views: list[SourceView] = []
     read: dict[str, TokenizedPair] = {}  # the pairs by their places

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from dpo_pack.data.view import ShownRecipe
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports.pages import pairs_page
 from dpo_pack.reports.pair_views import render_pairs, to_json
+from dpo_pack.run.setup import check_recipe
 from dpo_pack.run.show import show_recipe
 from dpo_pack.system.console import _Console
+from dpo_pack.system.errors import ModelError
 
 PROCESSOR = picture_processor()
 
@@ -44,6 +47,19 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> ShownRecipe:
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     console = _Console(verbose=False, file=io.StringIO(), width=80, force_terminal=False)
     return show_recipe(load_recipe(root / "recipe.yaml"), console, asked_rows=[1, 2, 3])
+
+
+def test_a_processor_that_does_not_load_is_the_only_error_of_show_and_check(tmp_path: Path) -> None:
+    PROCESSOR.processor.tokenizer.save_pretrained(tmp_path / "model")
+    vision_config("idefics3").save_pretrained(tmp_path / "model")
+    data = {"train": str(write_lines(tmp_path / "pairs.jsonl", [trl_row(["a.png"])]))}
+    model = {"path": str(tmp_path / "model"), "images": True}
+    recipe = {"output_dir": str(tmp_path / "run"), "model": model, "data": data}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    loaded = load_recipe(tmp_path / "recipe.yaml")
+    with pytest.raises(ModelError, match="model.path") as error:
+        show_recipe(loaded, _Console(verbose=False, file=io.StringIO(), width=80, force_terminal=False))
+    assert check_recipe(loaded)[1] == [str(error.value)]
 
 
 def test_the_first_token_of_an_image_describes_it_and_the_file_has_all_tokens(shown: ShownRecipe) -> None:
