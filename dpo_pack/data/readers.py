@@ -240,6 +240,7 @@ def open_rows(
 
     Raises DataError if the source cannot be read or lacks the columns that it needs.
     """
+    first_number = 0  # of the source's first row, which a caller may skip in `unparsed`
 
     @lru_cache(maxsize=64)
     def mapping_of(present: tuple[str, ...], is_first: bool) -> Mapping[str, str | None]:
@@ -278,7 +279,6 @@ def open_rows(
         parsed = (_json_row(row) if isinstance(row, bytes) else row for row in rows)
         return [row for row in parsed if isinstance(row, dict)]
 
-    first_number = 0  # of the source's first row, which a caller may skip in `unparsed`
     # These names in `columns` may be those of keys in a column.
     nested = [theirs for theirs in names.mapping.values() if theirs is not None and "." in theirs]
     wanted = None
