@@ -50,7 +50,7 @@ def show_recipe(
     """Reads the first rows of each source and the rows `asked_rows`, or all rows; leaves out bad rows.
 
     Raises RecipeError for an online recipe, or if no source has one of the rows; DataError if a source cannot
-    be read or has no rows; ModelError if the tokenizer lacks a feature.
+    be read, has no rows, or has an image that changes meanwhile; ModelError if the tokenizer lacks a feature.
     """
     require_pairs(is_online=recipe.online is not None)
     data, tokenizer, images = recipe.data, prepare_tokenizer(recipe), None
@@ -100,6 +100,10 @@ def show_recipe(
             owners.setdefault(image.key, []).append(place)
     shown = (read[view.place(pair.row)] for view in views for pair in view.pairs)
     found = {image.key: image for pair in shown for image in pair.row.images}
+    try:
+        drawn = [shown_image(image, owners[key], images) for key, image in found.items() if images]
+    except BadRow as bad:
+        raise DataError(f"{bad.detail}; run the same command again, which reads all images anew") from bad
     template = "no chat template, because the data is not a conversation"
     if any(FORMATS[view.format].content == "messages" for view in views):
         template = f"chat template: {recipe.tokenizer.chat_template or 'of the tokenizer'}"
@@ -122,7 +126,7 @@ def show_recipe(
             share_prompt=recipe.shares_prompts,
             merges_prompts=recipe.packing.merge_prompts,
         ),
-        images=[shown_image(image, owners[key], images) for key, image in found.items() if images],
+        images=drawn,
     )
 
 

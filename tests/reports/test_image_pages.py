@@ -7,6 +7,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from PIL import Image
 from support.tiny_pictures import picture, picture_processor, trl_row, write_lines
 from support.tiny_vision import vision_config
 
+import dpo_pack.run.show as show
 from dpo_pack.data.view import ShownRecipe
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports.pages import pairs_page
@@ -22,13 +24,13 @@ from dpo_pack.reports.pair_views import render_pairs, to_json
 from dpo_pack.run.setup import check_recipe
 from dpo_pack.run.show import show_recipe
 from dpo_pack.system.console import _Console
-from dpo_pack.system.errors import ModelError
+from dpo_pack.system.errors import DataError, ModelError
 
 PROCESSOR = picture_processor()
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> ShownRecipe:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two pairs with a picture of 40x30, one with another of 200x100, and one that is too long."""
     root = tmp_path_factory.mktemp("shown")
     PROCESSOR.processor.save_pretrained(root / "model")
@@ -45,8 +47,33 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> ShownRecipe:
     model = {"path": str(root / "model"), "images": True}
     recipe = {"output_dir": str(root / "run"), "model": model, "data": data}
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return root
+
+
+def show_in(root: Path) -> ShownRecipe:
     console = _Console(verbose=False, file=io.StringIO(), width=80, force_terminal=False)
     return show_recipe(load_recipe(root / "recipe.yaml"), console, asked_rows=[1, 2, 3])
+
+
+@pytest.fixture(scope="module")
+def shown(root: Path) -> ShownRecipe:
+    return show_in(root)
+
+
+def test_a_picture_that_changes_while_it_is_shown_is_one_line(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, view_source = root / "a.png", show._view_source
+
+    def view_and_change(*arguments: Any, **options: Any) -> Any:
+        viewed = view_source(*arguments, **options)
+        picture(3).save(file)
+        return viewed
+
+    monkeypatch.setattr(show, "_view_source", view_and_change)
+    with pytest.raises(DataError, match=rf"{file} has changed .* run the same command again"):
+        show_in(root)
+    picture(1).save(file)
 
 
 def test_a_processor_that_does_not_load_is_the_only_error_of_show_and_check(tmp_path: Path) -> None:
