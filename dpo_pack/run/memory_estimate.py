@@ -17,11 +17,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from rich.console import Console
+from torch import nn
 from torch.optim import Optimizer
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.model.attention.segments import MAX_MASK_BYTES
+from dpo_pack.model.compiling import outermost_layers, tower_parameters
 from dpo_pack.model.config import attention_needs, count_experts, routes_tokens
 from dpo_pack.model.fast_layers import tileable_feed_forwards
 from dpo_pack.model.layout import Row
@@ -60,7 +62,10 @@ _GATHERING = {True: "all for the whole step", False: "layer by layer"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShape:
-    """A model's numbers of parameters, and widths (numbers a token) of tensors, as means over its layers."""
+    """A model's numbers of parameters, and widths (numbers a token) of tensors, as means over its layers.
+
+    Towers do not count, which are frozen.
+    """
 
     num_layers: int
     hidden: int
@@ -79,7 +84,8 @@ class MemoryShape:
 
 
 def memory_shape(config: PretrainedConfig, shape: ModelShape, num_parameters: int) -> MemoryShape:
-    """Returns the memory shape of a model from its config, its `ModelShape` and its number of parameters."""
+    """Returns the memory shape of a model from its config, its `ModelShape` and its number of parameters
+    without towers."""
     text = config.get_text_config()
     num_layers, hidden, values = text.num_hidden_layers, text.hidden_size, text.to_dict()
     num_experts, num_active = count_experts(values)
@@ -112,6 +118,9 @@ class MemoryFacts:
     row_keys: int  # keys that attention reads; a shared prompt counts once for each of its completions
     row_scored: int  # completion tokens
     mask_bytes: float = 0.0  # of the masks of `sdpa`, which all layers use
+    tower_parameters: int = 0  # frozen
+    reads_images: bool = False  # every device then has whole towers, and not a shard
+    tower_pass: float = 0.0  # bytes that the tower needs for the images of the largest row
     device: torch.device
     precision: Precision
     optimizer: str = "adamw"
@@ -140,6 +149,7 @@ def estimate_memory(facts: MemoryFacts) -> dict[str, float]:
         if facts.accumulate_unsharded:
             state = state._replace(gradients=whole_gradients)
         gathered = _gathered_bytes(facts)
+    towers = facts.tower_parameters * precision.parameters.itemsize * (1 + facts.has_second_model)
     layer = layer_bytes(facts)
     activations = shape.num_layers * layer  # `selective` counts as if layers kept everything: an upper limit
     if facts.gradient_checkpointing is True:  # layers keep their input; the last norm input and result
@@ -155,8 +165,10 @@ def estimate_memory(facts: MemoryFacts) -> dict[str, float]:
         "weights cast": num_cast * shape.layer_parameters * 2.0 if precision.casts_weights else 0.0,
         "activations": activations,
         "masks": facts.mask_bytes,
-        # The gradients of a layer's activations are about as large as the activations.
-        "working memory": max(_head_bytes(facts), layer),
+        "towers": towers * (1.0 if facts.reads_images else 1 / facts.num_shards),
+        # The gradients of a layer's activations are about as large as the activations. The tower has run
+        # before the other layers.
+        "working memory": max(_head_bytes(facts), layer, facts.tower_pass),
         "overhead": float(OVERHEAD_BYTES[facts.device.type]),
     }
 
@@ -255,7 +267,7 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
     `plan` is the plan of the first epoch; None if the run is online. All ranks must call it.
     """
     recipe, policy, mesh = setup.recipe, setup.policy_facts, setup.strategy.mesh
-    mask_bytes = 0.0
+    mask_bytes = tower_pass = 0.0
     if plan is None:  # the pairs do not exist yet: the largest row possible
         assert recipe.online is not None
         longest_pair = 2 * (longest_sequence(setup.tables) + recipe.online.max_new_tokens)
@@ -273,16 +285,22 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
                 width = policy.precision.activations.itemsize if setup.device.type == "cpu" else 1
                 mask_bytes = float(np.minimum(masks * width, MAX_MASK_BYTES).sum()) * (1 + 1 / width)
         scored = int(lengths.completion_tokens().sum())
+        if policy.processor is not None:
+            num_pixels = _num_pixels(setup, pairs)
+            tower_pass = tower_pass_bytes(policy.architecture, num_pixels, policy.precision)
     lora_rank = None if recipe.model.lora is None else recipe.model.lora.r
     if lora_rank is None and policy.adapter is not None:
         lora_rank = read_adapter(policy.adapter, policy.recipe_key).rank
     quantised = policy.quantization
     facts = MemoryFacts(
-        shape=memory_shape(policy.config, policy.shape, policy.num_parameters),
+        shape=memory_shape(policy.config, policy.shape, policy.num_parameters - policy.tower_parameters),
         row_tokens=tokens,
         row_keys=keys,
         row_scored=scored,
         mask_bytes=mask_bytes,
+        tower_parameters=policy.tower_parameters,
+        reads_images=policy.processor is not None,
+        tower_pass=tower_pass,
         device=setup.device,
         precision=policy.precision,
         optimizer=recipe.optim.name,
@@ -300,6 +318,33 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
         num_gradients=num_gradients(policy.config) if setup.strategy.name == "ddp" else 1,
     )
     return replace(facts, stays_gathered=_can_stay_gathered(facts)), longest_pair
+
+
+def _num_pixels(setup: Setup, row: IntArray) -> int:
+    """Reads the images of a row's pairs, and returns the number of pixel values that the tower gets."""
+    recipe, policy, table = setup.recipe, setup.policy_facts, setup.data.train
+    assert policy.processor is not None
+    if recipe.packing.merge_prompts:  # pairs of one prompt are one group
+        row = row[np.unique(table.prompt_keys[row], axis=0, return_index=True)[1]]
+    total = 0
+    for group in map(table.group, row.tolist()):
+        if group.images:
+            made = policy.processor.pixel_inputs([read() for read in group.images])
+            total += made["pixel_values"].numel()
+    return total * (1 if policy.is_packed and recipe.shares_prompts else 2)
+
+
+def tower_pass_bytes(model: PreTrainedModel, num_pixels: int, precision: Precision) -> float:
+    """Returns the bytes of `num_pixels` values, and of what one layer of the tower computes from them: it
+    keeps nothing for a backward pass."""
+    towers = tower_parameters(model)
+    weights = [part.weight for part in model.modules() if isinstance(part, nn.Linear | nn.Conv2d | nn.Conv3d)]
+    patch = next(weight[0].numel() for weight in weights if weight in towers)  # the first makes patches
+    layers = [part for layer in outermost_layers(model) for part in layer.modules()]
+    widths = [
+        sum(part.weight.shape) for part in layers if isinstance(part, nn.Linear) and part.weight in towers
+    ]
+    return num_pixels * (4.0 + 3 * max(widths) * precision.parameters.itemsize / patch)
 
 
 def largest_row(plan: PackingPlan, *, rank: int) -> IntArray:
@@ -344,7 +389,8 @@ def print_memory_estimate(
     if here:
         memory, num_devices = available_memory(setup.device), ranks.num_ranks()
     elif num_devices > 1 and (wanted := setup.recipe.distributed.strategy) != "ddp":
-        held = sum(state_bytes(facts)) + estimate_memory(facts)["weights cast"]
+        parts = estimate_memory(facts)
+        held = sum(state_bytes(facts)) + parts["towers"] + parts["weights cast"]
         can_shard = why_not_sharded(setup.recipe) is None and facts.bits is None
         if wanted == "fsdp2" or (can_shard and held > STATE_SHARE * memory.total):
             facts = replace(facts, num_shards=num_devices)
@@ -356,7 +402,9 @@ def print_memory_estimate(
         "parameters": f"the model has {format_count(facts.shape.num_parameters)}",
         "gathered weights": f"of {facts.num_shards} shards, {_GATHERING[facts.stays_gathered]}",
         "activations": f"of {facts.row_tokens:,} tokens, the largest row",
-        "working memory": f"of the head on {facts.row_scored:,} scored tokens, or a layer",
+        "towers": f"{format_count(facts.tower_parameters)} more parameters, frozen",
+        "working memory": f"of the head on {facts.row_scored:,} scored tokens, or a layer"
+        + (", or the tower" if facts.tower_pass else ""),
     }
     which = f"each of {num_devices}" if num_devices > 1 else "one"
     devices = f"device{'s' if num_devices > 1 else ''}"

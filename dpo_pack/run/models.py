@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 import dpo_pack
 from dpo_pack.data.images import ImageProcessor
-from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle
+from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle, tower_parameters
 from dpo_pack.model.config import check_packs, routes_tokens
 from dpo_pack.model.fast_layers import check_kernels
 from dpo_pack.model.fingerprint import reference_namespace, weight_files
@@ -114,6 +114,11 @@ class ModelFacts:
     def num_parameters(self) -> int:
         """The number of parameters of the model. Tied embeddings count once."""
         return num_parameters(self.architecture)
+
+    @functools.cached_property
+    def tower_parameters(self) -> int:
+        """The number of those outside of the language model, which no run trains."""
+        return sum(parameter.numel() for parameter in tower_parameters(self.architecture))
 
     @functools.cached_property
     def shape(self) -> ModelShape:
@@ -486,12 +491,13 @@ def _by_size(
     """`has_second`: a reference that follows the policy lies beside it, with frozen weights."""
     if facts.quantization is not None:
         return "ddp", "quantised weights are not sharded"
-    count = facts.num_parameters
+    num_towers = facts.tower_parameters
+    count = facts.num_parameters - num_towers
     is_adapted = facts.new_adapter is not None or facts.adapter is not None
     precision = facts.precision
     state = training_bytes(
         num_trained=0 if is_adapted else count,  # an adapter is too small to matter
-        num_frozen=count * (is_adapted + has_second),
+        num_frozen=count * is_adapted + num_towers + facts.num_parameters * has_second,
         trained_bytes=precision.parameters.itemsize,
         frozen_bytes=precision.parameters.itemsize,
         optimizer=optimizer,
@@ -501,8 +507,8 @@ def _by_size(
         needed += 2.0 * count
     memory = -ranks.largest_numbers(-available_memory(device).total)[0]  # of the smallest device
     what = (
-        f"{format_count(count)} parameters with gradients and optimizer state take {needed / 1e9:.3g} GB, "
-        f"a device has {memory / 1e9:.3g} GB"
+        f"{format_count(facts.num_parameters)} parameters with gradients and optimizer state take "
+        f"{needed / 1e9:.3g} GB, a device has {memory / 1e9:.3g} GB"
     )
     return ("ddp" if needed <= STATE_SHARE * memory else "fsdp2"), what
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from support.tiny_recipe import load, message_of
 from support.tiny_run import tiny_run
+from support.tiny_vision import vision_config
 
 import dpo_pack.run.models as strategies
 from dpo_pack.data.store import pair_lengths
@@ -104,6 +106,18 @@ def test_auto_counts_a_reference_that_moves_and_the_casts_of_weights(
         memory = int(needed / 0.6) + spare
         monkeypatch.setattr(strategies, "available_memory", lambda device: memory_of(memory))  # noqa: B023
         assert chosen(directory, *overrides).name == name
+
+
+def test_auto_counts_a_tower_as_frozen(two: None, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(directory / "recipe.yaml")
+    facts = replace(resolve_model(recipe, CPU), config=vision_config("llava"))
+    towers = facts.tower_parameters
+    assert 0 < towers < facts.num_parameters
+    needed = 16 * (facts.num_parameters - towers) + 4 * towers
+    for spare, name in ((9, "ddp"), (-9, "fsdp2")):
+        memory = int(needed / 0.6) + spare
+        monkeypatch.setattr(strategies, "available_memory", lambda device: memory_of(memory))  # noqa: B023
+        assert choose_strategy(recipe, facts, CPU).name == name
 
 
 def test_hybrid_shards_within_nodes(two: None, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

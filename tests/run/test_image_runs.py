@@ -23,7 +23,10 @@ from support.two_ranks import run_on_ranks
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.run.memory_estimate import MemoryFacts, memory_facts
+from dpo_pack.run.pairs import offline_source
 from dpo_pack.run.samples import sample_models
+from dpo_pack.run.setup import prepare
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.trainer import Trainer, train
 
@@ -93,6 +96,18 @@ def alone(recipe_file: Path) -> Path:
     text = trained(recipe)
     assert "Proof: packed rows are exact" in text and f"sample {recipe.output_dir} --prompt TEXT" in text
     return recipe.output_dir
+
+
+def test_the_estimate_of_memory_counts_the_tower_and_the_images_of_the_largest_row(recipe_file: Path) -> None:
+    def facts(*overrides: str) -> MemoryFacts:
+        recipe = run(recipe_file, "never", "packing.token_budget=1024", *overrides)
+        setup = prepare(recipe, Console(quiet=True))
+        return memory_facts(setup, offline_source(recipe, setup.data, setup.policy_facts).first_plan)[0]
+
+    packed = facts()
+    assert packed.reads_images and packed.tower_parameters > 0
+    assert packed.tower_pass > 4 * 3 * 28 * 28
+    assert facts("packing.share_prompt=false").tower_pass == 2 * packed.tower_pass
 
 
 def test_a_run_takes_the_steps_of_trl_s_padded_computation(recipe_file: Path, alone: Path) -> None:
