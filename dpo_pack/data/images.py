@@ -263,7 +263,8 @@ def decode(raw: bytes, name: str = "an image") -> Any:
         raise refused("image_too_large", f"has {width:,} x {height:,} pixels, more than {MAX_PIXELS:,}")
     if max(width, height) > _MAX_RATIO * min(width, height):
         raise refused("image_too_narrow", f"has {width:,} x {height:,} pixels; sides differ over 200 times")
-    if picture.mode[0] in "IF" or _16_BITS.search(repr(picture.tile)):
+    maxvals = [tile[3][1] for tile in picture.tile if tile[0].startswith("ppm")]
+    if picture.mode[0] in "IF" or _16_BITS.search(repr(picture.tile)) or max(maxvals, default=0) > 255:
         raise refused("image_of_16_bits", "has more than 8 bits a colour; convert it to 8")
     if getattr(picture, "is_animated", False) and picture.format != "MPO":  # a second view of some cameras
         raise refused("animated_image", f"is animated or has {picture.n_frames} pages; save the one you mean")

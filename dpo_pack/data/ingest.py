@@ -1,6 +1,7 @@
 """One pass over the rows of a source: finds the format, tokenises the rows and counts them."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -421,6 +422,13 @@ class Ingestion:
             f"{self.template or f'that of {self.tokenizer.name_or_path}'})"
         )
         is_of_template = bad.detail.startswith("the chat template")
+        media = "set model.images: true to train on images, or remove them if the text alone is enough"
+        if self.images is not None:
+            media = "remove them from the data if the text alone is enough"
+            if bad.detail.startswith("rows of format preference"):
+                media = f"set {self.located.key}.format: pictured"
+            elif named := re.match(r"(?i)column '((?!.*(?:video|audio).*').+)' has", bad.detail):
+                media = f"name the column of images in {self.located.key}.columns: {{image: {named[1]}}}"
         # Where the first row is read as it is, other columns are no remedy for the rest.
         of_all_pairs = self.completion_tokens is None and self.num_kept == 0 and self.source.format == "auto"
         if of_all_pairs and bad.reason in _OTHER_COLUMNS and (line := self._columns_that_read()):
@@ -446,9 +454,7 @@ class Ingestion:
             "rewritten_turns": "set data.scored_turns: all, or name a template that has "
             "{% generation %} marks in tokenizer.chat_template",
             "nothing_scored": "set data.scored_turns: all, or mend the rows",
-            "media": "remove them from the data if the text alone is enough"
-            if self.images is not None
-            else "set model.images: true to train on images, or remove them if the text alone is enough",
+            "media": media,
             "missing_image": f"set {self.located.key}.image_folder, or mend the rows",
             "image_outside": f"set {self.located.key}.image_folder to a folder that has them all",
             "too_long": f"raise data.max_length{shorter} or choose another data.truncation"

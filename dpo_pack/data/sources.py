@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -384,7 +384,8 @@ def load_source(
             store = open_store(directory)
     if store is None:
         raise CacheError(f"{directory} was removed or damaged while it was written; run again")
-    return LoadedSource(recipe=source, store=store, rows_tokenized=ingestion.num_rows - ingestion.num_cached)
+    num_rows = ingestion.num_rows - ingestion.num_cached
+    return LoadedSource(recipe=source, store=replace(store, label=source.path), rows_tokenized=num_rows)
 
 
 def _has_ranges(ingestion: Ingestion) -> bool:

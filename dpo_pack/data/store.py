@@ -126,6 +126,7 @@ class TokenStore:
     images: StoredImages | None = None  # None: no pair has one
     summary: Mapping[str, Any] = field(default_factory=dict)  # the counts of the pass that wrote the store
     directory: Path | None = None  # None: the pairs are in memory only
+    label: str = ""  # the source's path or hub id, as the user wrote it
     ranges: tuple["TokenStore", ...] = ()  # if there are some, they have all tokens and records
     rows_before: int = 0  # of a range: rows of the source before it; its records count rows from here
     tokens_before: int = 0  # of a range: tokens of the ranges before it
@@ -164,23 +165,29 @@ class TokenStore:
                 return True
         return False
 
-    def read_image(self, image: int) -> Pixels:
+    def read_image(self, image: int, label: str) -> Pixels:
         """Returns an image of the store, [height, width, 3]. Raises DataError if it has changed.
 
-        Then the store's manifest is removed: the next run writes the store again.
+        Then the store's manifest is removed: the next run writes the store again. `label` names the source.
         """
         assert self.images is not None
         try:
             return self.images.read(image)
         except BadRow as bad:
+            is_there = isinstance(bad.__cause__, OSError) and not isinstance(
+                bad.__cause__, FileNotFoundError | NotADirectoryError
+            )  # but it could not be read now, which may pass
             with contextlib.suppress(CacheError):
-                self.forget()
+                if not is_there:
+                    self.forget()
             pairs = self.images.pairs
             begin = pairs["begin"][np.argmax(pairs["image"] == image)] + self.tokens_before
             position = np.searchsorted(_measure_tokens(self)[0], begin)
             row = self.records["row_number"][position] + self.rows_before
-            remedy = "run the same command again, which reads all images of the source anew"
-            raise DataError(f"row {row}: {bad.detail}; {remedy}") from bad
+            remedy = "restore the file, or start again with --overwrite"
+            if self.images.path_of(image) is None:
+                remedy = "run the same command again, which writes this store again"
+            raise DataError(f"{label} row {row}: {bad.detail}; {remedy}") from bad
 
     def forget(self) -> None:
         """Removes the manifest, so that the store can be written again. Raises CacheError."""
@@ -257,7 +264,8 @@ class PairTable:
 
         Raises CacheError if they do not have the keys that the record has, so the file has changed.
         """
-        store, begin = self.stores[self.source_indices[pair]].part_at(int(self.offsets[pair]))
+        source = self.stores[self.source_indices[pair]]
+        store, begin = source.part_at(int(self.offsets[pair]))
         middle = begin + int(self.prompt_lengths[pair])
         end = middle + int(self.chosen_lengths[pair])
         prompt = store.tokens[begin:middle]
@@ -274,7 +282,7 @@ class PairTable:
         group = Group(context=prompt, completions=tuple(completion for _, completion in read))
         if not images or store.images is None:
             return group
-        reads = (partial(store.read_image, image) for image in store.images.of_pair(begin))
+        reads = (partial(store.read_image, image, source.label) for image in store.images.of_pair(begin))
         return replace(group, images=tuple(reads))
 
     def token_weights(self, pair: int) -> tuple[TokenWeights, TokenWeights]:

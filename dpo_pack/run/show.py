@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from dpo_pack.data.faults import FEW, Origin, source_notes
-from dpo_pack.data.formats import FORMATS, BadRow, RowImages
+from dpo_pack.data.formats import FORMATS, BadRow
 from dpo_pack.data.ingest import Ingestion
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.readers import NumberedRow
@@ -207,10 +207,18 @@ def _selected(
 
 def _content(row: Any, fields: Collection[str]) -> Any:
     if isinstance(row, BadRow):
-        return row.content
-    if isinstance(row.get("images"), RowImages):  # which can be megabytes
-        row = {**row, "images": [repr(image)[:80] for image in row["images"]]}
-    return {field: row[field] for field in fields if field in row} or row
+        return _shortened(row.content)
+    return _shortened({field: row[field] for field in fields if field in row} or row)
+
+
+def _shortened(value: Any) -> Any:
+    """Returns the value with the beginnings of images, which can be megabytes."""
+    if isinstance(value, dict):
+        return {key: _shortened(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_shortened(one) for one in value]
+    is_image = isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:image"))
+    return f"{value[:40]!r}..." if is_image else value
 
 
 def _reason(name: str, ingestion: Ingestion) -> Fault:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import os
 import struct
 import zlib
@@ -231,6 +232,9 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
         "image_of_16_bits", "8 bits",
     ),
     "colours of 16 bits": (lambda: in_row(png(8, 8, 16)), "image_of_16_bits", "8 bits a colour"),
+    "PPM of 16 bits": (
+        lambda: in_row(b"P6 2 2 65535\n" + bytes(range(24))), "image_of_16_bits", "8 bits a colour"
+    ),
     "float": (
         lambda: in_row(encoded(Image.fromarray(np.ones((9, 9), dtype=np.float32)), "TIFF")),
         "image_of_16_bits", "8 bits",
@@ -479,12 +483,43 @@ def test_a_picture_that_changes_while_a_run_goes_on_is_an_error_with_file_and_ro
     file = save(tmp_path / "a.png", FIRST)
     data = load_rows(tmp_path, trl_row([]), trl_row(["a.png"]))
     file.write_bytes(encoded(picture(8)))
-    with pytest.raises(DataError, match=rf"row 2: {file} has changed .* run the same command again"):
+    lines = tmp_path / "pairs.jsonl"
+    with pytest.raises(DataError, match=rf"{lines} row 2: {file} has changed .*; restore .* --overwrite"):
         read(data, 1)
     assert load_rows(tmp_path, trl_row([]), trl_row(["a.png"])).report["rows_tokenized"] == 2
     file.unlink()
     with pytest.raises(DataError, match="No such file"):
         read(data, 1)
+    assert not Path(data.train.stores[0].directory or "", "manifest.json").exists()
+
+
+def test_a_store_is_not_forgotten_because_a_file_cannot_be_read_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a.png", FIRST)
+    data = load_rows(tmp_path, trl_row(["a.png"]))
+
+    def read_bytes(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="Input/output error"):
+        patch.setattr(Path, "read_bytes", read_bytes)
+        read(data)
+    assert load_rows(tmp_path, trl_row(["a.png"])).report["rows_tokenized"] == 0
+
+
+@pytest.mark.parametrize("column", ["picture", "img", "image_path", "photo"])
+def test_a_column_of_images_under_another_name_is_to_be_named(tmp_path: Path, column: str) -> None:
+    row = {"prompt": "What is it?", **ANSWERS, column: "a.png"}
+    with pytest.raises(DataError, match=rf"; name .* data\.train\.0\.columns: {{image: {column}}}"):
+        load_rows(tmp_path, row)
+
+
+def test_images_after_the_first_rows_of_a_source_of_texts_name_the_format(tmp_path: Path) -> None:
+    row = {"prompt": "What is it?", **ANSWERS}
+    rows = [row] * 100 + [{**row, "image": "a.png"}]
+    with pytest.raises(DataError, match=r"line 101: .*; set data\.train\.0\.format: pictured"):
+        load_rows(tmp_path, *rows)
 
 
 def test_a_changed_byte_of_an_embedded_image_is_noticed(tmp_path: Path) -> None:
@@ -511,7 +546,7 @@ def test_ranges_of_a_large_source_have_their_own_images(
         np.testing.assert_array_equal(read(first, pair)[0], np.asarray(picture(pair)))
     assert len(np.unique(keys_by_image(first.train), axis=0)) == 20
     save(tmp_path / "10.png", picture(99))
-    with pytest.raises(DataError, match="row 11: .*10.png has changed"):
+    with pytest.raises(DataError, match="pairs.jsonl row 11: .*10.png has changed"):
         read(first, 10)
     second = load_rows(tmp_path, *rows)
     assert second.report["rows_tokenized"] == 8

@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from support.tiny_pictures import picture, picture_processor, trl_row, write_lines
+from support.tiny_pictures import encoded, picture, picture_processor, trl_row, user, write_lines
 from support.tiny_vision import vision_config
 
 import dpo_pack.run.show as show
+from dpo_pack.data.formats import BadRow
 from dpo_pack.data.view import ShownRecipe
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports.pages import pairs_page
 from dpo_pack.reports.pair_views import render_pairs, to_json
 from dpo_pack.run.setup import check_recipe
-from dpo_pack.run.show import show_recipe
+from dpo_pack.run.show import _content, show_recipe
 from dpo_pack.system.console import _Console
 from dpo_pack.system.errors import DataError, ModelError
 
@@ -87,6 +88,17 @@ def test_a_processor_that_does_not_load_is_the_only_error_of_show_and_check(tmp_
     with pytest.raises(ModelError, match="model.path") as error:
         show_recipe(loaded, _Console(verbose=False, file=io.StringIO(), width=80, force_terminal=False))
     assert check_recipe(loaded)[1] == [str(error.value)]
+
+
+def test_content_has_the_beginnings_of_images_only(tmp_path: Path) -> None:
+    raw = encoded(picture(1, 400, 300))
+    url = "data:image/png;base64," + base64.b64encode(raw).decode()
+    part = {"type": "image_url", "image_url": {"url": url}}
+    row = {**trl_row([]), "prompt": user(part, {"type": "text", "text": "data: " + "y" * 200})}
+    bad = BadRow("media", "", {"pixels": raw})
+    for content in (_content(row, row), _content(bad, ())):
+        assert len(str(content)) < 600 < len(raw)
+    assert "y" * 200 in str(_content(row, row))
 
 
 def test_the_first_token_of_an_image_describes_it_and_the_file_has_all_tokens(shown: ShownRecipe) -> None:
