@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from dpo_pack.system.errors import DpoPackError, is_out_of_memory
 from dpo_pack.system.interrupts import Interrupted, taken_signals
-from dpo_pack.system.machine import torchvision_fault
 from dpo_pack.system.process import complain
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ class Ending:
 
 
 def ending_of(error: BaseException) -> Ending:
+    from dpo_pack.system.machine import torchvision_fault  # imports pydantic
+
     match error:
         case Interrupted():
             message = f"{error}; {error.next_step}"
