@@ -84,10 +84,13 @@ def own_attention(config: PretrainedConfig) -> str | None:
 
 
 def attention_names(config: PretrainedConfig) -> dict[str, str | None]:
-    """Returns the attention of a model ("") and of its parts, as transformers sets it: towers have others."""
-    parts = {name: getattr(config, name) for name in config.sub_configs}
-    named = {name: part._attn_implementation for name, part in parts.items() if part is not None}
-    return {"": config._attn_implementation, **named}
+    """Returns the attention of a model ("") and of its parts, as transformers sets it: towers have others.
+
+    Parts without one, such as MPT's `attn_config`, are left out: transformers refuses to set None.
+    """
+    parts = [(name, getattr(config, name)) for name in config.sub_configs]
+    named = {name: part._attn_implementation for name, part in parts if part is not None}
+    return {"": config._attn_implementation, **{name: own for name, own in named.items() if own is not None}}
 
 
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
