@@ -56,8 +56,14 @@ class LocatedSource:
 
     label: str  # the path or hub id, as the user wrote it
     key: str  # its recipe key, "data.train.0"
-    fingerprint: str  # names its content
+    fingerprint: str  # names its content, as it was found
+    hash: Callable[[], str]  # the same of its present content
     open: Callable[[], OpenRows]  # raises DataError if the source cannot be read
+
+    def check_unchanged(self) -> None:
+        """Raises DataError if the content is another one than was found, and tokens must not get its name."""
+        if self.hash() != self.fingerprint:
+            raise DataError(f"{self.label}: it has changed while it was read; run the same command again")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,7 +211,8 @@ class Ingestion:
         )
 
     def check_end(self) -> None:
-        """Raises DataError if bad rows stop the run, or if no row is kept."""
+        """Raises DataError if the source has changed, if bad rows stop the run, or if no row is kept."""
+        self.located.check_unchanged()
         which = "the first " if self.num_rows == self.max_rows else ""
         self._check_rows(which)
         if self.num_rows == 0:

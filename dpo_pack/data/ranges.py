@@ -148,6 +148,7 @@ def _write(
         for batch in batches:
             batch.pairs.records["row_number"] -= rows_before
             yield batch.pairs
+        part.located.check_unchanged()
         if part.num_kept == 0:
             raise _NothingKept
 

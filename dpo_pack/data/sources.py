@@ -74,11 +74,11 @@ _SOURCE_KEYS_BESIDE_TOKENS = {
     "data_dir",
     "revision",
     "chat_template_kwargs",
-    "image_folder",  # see _store_key
+    "image_folder",  # see _facts_of_tokens
 }
 _DATA_KEYS_BESIDE_TOKENS = {
     *("train", "eval", "shuffle", "num_workers"),
-    *("scored_turns", "chat_template_kwargs", "continue_final_message", "max_pixels"),  # see _store_key
+    *("scored_turns", "chat_template_kwargs", "continue_final_message", "max_pixels"),  # see _facts_of_tokens
 }
 
 
@@ -447,7 +447,7 @@ def locate_source(
     )
     path = Path(label)
     hub_options = {name: value for name in _HUB_KEYS if (value := getattr(source, name)) is not None}
-    fingerprint = ""
+    hash_source: Callable[[], str] = str  # no key
     open_source: Callable[[], OpenRows]
     try:
         if path.exists() and hub_options:
@@ -463,25 +463,34 @@ def locate_source(
             if reader is None:
                 raise DataError(f"{label}: no reader for this kind of file; there are: {', '.join(READERS)}")
             check_start(path, label)
-            fingerprint = "" if hash_memo is None else file_hashes([path], hash_memo)[0]
+            if hash_memo is not None:
+                hash_source = partial(_file_hash, path, hash_memo)
             open_source = partial(reader, path, names)
         elif path.is_dir():
-            fingerprint, open_source = _find_directory(path, source.split, names, hash_memo)
+            hash_source, open_source = _find_directory(path, source.split, names, hash_memo)
         elif data_suffix(path) in READERS or label.startswith((".", "/", "~")) or label.count("/") > 1:
             raise DataError(f"{label}: no such file or directory in {Path.cwd()}; correct {key}.path")
         else:  # a hub id is "name" or "owner/name"
             check_dataset(label, f"{key}.path")
             options = {_HUB_KEYS[name]: value for name, value in hub_options.items()}
             dataset = _load_dataset(label, source.split, names, **options)
-            fingerprint, open_source = str(dataset._fingerprint), partial(_open_dataset, dataset, names)
+            hash_source, open_source = (
+                partial(str, dataset._fingerprint),
+                partial(_open_dataset, dataset, names),
+            )
+        fingerprint = hash_source()
     except OSError as error:
         raise DataError(f"{label}: {error.strerror or error}; check the path and its permissions") from error
-    return LocatedSource(label=label, key=key, fingerprint=fingerprint, open=open_source)
+    return LocatedSource(label=label, key=key, fingerprint=fingerprint, hash=hash_source, open=open_source)
+
+
+def _file_hash(path: Path, memo: Path) -> str:
+    return file_hashes([path], memo)[0]
 
 
 def _find_directory(
     path: Path, split: str, names: ColumnNames, hash_memo: Path | None
-) -> tuple[str, Callable[[], OpenRows]]:
+) -> tuple[Callable[[], str], Callable[[], OpenRows]]:
     # `datasets` saved the directory, with or without splits, or it has data files.
     files: list[Path] = []
     is_saved = True
@@ -502,13 +511,13 @@ def _find_directory(
     else:
         suffixes = ", ".join(READERS)
         raise DataError(f"{names.label}: no data files in it ({suffixes}); correct {names.key}.path")
-    fingerprint = "" if hash_memo is None else directory_hash(path, hash_memo)
+    hash_source: Callable[[], str] = str if hash_memo is None else partial(directory_hash, path, hash_memo)
 
     def open_source() -> OpenRows:
         opened = open_directory(files, names)
         return opened or _open_dataset(_load_dataset(str(path), split, names, is_saved=is_saved), names)
 
-    return fingerprint, open_source
+    return hash_source, open_source
 
 
 def _files_of_split(path: Path, split: str) -> list[Path]:

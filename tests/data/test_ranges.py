@@ -353,3 +353,23 @@ def test_damage_in_a_range_that_has_grown_is_told_with_the_row_of_the_source(tmp
     write(tmp_path / "a.jsonl", TEXTS[:110])
     with pytest.raises(CacheError, match=f"token ids of row {rows_before + 1} have changed"):
         load(tmp_path / "cache", path)
+
+
+@pytest.mark.parametrize("num_rows", [5, 200])  # one store, and ranges
+def test_a_file_that_changes_while_it_is_read_leaves_no_tokens_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int
+) -> None:
+    path, found = write(tmp_path / "a.jsonl", TEXTS[:num_rows]), ingest.faults_of
+
+    def rewrite(*arguments: Any) -> Any:
+        changed = [{**row, "chosen": " No."} for row in TEXTS[:num_rows]]
+        with Path(path).open("r+") as file:  # in place, as rsync --inplace does
+            file.write("\n".join(json.dumps(row) for row in changed))
+        return found(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ingest, "faults_of", rewrite)
+        with pytest.raises(DataError, match="a.jsonl: it has changed while it was read; run the same"):
+            load(tmp_path / "cache", path)
+    write(tmp_path / "a.jsonl", TEXTS[:num_rows])
+    assert_same(load(tmp_path / "cache", path), as_one_store(tmp_path / "one", path))
