@@ -18,6 +18,7 @@ from support.file_operations import fork
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data import ingest, ranges, sources
+from dpo_pack.data.faults import faults_of
 from dpo_pack.data.sources import Data, load_data
 from dpo_pack.data.tokenization import tokenize_rows
 from dpo_pack.recipe.schema import DataRecipe
@@ -359,7 +360,7 @@ def test_damage_in_a_range_that_has_grown_is_told_with_the_row_of_the_source(tmp
 def test_a_file_that_changes_while_it_is_read_leaves_no_tokens_under_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int
 ) -> None:
-    path, found = write(tmp_path / "a.jsonl", TEXTS[:num_rows]), ingest.faults_of
+    path, found = write(tmp_path / "a.jsonl", TEXTS[:num_rows]), faults_of
 
     def rewrite(*arguments: Any) -> Any:
         changed = [{**row, "chosen": " No."} for row in TEXTS[:num_rows]]
