@@ -1,9 +1,10 @@
 """Compiled layers and kinds of checkpointing.
 
-All layers of one class use the same compiled function, which takes rows of any length. torch does not compile
-`row_attention`, because a row's segments (lengths as Python numbers) would become constants of the code. So
-torch compiles a layer in two parts, before and after it. Activation checkpointing wraps the compiled
-function: if torch compiled it too, it could not split the layer there.
+All layers of one class use the same compiled function, which takes rows of any length. A row's segments
+(lengths as Python numbers) would become constants of the code. So torch's own attention kernel is an
+operator that gets the segments' number, and a layer is one graph. Of `row_attention` with another kernel
+torch compiles nothing, and so it compiles a layer in parts, before and after it. Activation checkpointing
+wraps the compiled function: if torch compiled it too, it could not split the layer there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _KEPT_OPERATIONS = (
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"),
     *("mkldnn::_linear_pointwise", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention"),
-    *("aten::_scaled_dot_product_cudnn_attention", "torch_attn::_varlen_attn"),
+    *("aten::_scaled_dot_product_cudnn_attention", "dpo_pack::attend"),
     *("flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd"),
 )
 

@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dpo_pack.model.attention import BACKENDS, AttentionBackend, BackendChoice, SeamCalls
+from dpo_pack.model.attention import BACKENDS, AttentionBackend, BackendChoice
+from dpo_pack.model.attention.segments import SeamCalls
 from dpo_pack.model.compiling import outermost_layers
 from dpo_pack.model.config import head_transform, layer_windows, num_recurrent_calls
 from dpo_pack.model.layout import Row
@@ -170,16 +171,18 @@ class CompletionLogps(nn.Module):
             if segments is not None:  # the last layer's router must see all tokens
                 segments = replace(segments, scored_positions=None)
         if segments is not None:
-            self.seam_calls = SeamCalls()
-            arguments |= {"row_segments": segments, "seam_calls": self.seam_calls}
-            arguments |= {"row_backend": self.backend, "row_recurrence": self.recurrence}
-            arguments |= {"row_kernels": self.recurrent_kernels}
+            segments.seam_calls = self.seam_calls = SeamCalls()
+            arguments |= {"row_segments": segments, "row_backend": self.backend}
+            arguments |= {"row_recurrence": self.recurrence, "row_kernels": self.recurrent_kernels}
         if row.prompts:
             assert self.vision is not None
             arguments |= self.vision.of_row(self.model, row.prompts, row.position_ids)
         # Llama 4's `base_model` is the whole model, head included.
         model, base = self.model, self.model.base_model
         outputs = (base if base is not model else model.get_submodule("model"))(**arguments)
+        if segments is not None and outputs.last_hidden_state.requires_grad:
+            # Compiled code keeps the number of the row's segments only; so the graph keeps them alive.
+            outputs.last_hidden_state.register_hook(lambda _, segments=segments: None)
         if segments is None or self.is_wired:
             return outputs
         # If a layer did not call our functions, it would mix the sequences of a row.

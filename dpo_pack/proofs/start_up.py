@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dpo_pack.model.attention.flash import keeps_deterministic_mode
 from dpo_pack.model.compiling import outermost_layers, text_model
 from dpo_pack.model.config import attention_names, routes_tokens
 from dpo_pack.model.fast_layers import stock_layers
@@ -77,7 +76,6 @@ def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | N
     with (
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         torch._dynamo.config.patch(suppress_errors=False),
-        keeps_deterministic_mode(),
     ):
         torch.manual_seed(0)
         groups = proof_groups(int(scorer.model.config.get_text_config().vocab_size))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,7 +229,6 @@ def test_a_kernel_that_fails_on_a_small_row_is_not_chosen_and_the_choice_says_wh
     seen: list[AttentionOptions] = []
 
     def fail(*grads: Tensor) -> None:
-        torch.set_deterministic_debug_mode("error")  # as the hook before the kernel does
         raise RuntimeError("no kernel image is available\nand so on")
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, segments: Any, options: AttentionOptions) -> Tensor:
@@ -245,7 +246,6 @@ def test_a_kernel_that_fails_on_a_small_row_is_not_chosen_and_the_choice_says_wh
         "its kernel does not run on this device (no kernel image is available)"
     )
     assert seen[0].window is not None and (seen[0].softcap is not None) == needs.has_softcap
-    assert torch.get_deterministic_debug_mode() == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     monkeypatch.setattr(attention, "trial_obstacle", lambda *asked: "it fails")
@@ -335,62 +335,64 @@ def test_flash_attn_is_usable_only_if_its_function_can_be_imported(
     assert found is None if obstacle is None else obstacle in str(found)
 
 
-@pytest.mark.parametrize(
-    ("known", "window", "expected"),
-    [
-        ({"is_causal"}, None, {"is_causal": True}),
-        ({"window_size", "scale"}, None, {"window_size": (-1, 0), "scale": 0.5}),
-        (
-            {"window_size", "scale", "enable_gqa"},
-            8,
-            {"window_size": (7, 0), "scale": 0.5, "enable_gqa": True},
-        ),
-    ],
-)
-def test_torch_varlen_s_arguments_follow_the_release(
-    known: set[str], window: int | None, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flash, "_varlen_parameters", lambda: frozenset(known))
-    options = AttentionOptions(scale=0.5, window=window, softcap=None, sinks=None)
-    assert flash._varlen_options(options, grouped_heads=True) == expected
-    assert flash.supports_window_and_scale() == ("scale" in known)
-
-
+@pytest.mark.parametrize("fails", [False, True])
 def test_the_backward_pass_of_torch_varlen_is_deterministic_and_nothing_else_is(
-    monkeypatch: pytest.MonkeyPatch,
+    fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also not what runs after the device had no memory for it."""
+    use_stand_ins(monkeypatch)
     modes: dict[str, bool] = {}
 
-    class Kernel(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, query: Tensor) -> Tensor:
-            modes["forward"] = torch.are_deterministic_algorithms_enabled()
-            return query * 2
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            modes["backward"] = torch.are_deterministic_algorithms_enabled()
+    def watched(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            modes[name] = torch.are_deterministic_algorithms_enabled()
             modes["fills"] = flash._memory.fill_uninitialized_memory  # all new memory with NaN
-            return grads[0] * 2
+            if fails and name == "backward":
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return kernel(*arguments, **options)
 
-    def kernel(query: Tensor, *arguments: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
-        out: Tensor = Kernel.apply(query)  # type: ignore[no-untyped-call]
-        return out
+        return call
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    monkeypatch.setattr(flash, "_varlen_parameters", lambda: frozenset({"window_size", "scale"}))
+    kernels = {
+        name: watched(name, vars(flash._operators)[f"_flash_attention_{name}"])
+        for name in ("forward", "backward")
+    }
+    operators = SimpleNamespace(**{f"_flash_attention_{name}": call for name, call in kernels.items()})
+    monkeypatch.setattr(flash, "_operators", operators)
     segments = make_segments(CPU)
-    states = torch.zeros(sum(segments.query_lengths), 2, 8, requires_grad=True)
+    queries, keys = (
+        torch.zeros(sum(lengths), 2, 8, dtype=torch.bfloat16, requires_grad=True)
+        for lengths in (segments.query_lengths, segments.key_lengths)
+    )
     options = AttentionOptions(scale=0.5, window=None, softcap=None, sinks=None)
-    before = states * 1
+    before = queries * 1
     before.register_hook(lambda _: modes.update(after=torch.are_deterministic_algorithms_enabled()))
     for _ in range(2):
-        out = BACKENDS["torch_varlen"](before, states, states, segments, options)
-        out.sum().backward(retain_graph=True)
-        assert modes == {"forward": False, "backward": True, "fills": False, "after": False}
+        out = BACKENDS["torch_varlen"](before, keys, keys, segments, options)
+        with pytest.raises(torch.OutOfMemoryError) if fails else contextlib.nullcontext():
+            out.sum().backward(retain_graph=True)
+        if not fails:
+            assert not modes.pop("after")
+        assert modes == {"forward": False, "backward": True, "fills": False}
         assert flash._memory.fill_uninitialized_memory
+        assert torch.get_deterministic_debug_mode() == 0
     with torch.no_grad():
-        BACKENDS["torch_varlen"](before, states, states, segments, options)
+        BACKENDS["torch_varlen"](before, keys, keys, segments, options)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_torch_s_operators_take_what_they_are_given(window: int | None) -> None:
+    """By their own rules for tensors without values, in each release of torch."""
+    segments = make_segments(torch.device("meta"))
+    queries, keys = (
+        torch.zeros(sum(lengths), heads, 8, dtype=torch.bfloat16, device="meta")
+        for lengths, heads in ((segments.query_lengths, 4), (segments.key_lengths, 2))
+    )
+    asked = (segments.number, False, 0.5, flash._neighbours(window)[0])
+    results = flash._attend._init_fn(queries, keys, keys, *asked)
+    grads = flash._attend_backward._init_fn(results[0], queries, keys, keys, *results, *asked)
+    for ours, said in ((results, flash._attend(queries, keys, keys, *asked)), (grads, (queries, keys, keys))):
+        assert [(each.shape, each.dtype) for each in ours] == [(each.shape, each.dtype) for each in said]
 
 
 def test_flash_attn_gets_transformers_window_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:

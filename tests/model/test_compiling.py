@@ -17,6 +17,8 @@ import torch
 from benchmarking.run_dpo_pack import train_without_export
 from rich.console import Console
 from support.family_errors import skip_unless_packed
+from support.flash_stand_ins import use_stand_ins
+from support.marks import slow
 from support.reference_pairs import load_scorer
 from support.tiny_models import VOCABULARY, tiny_model
 from support.tiny_run import tiny_run
@@ -29,7 +31,7 @@ import dpo_pack.model.loading as loading
 import dpo_pack.run.models as recipe_models
 import dpo_pack.run.pairs as prepare_reference
 from dpo_pack.commands.doctor import prove_recipe
-from dpo_pack.model.attention import register_attention
+from dpo_pack.model.attention import BACKENDS, register_attention
 from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle
 from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.logps import HeadPasses, compile_head
@@ -111,6 +113,27 @@ def test_compiled_layers_give_what_plain_ones_give_and_are_compiled_once_for_all
     assert_as_before(scorer, rows, backend=backend)
     # A checkpoint of a compiled model is one of the model.
     assert all("forward" not in name for name in scorer.state_dict())
+
+
+@pytest.mark.parametrize("checkpoints", [False, *slow(True)])
+def test_a_layer_with_torch_s_own_kernel_is_one_graph(
+    checkpoints: bool, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are known by numbers, also if nobody else holds them when gradients are computed."""
+    use_stand_ins(monkeypatch)
+    scorer = load_scorer(model_path)
+    scorer.backend, scorer.autocast = BACKENDS["torch_varlen"], torch.bfloat16
+    if checkpoints:
+        loading._checkpoint_activations(scorer.model, keeps_products=False)
+    expected = [logps_and_gradient(scorer, make_row(seed)) for seed in range(3)]
+    compile_quickly(scorer.model)
+    scorer.is_wired = False  # the operator counts its calls
+    for seed, (sums, gradient) in enumerate(expected):
+        our_sums, our_gradient = logps_and_gradient(scorer, make_row(seed))
+        torch.testing.assert_close(our_sums, sums, rtol=0, atol=1e-2)
+        assert (our_gradient - gradient).norm() <= 1e-2 * gradient.norm()
+    assert scorer.is_wired and scorer.num_attention_layers == 2
+    assert counters["stats"]["unique_graphs"] == 2  # the last layer computes what is scored
 
 
 @pytest.mark.slow
@@ -266,7 +289,7 @@ def test_code_that_torch_cannot_compile_runs_as_it_is_where_nobody_asked_for_com
         scorer(row)
 
 
-BACKENDS: dict[str, Any] = {
+FAILING: dict[str, Any] = {
     "layers": fails,
     "gradients": aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=fails),
 }
@@ -287,11 +310,11 @@ def compile_where_auto(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", BACKENDS)
+@pytest.mark.parametrize("what", FAILING)
 def test_a_model_that_cannot_be_compiled_is_found_at_the_start_and_loaded_uncompiled(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_where_auto(monkeypatch, BACKENDS[what])
+    compile_where_auto(monkeypatch, FAILING[what])
     recipe = load_recipe(tiny_run(tmp_path))
     policy = resolve_model(recipe, CPU)
     loaded, outcome = load_and_prove(policy, device=CPU)

@@ -6,7 +6,6 @@ who mixes devices. Whole steps need the fake driver of scripts/test_cuda_build.s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,13 +19,11 @@ from support.operation_counts import Counting
 from support.tiny_models import VOCABULARY, tiny_config
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM
 
 from dpo_pack.losses import make_objective
-from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, register_attention
-from dpo_pack.model.attention.flash import supports_window_and_scale
-from dpo_pack.model.attention.segments import _Take, on_device
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, flash, register_attention
+from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.fast_layers import cast_experts, tile_feed_forwards, trim_last_layer
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.loading import _checkpoint_activations
@@ -76,21 +73,27 @@ def make_scorer(family: str, *, autocast: torch.dtype | None = None) -> Completi
             tiny_config(family), attn_implementation=ATTENTION_NAME, dtype=dtype
         )
     trim_last_layer(model)
-    return CompletionLogps(model, backend=BACKENDS["torch_varlen"], autocast=autocast).eval()
+    return without_counting(CompletionLogps(model, backend=BACKENDS["torch_varlen"], autocast=autocast))
+
+
+def without_counting(scorer: CompletionLogps) -> CompletionLogps:
+    """The attention's operator counts its calls, but fake tensors do not reach its code."""
+    scorer.is_wired = True
+    return scorer.eval()
 
 
 @pytest.fixture
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """The dtypes of the kernel's calls; a fake kernel takes any, the real one takes one and no fp32."""
     calls: list[torch.dtype] = []
+    attend = flash._attend
 
-    @functools.wraps(varlen_attn)
-    def checked(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
+    def checked(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Any:
         assert query.dtype == key.dtype == value.dtype
         calls.append(query.dtype)
-        return varlen_attn(query, key, value, *arguments, **options)
+        return attend(query, key, value, *arguments)
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", checked)
+    monkeypatch.setattr(flash, "_attend", checked)
     return calls
 
 
@@ -105,8 +108,6 @@ def test_waiting_for_the_device_is_noticed() -> None:
 def test_log_probs_of_a_row_wait_for_no_device(
     family: str, trains: bool, autocast: torch.dtype | None, kernel_calls: list[torch.dtype]
 ) -> None:
-    if family in WITH_WINDOWS and not supports_window_and_scale():
-        pytest.skip("this torch's kernel takes no window")
     scorer = make_scorer(family, autocast=autocast)
     with torch.set_grad_enabled(trains):
         said = scorer(make_row())
@@ -146,14 +147,25 @@ def test_the_backward_pass_of_the_head_waits_for_nothing(
     assert grad_weight is None or (grad_weight.shape == weight.shape and grad_weight.is_cuda)
 
 
-def test_the_backward_pass_of_gathered_keys_waits_for_nothing() -> None:
-    row = make_row()
-    assert row.segments is not None and row.segments.kv_gather is not None
-    ctx: Any = SimpleNamespace()
-    states = torch.zeros(row.num_tokens, 2, 8, device=CUDA, dtype=torch.bfloat16)
-    gathered = _Take.forward(ctx, states, row.segments.kv_gather)
-    grad, _ = _Take.backward(ctx, gathered)
-    assert len(gathered) > row.num_tokens and grad.shape == states.shape and grad.dtype == states.dtype
+@pytest.mark.parametrize("gathers", [True, False])
+def test_the_operator_of_attention_waits_for_nothing(gathers: bool) -> None:
+    """Its code, which fake tensors do not reach elsewhere: gathers, kernels, and the gathers' gradients."""
+    segments = make_row().segments
+    assert segments is not None and segments.kv_gather is not None
+    num_keys = sum(segments.query_lengths if gathers else segments.key_lengths)
+    queries, keys = (
+        torch.zeros(tokens, heads, 8, device=CUDA, dtype=torch.bfloat16)
+        for tokens, heads in ((sum(segments.query_lengths), 4), (num_keys, 2))
+    )
+    asked = (segments.number, gathers, 0.5, -1)
+    with Counting() as forward:
+        results = flash._attend._init_fn(queries, keys, keys, *asked)
+    with Counting() as backward:
+        grads = flash._attend_backward._init_fn(results[0], queries, keys, keys, *results, *asked)
+    assert [grad.shape for grad in grads] == [queries.shape, keys.shape, keys.shape]
+    assert all(each.is_cuda and each.dtype == torch.bfloat16 for each in (results[0], *grads))
+    assert forward.names.total() == (3 if gathers else 1)
+    assert backward.names.total() == (10 if gathers else 2)
 
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -213,7 +225,8 @@ def test_a_whole_step_waits_for_no_device(
     scorer = CompletionLogps(
         model, backend=BACKENDS["torch_varlen"], autocast=autocast, adapter=adapter,
         wanted=WantedStatistics(squares=loss == "wpo"),
-    ).eval()  # fmt: skip
+    )  # fmt: skip
+    without_counting(scorer)
     if other in ("checkpointing", "selective", "offload"):
         _checkpoint_activations(model, keeps_products=other == "selective", offloads=other == "offload")
     reference = moving_reference(family, autocast) if other == "moving" else None

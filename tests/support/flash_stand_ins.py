@@ -5,9 +5,9 @@ Legend: T queries, K keys, H heads, D head dimension, G segments.
 
 from __future__ import annotations
 
-import inspect
 import sys
-from types import ModuleType
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
         with torch.autocast(query.device.type, enabled=False):  # of which the real ones know nothing
             return _attention(query, key, value, *arguments, **options)
 
-    def varlen_attn(
+    def forward(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -34,16 +34,34 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
         cu_seq_k: Tensor,
         max_q: int,
         max_k: int,
+        dropout: float,
+        is_causal: bool,
+        debug: bool,
         *,
-        scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        assert enable_gqa == (query.shape[1] != key.shape[1]) and scale is not None
+        scale: float,
+        window_size_left: int,
+        window_size_right: int,
+    ) -> tuple[Tensor, ...]:
+        assert dropout == 0.0 and not debug and is_causal == (window_size_left < 0)
         assert query.shape[-1] % 8 == 0, "head dimension must be a multiple of 8"
         _check_longest(cu_seq_q, max_q)
         _check_longest(cu_seq_k, max_k)
-        return kernel(query, key, value, cu_seq_q, cu_seq_k, scale=scale, window=window_size)
+        window = (window_size_left, window_size_right)
+        out = kernel(query, key, value, cu_seq_q, cu_seq_k, scale=scale, window=window)
+        normalizers = torch.zeros(query.shape[1], len(query))
+        return out, normalizers, torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
+
+    def backward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, normalizers: Tensor,
+        *arguments: Any, **options: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        def differentiate() -> tuple[Tensor, ...]:
+            inputs = [states.detach().requires_grad_() for states in (query, key, value)]
+            again: Any = forward
+            return torch.autograd.grad(again(*inputs, *arguments[:6], False, **options)[0], inputs, grad)
+
+        with ThreadPoolExecutor(1) as pool:  # in this one, an operator's code runs without autograd
+            return pool.submit(differentiate).result()
 
     def flash_attn_varlen_func(
         query: Tensor,
@@ -71,9 +89,8 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     package: Any = ModuleType("flash_attn")
     package.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    known = frozenset(inspect.signature(varlen_attn).parameters)
-    monkeypatch.setattr(flash, "_varlen_parameters", lambda: known)
+    operators = SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
+    monkeypatch.setattr(flash, "_operators", operators)
     return dtypes
 
 

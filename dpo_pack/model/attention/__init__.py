@@ -23,8 +23,6 @@ from transformers import AttentionInterface
 from dpo_pack.model.attention.flash import (
     flash_attn_attention,
     flash_attn_obstacle,
-    keeps_deterministic_mode,
-    supports_window_and_scale,
     torch_varlen_attention,
 )
 from dpo_pack.model.attention.flex import flex_attention
@@ -40,14 +38,6 @@ ATTENTION_NAME = "dpo_pack_rows"
 AttentionBackend = Callable[..., Tensor]
 
 
-@dataclass(slots=True)
-class SeamCalls:
-    """Counts a forward's calls, so that the scorer finds a layer that computes without our functions."""
-
-    count: int = 0  # calls of `row_attention`
-    recurrent: int = 0  # calls of our functions for recurrent layers, see recurrence/__init__.py
-
-
 def register_attention() -> None:
     """Registers `row_attention` with transformers as `ATTENTION_NAME`."""
     AttentionInterface.register(ATTENTION_NAME, _seam())
@@ -56,7 +46,13 @@ def register_attention() -> None:
 @functools.cache
 def _seam() -> Callable[..., Any]:
     # Cached, because torch would compile the layers again for another object; see model/compiling.py.
-    seam: Callable[..., Any] = torch.compiler.disable(row_attention, reason="a row's layout is not compiled")
+    uncompiled = torch.compiler.disable(row_attention, reason="a row's layout is not compiled")
+
+    def seam(*arguments: Any, **options: Any) -> Any:
+        if options.get("row_backend") is torch_varlen_attention:  # an operator
+            return row_attention(*arguments, **options)
+        return uncompiled(*arguments, **options)
+
     return seam
 
 
@@ -74,7 +70,6 @@ def row_attention(
     s_aux: Tensor | None = None,
     row_segments: RowSegments | None = None,
     row_backend: AttentionBackend | None = None,
-    seam_calls: SeamCalls | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention of one row: [1, H, T, D] queries, [1, H_kv, T, D] keys and values -> [1, T, H, D_v].
@@ -99,25 +94,21 @@ def row_attention(
     if obstacle is not None:
         raise UnsupportedModelError(f"{type(module).__name__} {obstacle}; {remedy}")
     assert row_segments is not None and row_backend is not None
-    if seam_calls is not None:
-        seam_calls.count += 1
     # The backward pass of `squeeze` only makes a view; that of `states[0]` would fill a tensor with zeros.
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    options = AttentionOptions(
+        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    if row_backend is torch_varlen_attention:  # its operator gathers, and counts itself
+        out = torch_varlen_attention(query, key, value, row_segments, options, gathers=True)
+        return out.unsqueeze(0), None
+    row_segments.seam_calls.count += 1
     if row_segments.kv_gather is not None:
         key, value = row_segments.kv_gather(key), row_segments.kv_gather(value)
-    out = row_backend(
-        query,
-        key,
-        value,
-        row_segments,
-        AttentionOptions(
-            scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-            window=sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
-        ),
-    )
-    return out.unsqueeze(0), None
+    return row_backend(query, key, value, row_segments, options).unsqueeze(0), None
 
 
 # The setting `auto` tries the backends in this order. Under autocast each backend computes in autocast's
@@ -208,7 +199,7 @@ def trial_obstacle(name: str, needs: AttentionNeeds, device: torch.device, dtype
         sinks=torch.zeros(1, device=device) if needs.has_sinks else None,
     )
     try:
-        with torch.enable_grad(), keeps_deterministic_mode():
+        with torch.enable_grad():
             segments = make_segments((3, 5), (3, 5), device)
             BACKENDS[name](states, states, values, segments, options).sum().backward()
             values.cpu()  # waits: kernels may fail after their launch
@@ -239,6 +230,4 @@ def _flash_obstacle(name: str, needs: AttentionNeeds, device: torch.device, dtyp
         return f"head dimension {needs.head_dim} is not a multiple of 8"
     if needs.has_softcap:
         return "the model caps attention logits, and its kernel cannot do this"
-    if (needs.has_window or needs.has_custom_scale) and not supports_window_and_scale():
-        return f"the kernel of torch {torch.__version__} takes no sliding window and no scale"
     return None

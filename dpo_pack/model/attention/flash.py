@@ -9,8 +9,6 @@ Legend: T tokens of the row, K keys of all segments (see segments.py), H heads, 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import deterministic
 
-from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, as_autocast
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, as_autocast, numbered
 from dpo_pack.system.errors import first_line
 
 _memory: Any = deterministic  # torch's module has this setting as a property, which mypy does not see
+_operators: Any = torch.ops.aten
 
 
 def flash_attn_attention(
@@ -48,23 +47,23 @@ def flash_attn_attention(
 
 
 def torch_varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: RowSegments,
+    options: AttentionOptions,
+    *,
+    gathers: bool = False,
 ) -> Tensor:
-    """The backend "torch_varlen", which calls torch's own kernel."""
-    from torch.nn.attention.varlen import varlen_attn
+    """The backend "torch_varlen", which calls torch's own kernel. For torch.compile it is one operator.
 
+    With `gathers` keys and values are those of the row's T tokens, and the operator gathers them.
+    """
     assert options.softcap is None and options.sinks is None  # select_backend refuses these models
-    out = varlen_attn(
-        *as_autocast(query, key, _as_wide(value, query)),
-        segments.cu_seqlens_q,
-        segments.cu_seqlens_k,
-        max(segments.query_lengths),
-        max(segments.key_lengths),
-        **_varlen_options(options, grouped_heads=query.shape[1] != key.shape[1]),
-    )
-    assert isinstance(out, Tensor)  # it returns a tuple only if the caller asks for the logsumexp
-    _make_backward_deterministic(out)
-    return out[..., : value.shape[-1]]
+    states = as_autocast(query, key, _as_wide(value, query))
+    out, _, _ = _attend(*states, segments.number, gathers, options.scale, _neighbours(options.window)[0])
+    attended: Tensor = out[..., : value.shape[-1]]
+    return attended
 
 
 def _as_wide(value: Tensor, query: Tensor) -> Tensor:
@@ -73,37 +72,102 @@ def _as_wide(value: Tensor, query: Tensor) -> Tensor:
     return F.pad(value, (0, missing)) if missing else value
 
 
+# `row` is the number of the RowSegments, `left` how many keys before its own a query sees (-1: all). The
+# results are the output, and for the backward pass the log-normalizers and a state that dropout would need.
+@torch.library.custom_op(
+    "dpo_pack::attend",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, SymInt row, bool gathers, float scale, SymInt left)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, row: int, gathers: bool, scale: float, left: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    segments = numbered(row)
+    segments.seam_calls.count += 1
+    arguments, options = _kernel_arguments(segments, scale, left)
+    states = query, *_gathered(segments, gathers, key, value)
+    results = _operators._flash_attention_forward(*states, *arguments, False, **options)
+    return results[0], results[1], results[2]
+
+
+@torch.library.custom_op(
+    "dpo_pack::attend_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor normalizers,"
+    " Tensor state, SymInt row, bool gathers, float scale, SymInt left) -> (Tensor, Tensor, Tensor)",
+)
+def _attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    normalizers: Tensor,
+    state: Tensor,
+    row: int,
+    gathers: bool,
+    scale: float,
+    left: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    segments = numbered(row)
+    arguments, options = _kernel_arguments(segments, scale, left)
+    states = query, *_gathered(segments, gathers, key, value)
+    with _deterministic():
+        grads = _operators._flash_attention_backward(
+            grad, *states, out, normalizers, *arguments, state, torch.empty(0, device=grad.device), **options
+        )
+    if gathers and segments.kv_gather is not None:
+        grads = grads[0], *map(segments.kv_gather.gradient, grads[1:])
+    return grads[0], grads[1], grads[2]
+
+
+@_attend.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    normalizers = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+    return torch.empty_like(query), normalizers, query.new_empty(2, dtype=torch.uint64)
+
+
+@_attend_backward.register_fake
+def _(grad: Tensor, *states: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(of) for of in states[:3])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.options = inputs[3:]
+
+
+def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    return (*_attend_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 4)
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)
+
+
+def _kernel_arguments(segments: RowSegments, scale: float, left: int) -> tuple[list[Any], dict[str, Any]]:
+    longest = max(segments.query_lengths), max(segments.key_lengths)
+    is_causal, dropout = left < 0, 0.0  # with `is_causal` the kernel takes no window
+    arguments = [segments.cu_seqlens_q, segments.cu_seqlens_k, *longest, dropout, is_causal]
+    return arguments, {"scale": scale, "window_size_left": left, "window_size_right": 0}
+
+
+def _gathered(segments: RowSegments, gathers: bool, *states: Tensor) -> tuple[Tensor, ...]:
+    gather = segments.kv_gather
+    return states if gather is None or not gathers else tuple(map(gather.take, states))
+
+
 @contextlib.contextmanager
-def keeps_deterministic_mode() -> Iterator[None]:
-    """Context of a backward pass that may fail: the mode is as before, also if the kernel has raised."""
+def _deterministic() -> Iterator[None]:
+    """The kernel reads torch's global mode, which is on only here: others could raise errors in it."""
     before, fills = torch.get_deterministic_debug_mode(), _memory.fill_uninitialized_memory
     try:
+        torch.set_deterministic_debug_mode("error")
+        _memory.fill_uninitialized_memory = False  # the kernel writes all that it allocates
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
         _memory.fill_uninitialized_memory = fills
-
-
-def _make_backward_deterministic(out: Tensor) -> None:
-    """Makes the kernel's backward pass give the same bits in each run.
-
-    The kernel reads torch's global mode, which is on only while it runs: others could raise errors in it.
-    """
-    if out.grad_fn is None:
-        return
-    modes: list[contextlib.AbstractContextManager[None]] = []
-
-    def enter(grads: tuple[Tensor, ...]) -> None:
-        modes.append(keeps_deterministic_mode())
-        modes[-1].__enter__()
-        torch.set_deterministic_debug_mode("error")
-        _memory.fill_uninitialized_memory = False  # the kernel writes all that it allocates
-
-    def leave(inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-        modes.pop().__exit__(None, None, None)
-
-    out.grad_fn.register_prehook(enter)
-    out.grad_fn.register_hook(leave)
 
 
 def flash_attn_obstacle() -> str | None:
@@ -115,32 +179,6 @@ def flash_attn_obstacle() -> str | None:
             return "package flash-attn is not installed"
         return f"package flash-attn cannot be used ({first_line(error)})"
     return None
-
-
-def supports_window_and_scale() -> bool:
-    """Whether torch's kernel takes a sliding window and a softmax scale (torch 2.10: no)."""
-    return {"window_size", "scale"} <= _varlen_parameters()
-
-
-@functools.cache
-def _varlen_parameters() -> frozenset[str]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
-def _varlen_options(options: AttentionOptions, *, grouped_heads: bool) -> dict[str, Any]:
-    """Returns the kernel's keyword arguments. Causal: `is_causal` in torch 2.10, `window_size` from 2.11."""
-    known = _varlen_parameters()
-    assert options.window is None or "window_size" in known
-    arguments: dict[str, Any] = {"is_causal": True}
-    if "window_size" in known:
-        arguments = {"window_size": _neighbours(options.window)}
-    if "scale" in known:
-        arguments["scale"] = options.scale
-    if "enable_gqa" in known and grouped_heads:
-        arguments["enable_gqa"] = True
-    return arguments
 
 
 def _neighbours(window: int | None) -> tuple[int, int]:

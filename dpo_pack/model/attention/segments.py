@@ -10,9 +10,11 @@ Legend: T tokens of the row, K gathered keys, G segments, H heads, D head dimens
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +28,17 @@ Value = TypeVar("Value")
 MAX_MASK_BYTES = 1 << 26
 
 
-# No code assigns to these fields. But the class is not frozen, because torch.compile of torch 2.10 takes the
-# fields of a frozen dataclass as constants: it would compile each layer again for each number of segments.
-@dataclass(eq=False, slots=True, kw_only=True)
+@dataclass(slots=True)
+class SeamCalls:
+    """Counts a forward's calls, so that the scorer finds a layer that computes without our functions."""
+
+    count: int = 0  # calls of attention
+    recurrent: int = 0  # calls of our functions for recurrent layers, see recurrence/__init__.py
+
+
+# No code assigns to the fields of lengths and indices. But the class is not frozen, because torch.compile of
+# torch 2.10 takes the fields of a frozen dataclass as constants: it would compile each layer again.
+@dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
 class RowSegments:
     """Lengths and indices for the attention of one row; `model(...)` takes them as a keyword argument.
 
@@ -47,6 +57,12 @@ class RowSegments:
     # [U] int64, ascending: row positions whose last hidden states are used; None: all positions
     scored_positions: Tensor | None = None
     kept: dict[Hashable, Any] = field(default_factory=dict)  # masks and the like, for all layers
+    seam_calls: SeamCalls = field(default_factory=SeamCalls)  # of the last forward
+    number: int = field(init=False)  # in place of the object, which no operator of torch takes
+
+    def __post_init__(self) -> None:
+        self.number = next(_numbers)
+        _numbered[self.number] = self
 
     def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """Returns the result of `make`. Calls it only if no layer has asked for the same `key` before."""
@@ -92,6 +108,16 @@ class RowSegments:
             first_key = 0 if is_whole or window is None else max(last_key - (end - begin) - window + 1, 0)
             keys = slice(first_key, last_key)
             yield slice(begin, end), keys, mask[size - (end - begin) :, num_keys - (last_key - first_key) :]
+
+
+# No size of a tensor is so large: torch.compile would take an equal number for the same one.
+_numbers = itertools.count(1 << 40)
+_numbered: WeakValueDictionary[int, RowSegments] = WeakValueDictionary()
+
+
+def numbered(number: int) -> RowSegments:
+    """Returns the segments with this number, which something else must keep alive."""
+    return _numbered[number]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +175,19 @@ class Gather:
         taken: Tensor = _Take.apply(source, self)  # type: ignore[no-untyped-call]
         return taken
 
+    def take(self, source: Tensor) -> Tensor:
+        """As a call, but not differentiable."""
+        return _select(source, self.index, self.has_zeros)
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """Returns the gradient of the source, of that of the entries."""
+        total = _select(grad, self.first, self.is_partial)
+        if len(self.repeats) > 1:  # else a sum has two terms, and is rounded once in any dtype
+            total = total.to(torch.promote_types(grad.dtype, torch.float32))
+        for sources, entries in self.repeats:
+            total.index_add_(0, sources, grad.index_select(0, entries).to(total.dtype))
+        return total.to(grad.dtype)
+
 
 def make_gather(index: IntArray, size: int, device: torch.device) -> Gather:
     """Makes a Gather on the device: `index` [E] are indices in a source of length `size`, -1 for zeros."""
@@ -175,17 +214,11 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, where: Gather) -> Tensor:
         ctx.where = where
-        return _select(source, where.index, where.has_zeros)
+        return where.take(source)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        where: Gather = ctx.where
-        total = _select(grad, where.first, where.is_partial)
-        total = total.to(torch.promote_types(grad.dtype, torch.float32))
-        for sources, entries in where.repeats:
-            total.index_add_(0, sources, grad.index_select(0, entries).to(total.dtype))
-        return total.to(grad.dtype), None
+        return ctx.where.gradient(grads[0]), None
 
 
 def _select(source: Tensor, index: Tensor, has_zeros: bool) -> Tensor:

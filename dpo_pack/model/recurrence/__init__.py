@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpo_pack.model.attention import SeamCalls
 from dpo_pack.model.recurrence.kernels import DELTA_CHUNK, KERNELS, MAMBA2_CHUNK
 from dpo_pack.system.errors import UnsupportedModelError
 
@@ -138,15 +137,13 @@ def _with_row_functions(forward: types.FunctionType) -> RowFunction:
 def _seam(name: str, stock: RowFunction) -> RowFunction:
     def seam(
         *arguments: Any,
-        seam_calls: SeamCalls | None = None,
         row_recurrence: Callable[[RecurrentCall], Any] | None = None,
         row_kernels: Mapping[str, RowFunction] | None = None,
         **options: Any,
     ) -> Any:
         kernel = (row_kernels or {}).get(name)
         call = RecurrentCall(name=name, stock=stock, arguments=arguments, options=options, kernel=kernel)
-        if seam_calls is not None:
-            seam_calls.recurrent += 1
+        options["row_segments"].seam_calls.recurrent += 1
         if row_recurrence is not None:
             return row_recurrence(call)
         if name == _NEEDS_KERNEL and kernel is None:
