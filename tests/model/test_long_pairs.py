@@ -197,6 +197,7 @@ def count_bytes(
 ) -> LiveBytes:
     """Of an 8B Llama's layers with an adapter on a bf16 base, as on CUDA: one row of one pair forward and
     backward, with a prompt of 130,072 tokens and completions of 1,000."""
+    register_attention()
     random = np.random.default_rng(0)
     with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
         config = LlamaConfig(
@@ -217,6 +218,7 @@ def count_bytes(
         scorer = CompletionLogps(
             model, backend=BACKENDS["torch_varlen"], autocast=torch.bfloat16, adapter=adapter
         ).eval()
+        scorer.is_wired = True  # fake tensors do not reach the code that counts calls
         _checkpoint_activations(model, offloads=offloads)
         live = LiveBytes()
 
@@ -247,7 +249,7 @@ def count_bytes(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("offloads", "tiles", "peak", "moved"),
-    [(False, False, 89.3, 0), (True, False, 60.2, 64.5), (False, True, 69.6, 0), (True, True, 38.5, 64.5)],
+    [(False, False, 88.8, 0), (True, False, 59.7, 64.5), (False, True, 69.1, 0), (True, True, 38.1, 64.5)],
 )
 def test_the_memory_of_a_pair_of_131072_tokens_is_that_of_the_table(
     offloads: bool, tiles: bool, peak: float, moved: float, monkeypatch: pytest.MonkeyPatch
