@@ -380,19 +380,30 @@ def test_the_backward_pass_of_torch_varlen_is_deterministic_and_nothing_else_is(
         BACKENDS["torch_varlen"](before, keys, keys, segments, options)
 
 
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("window", [None, 8])
-def test_torch_s_operators_take_what_they_are_given(window: int | None) -> None:
-    """By their own rules for tensors without values, in each release of torch."""
+def test_torch_s_operators_take_what_they_are_given_and_return_what_compiled_code_expects(
+    window: int | None, heads_first: bool, gathers: bool
+) -> None:
+    """By their own rules for tensors without values, in each release of torch. Heads may lie before tokens in
+    memory, as in latent attention; compiled code checks the order of what it gets."""
     segments = make_segments(torch.device("meta"))
-    queries, keys = (
-        torch.zeros(sum(lengths), heads, 8, dtype=torch.bfloat16, device="meta")
-        for lengths, heads in ((segments.query_lengths, 4), (segments.key_lengths, 2))
-    )
-    asked = (segments.number, False, 0.5, flash._neighbours(window)[0])
-    results = flash._attend._init_fn(queries, keys, keys, *asked)
-    grads = flash._attend_backward._init_fn(results[0], queries, keys, keys, *results, *asked)
-    for ours, said in ((results, flash._attend(queries, keys, keys, *asked)), (grads, (queries, keys, keys))):
-        assert [(each.shape, each.dtype) for each in ours] == [(each.shape, each.dtype) for each in said]
+
+    def states(lengths: tuple[int, ...], heads: int) -> Tensor:
+        shape = (heads, sum(lengths), 8) if heads_first else (sum(lengths), heads, 8)
+        made = torch.zeros(shape, dtype=torch.bfloat16, device="meta")
+        return made.transpose(0, 1) if heads_first else made
+
+    keys = states(segments.query_lengths if gathers else segments.key_lengths, 2)
+    inputs = states(segments.query_lengths, 4), keys, keys
+    asked = (segments.number, gathers, 0.5, flash._neighbours(window)[0])
+    out, normalizers = flash._attend._init_fn(*inputs, *asked)
+    grads = flash._attend_backward._init_fn(out, *inputs, out, normalizers, *asked)
+    expected = flash._attend(*inputs, *asked)
+    expected_grads = flash._attend_backward(out, *inputs, *expected, *asked)
+    for ours, theirs in zip((out, normalizers, *grads), (*expected, *expected_grads), strict=True):
+        assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
 
 
 def test_flash_attn_gets_transformers_window_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,8 +74,8 @@ def row_attention(
 ) -> tuple[Tensor, None]:
     """Computes attention of one row: [1, H, T, D] queries, [1, H_kv, T, D] keys and values -> [1, T, H, D_v].
 
-    H are heads, T the row's tokens. The last named arguments are ours: the row's layout, the function that
-    computes, and the counters; the others are those of transformers' attention interface.
+    H are heads, T the row's tokens. The last two named arguments are ours: the row's layout and the function
+    that computes; the others are those of transformers' attention interface.
     Raises UnsupportedModelError when the model's code uses attention in a way that a row does not allow.
     """
     obstacle, remedy = None, "use packing.mode: padded"

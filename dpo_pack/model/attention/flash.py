@@ -61,7 +61,7 @@ def torch_varlen_attention(
     """
     assert options.softcap is None and options.sinks is None  # select_backend refuses these models
     states = as_autocast(query, key, _as_wide(value, query))
-    out, _, _ = _attend(*states, segments.number, gathers, options.scale, _neighbours(options.window)[0])
+    out, _ = _attend(*states, segments.number, gathers, options.scale, _neighbours(options.window)[0])
     attended: Tensor = out[..., : value.shape[-1]]
     return attended
 
@@ -73,29 +73,29 @@ def _as_wide(value: Tensor, query: Tensor) -> Tensor:
 
 
 # `row` is the number of the RowSegments, `left` how many keys before its own a query sees (-1: all). The
-# results are the output, and for the backward pass the log-normalizers and a state that dropout would need.
+# results are the output, and for the backward pass the log-normalizers.
 @torch.library.custom_op(
     "dpo_pack::attend",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, SymInt row, bool gathers, float scale, SymInt left)"
-    " -> (Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor)",
 )
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, row: int, gathers: bool, scale: float, left: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     segments = numbered(row)
     segments.seam_calls.count += 1
     arguments, options = _kernel_arguments(segments, scale, left)
     states = query, *_gathered(segments, gathers, key, value)
-    results = _operators._flash_attention_forward(*states, *arguments, False, **options)
-    return results[0], results[1], results[2]
+    out, normalizers, *_ = _operators._flash_attention_forward(*states, *arguments, False, **options)
+    return out, normalizers
 
 
 @torch.library.custom_op(
     "dpo_pack::attend_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor normalizers,"
-    " Tensor state, SymInt row, bool gathers, float scale, SymInt left) -> (Tensor, Tensor, Tensor)",
+    " SymInt row, bool gathers, float scale, SymInt left) -> (Tensor, Tensor, Tensor)",
 )
 def _attend_backward(
     grad: Tensor,
@@ -104,7 +104,6 @@ def _attend_backward(
     value: Tensor,
     out: Tensor,
     normalizers: Tensor,
-    state: Tensor,
     row: int,
     gathers: bool,
     scale: float,
@@ -113,32 +112,33 @@ def _attend_backward(
     segments = numbered(row)
     arguments, options = _kernel_arguments(segments, scale, left)
     states = query, *_gathered(segments, gathers, key, value)
+    state = grad.new_empty(2, dtype=torch.uint64)  # which only dropout needs
     with _deterministic():
-        grads = _operators._flash_attention_backward(
-            grad, *states, out, normalizers, *arguments, state, torch.empty(0, device=grad.device), **options
+        of_query, of_key, of_value = _operators._flash_attention_backward(
+            grad, *states, out, normalizers, *arguments, state, state, **options
         )
     if gathers and segments.kv_gather is not None:
-        grads = grads[0], *map(segments.kv_gather.gradient, grads[1:])
-    return grads[0], grads[1], grads[2]
+        of_key, of_value = map(segments.kv_gather.gradient, (of_key, of_value))
+    return of_query, of_key.contiguous(), of_value.contiguous()  # whether gathered or not
 
 
 @_attend.register_fake
-def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    normalizers = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-    return torch.empty_like(query), normalizers, query.new_empty(2, dtype=torch.uint64)
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
 
 
 @_attend_backward.register_fake
-def _(grad: Tensor, *states: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(of) for of in states[:3])
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
     ctx.options = inputs[3:]
+    ctx.set_materialize_grads(False)  # else torch fills zeros for the normalizers
 
 
-def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Any, ...]:
     return (*_attend_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 4)
 
 
