@@ -35,15 +35,14 @@ _ALIGNMENT = 1024
 def split_master(master: Tensor, parameter: Tensor, low_bits: Tensor) -> None:
     """Splits fp32 masters into bfloat16 parameters and int16 low bits, as above; overwrites `master`."""
     bits = master.view(torch.int32)
-    high = bits.add(0x8000).bitwise_right_shift_(16)
-    parameter.view(torch.int16).copy_(high)
-    low_bits.copy_(bits.sub_(high.bitwise_left_shift_(16)))
+    low_bits.copy_(bits)  # the lower half of the bits
+    torch.bitwise_right_shift(bits.add_(0x8000), 16, out=parameter.view(torch.int16))
 
 
 def join_master(parameter: Tensor, low_bits: Tensor) -> Tensor:
     """Returns the fp32 master that `split_master` split into parameters and low bits, bit for bit."""
-    bits = parameter.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-    return bits.add_(low_bits).view(torch.float32)
+    bits = parameter.view(torch.int16).to(torch.int32)
+    return torch.add(low_bits, bits, alpha=1 << 16, out=bits).view(torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
