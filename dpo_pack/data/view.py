@@ -236,10 +236,10 @@ def _image_label(image: ReadImage, num_tokens: int) -> str:
     return f"[image {image.width}x{image.height}, {num_tokens:,} tokens]"
 
 
-def shown_image(image: ReadImage, pairs: Sequence[str], processor: ImageProcessor) -> ShownImage:
-    """Returns an image as the model gets it. Raises BadRow if its file has changed."""
+def shown_image(image: ReadImage, pairs: Sequence[str], processor: ImageProcessor, draws: bool) -> ShownImage:
+    """Returns an image as the model gets it. With `draws`, raises BadRow if its file has changed."""
     num_tokens = processor.num_tokens((image.width, image.height))
-    tiles, views = [], processor.views(pixels_of(image))
+    tiles, views = [], processor.views(pixels_of(image)) if draws else []
     for view in views:
         of_tile = num_tokens / len(views)
         rows = round((of_tile * view.shape[0] / view.shape[1]) ** 0.5)

@@ -45,9 +45,16 @@ _TOKENS_ONLY = ModelShape(token_weights=1.0, head_weights=0, attention=())
 
 
 def show_recipe(
-    recipe: Recipe, console: Console, *, asked_rows: Collection[int] = (), reads_all: bool = False
+    recipe: Recipe,
+    console: Console,
+    *,
+    asked_rows: Collection[int] = (),
+    reads_all: bool = False,
+    draws: bool = False,
 ) -> ShownRecipe:
     """Reads the first rows of each source and the rows `asked_rows`, or all rows; leaves out bad rows.
+
+    With `draws` the images of shown pairs have their tiles, for a page.
 
     Raises RecipeError for an online recipe, or if no source has one of the rows; DataError if a source cannot
     be read, has no rows, or has an image that changes meanwhile; ModelError if the tokenizer lacks a feature.
@@ -101,7 +108,7 @@ def show_recipe(
     shown = (read[view.place(pair.row)] for view in views for pair in view.pairs)
     found = {image.key: image for pair in shown for image in pair.row.images}
     try:
-        drawn = [shown_image(image, owners[key], images) for key, image in found.items() if images]
+        drawn = [shown_image(image, owners[key], images, draws) for key, image in found.items() if images]
     except BadRow as bad:
         raise DataError(f"{bad.detail}; run the same command again, which reads all images anew") from bad
     template = "no chat template, because the data is not a conversation"

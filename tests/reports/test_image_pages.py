@@ -18,6 +18,7 @@ from support.tiny_vision import vision_config
 
 import dpo_pack.run.show as show
 from dpo_pack.data.formats import BadRow
+from dpo_pack.data.images import ImageProcessor
 from dpo_pack.data.view import ShownRecipe
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports.pages import pairs_page
@@ -51,9 +52,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def show_in(root: Path) -> ShownRecipe:
+def show_in(root: Path, *, draws: bool = True) -> ShownRecipe:
     console = _Console(verbose=False, file=io.StringIO(), width=80, force_terminal=False)
-    return show_recipe(load_recipe(root / "recipe.yaml"), console, asked_rows=[1, 2, 3])
+    return show_recipe(load_recipe(root / "recipe.yaml"), console, asked_rows=[1, 2, 3], draws=draws)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,13 @@ def test_a_picture_that_changes_while_it_is_shown_is_one_line(
     with pytest.raises(DataError, match=rf"{file} has changed .* run the same command again"):
         show_in(root)
     picture(1).save(file)
+
+
+def test_lines_and_json_make_no_pictures(
+    root: Path, shown: ShownRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageProcessor, "views", None)
+    assert to_json(show_in(root, draws=False)) == to_json(shown)
 
 
 def test_a_processor_that_does_not_load_is_the_only_error_of_show_and_check(tmp_path: Path) -> None:
