@@ -92,13 +92,15 @@ def prompt_merging(table: PairTable, shape: ModelShape, *, passes: float = TRAIN
     @lru_cache(maxsize=REMEMBERED_GROUPS)
     def size_of(pairs: tuple[int, ...]) -> GroupSize:
         group, _ = merge_group(table, pairs)
-        return group_size(
+        size = group_size(
             shape,
             prompt=len(group.context),
             completions=[len(completion) for completion in group.completions],
             shared=_shared_length(group),
             passes=passes,
         )
+        tower = shape.image_flops * np.count_nonzero(group.context == shape.image_token)
+        return size._replace(cost=size.cost + tower)
 
     _, prompts = np.unique(key_values(table.prompt_keys), return_inverse=True)
     return TableMerging(

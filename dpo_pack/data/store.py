@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from dpo_pack.data.formats import BadRow
 from dpo_pack.data.images import CONTENT, ImageJoiner, Pixels, ReadImage, StoredImages
-from dpo_pack.packing.lengths import AnyIntArray, Group, PairLengths, common_prefix_length
+from dpo_pack.packing.lengths import AnyIntArray, Group, ModelShape, PairLengths, common_prefix_length
 from dpo_pack.system.errors import CacheError, DataError
 from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, writing, written_aside
 
@@ -285,6 +285,15 @@ class PairTable:
         reads = (partial(store.read_image, image, source.label) for image in store.images.of_pair(begin))
         return replace(group, images=tuple(reads))
 
+    def count_in_prompts(self, token: int) -> NDArray[np.int64]:
+        """Returns how often each prompt has the token, [P]."""
+        counts = np.zeros(self.num_pairs, dtype=np.int64)
+        for pair, source in enumerate(self.source_indices):
+            part, begin = self.stores[source].part_at(int(self.offsets[pair]))
+            prompt = part.tokens[begin : begin + int(self.prompt_lengths[pair])]
+            counts[pair] = np.count_nonzero(prompt == token)
+        return counts
+
     def token_weights(self, pair: int) -> tuple[TokenWeights, TokenWeights]:
         """Returns the weights of the chosen completion's tokens, and those of the rejected completion's."""
         lengths = int(self.chosen_lengths[pair]), int(self.rejected_lengths[pair])
@@ -500,11 +509,18 @@ def _map_files(directory: Path, summary: dict[str, Any]) -> tuple[TokenStore, st
     return store, content_key(parts)
 
 
-def pair_lengths(table: PairTable) -> PairLengths:
-    """Returns the lengths of a table's pairs in the form that the planner needs."""
+def pair_lengths(table: PairTable, shape: ModelShape | None = None) -> PairLengths:
+    """Returns the lengths of a table's pairs in the form that the planner needs.
+
+    With `shape`, also the FLOPs of images, for which it reads the tokens of the prompts.
+    """
+    tower: Any = 0.0
+    if shape is not None and shape.image_flops:
+        tower = shape.image_flops * table.count_in_prompts(shape.image_token)
     return PairLengths(
         prompt=table.prompt_lengths,
         chosen=table.chosen_lengths,
         rejected=table.rejected_lengths,
         shared=table.shared_lengths,
+        tower=tower,
     )

@@ -17,14 +17,17 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dpo_pack.model.compiling import text_model
+from dpo_pack.model.compiling import outermost_layers, text_model, tower_parameters
 from dpo_pack.model.config import attention_needs, count_experts, layer_windows, routes_tokens
 from dpo_pack.model.fast_layers import last_feed_forward
 from dpo_pack.model.loading import auto_class, quiet_transformers
 from dpo_pack.model.recurrence import recurrence_sizes
+from dpo_pack.model.vision import PixelProcessor
 from dpo_pack.packing.lengths import AttentionKind, ModelShape
 from dpo_pack.system.errors import RecipeError
 
@@ -48,8 +51,11 @@ def num_parameters(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def model_shape(model: PreTrainedModel) -> ModelShape:
-    """Counts what a model's FLOPs depend on: of routed experts those that a token uses, and no embeddings."""
+def model_shape(model: PreTrainedModel, processor: PixelProcessor | None = None) -> ModelShape:
+    """Counts what a model's FLOPs depend on: of routed experts those that a token uses, and no embeddings.
+
+    `processor`: of images, if rows have some.
+    """
     head = model.get_output_embeddings().weight
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     skipped = {id(weight) for weight in (*embeddings, head)}
@@ -72,6 +78,8 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         state_products=sum(products for products, _ in recurrent),
         kept_numbers=sum(kept for _, kept in recurrent),
         last_block_weights=0.0 if last is None else _token_weights(last[1], experts, skipped),
+        image_token=-1 if processor is None else model.config.image_token_id,
+        image_flops=0.0 if processor is None else image_flops(model, processor),
     )
 
 
@@ -86,6 +94,28 @@ def _token_weights(module: torch.nn.Module, experts: tuple[float, float], skippe
         is_routed = ".experts." in f".{name}" or (weight.ndim == 3 and weight.shape[0] == num_experts > 1)
         total += weight.numel() * (num_active / num_experts if is_routed else 1.0)
     return total
+
+
+def tower_weights(model: PreTrainedModel) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the weights of towers that multiply each patch, the first of which makes patches of pixels, and
+    those that multiply each token of an image."""
+    towers, kinds = tower_parameters(model), (nn.Linear, nn.Conv2d, nn.Conv3d)
+    first, *others = (m.weight for m in model.modules() if isinstance(m, kinds) and m.weight in towers)
+    in_layers = {weight for layer in outermost_layers(model) for weight in layer.parameters()}
+    return [first, *(w for w in others if w in in_layers)], [w for w in others if w not in in_layers]
+
+
+def image_flops(model: PreTrainedModel, processor: PixelProcessor) -> float:
+    """Returns the FLOPs of the tower's weights for each placeholder of an image, forward only.
+
+    As in an image of 512 x 512. The tower's attention is not counted.
+    """
+    of_patches, of_tokens = tower_weights(model)
+    pixels = processor.pixel_inputs([np.zeros((512, 512, 3), dtype=np.uint8)])["pixel_values"]
+    num_tokens = processor.image_ids(512, 512).count(model.config.image_token_id)
+    patches_of_token: float = pixels.numel() / of_patches[0][0].numel() / num_tokens
+    counts = [sum(weight.numel() for weight in weights) for weights in (of_patches, of_tokens)]
+    return 2.0 * (counts[0] * patches_of_token + counts[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

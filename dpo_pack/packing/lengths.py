@@ -13,6 +13,7 @@ The area of a sequence is its number of (query, key) pairs: n (n + 1) / 2 for n 
 window. A backward pass costs two forward passes (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). What
 checkpointing or a chunked head repeats is not counted, as usual for model FLOPs utilisation (Chowdhery et al.
 2022, arXiv 2204.02311, appendix B), nor is what memory traffic decides: norms, softmax, rotary embeddings.
+The frozen tower of a vision-language model adds one forward pass over the images of each prompt in the row.
 
 Legend: P pairs of the data set, k pairs of one prompt. Lengths are in tokens.
 """
@@ -68,17 +69,21 @@ def common_prefix_length(sequences: Sequence[AnyIntArray]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLengths:
-    """Token counts of P pairs: four integer arrays [P]."""
+    """Token counts of P pairs: four integer arrays [P]; and what the images of their prompts cost."""
 
     prompt: AnyIntArray
     chosen: AnyIntArray
     rejected: AnyIntArray
     shared: AnyIntArray  # of the longest common prefix of prompt + chosen and prompt + rejected
+    tower: FloatArray | float = 0.0  # [P] FLOPs of the tower for a prompt's images
 
     def select(self, pairs: AnyIntArray) -> PairLengths:
         """Returns the lengths of `pairs`, in the order of `pairs`."""
         prompt, chosen, rejected = self.prompt[pairs], self.chosen[pairs], self.rejected[pairs]
-        return PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=self.shared[pairs])
+        tower = np.broadcast_to(self.tower, self.prompt.shape)[pairs]
+        return PairLengths(
+            prompt=prompt, chosen=chosen, rejected=rejected, shared=self.shared[pairs], tower=tower
+        )
 
     def row_tokens(self, *, share_prompt: bool, sides: Bools | None = None) -> IntArray:
         """Returns each pair's tokens in a packed row, [P]. If `share_prompt`, common prefixes count once.
@@ -224,6 +229,8 @@ class ModelShape:
     state_products: float = 0.0  # products of a token with the states of recurrent layers
     # fp32 numbers of a token that recurrent layers keep for the backward pass; counts in memory only
     kept_numbers: float = 0.0
+    image_token: int = -1  # the placeholder of images
+    image_flops: float = 0.0  # of the tower for each placeholder
 
 
 def causal_area(lengths: AnyIntArray, window: int | None) -> FloatArray:
@@ -275,7 +282,9 @@ def pair_flops(
     completions = np.stack((lengths.chosen, lengths.rejected), axis=1)
     is_there = np.ones(completions.shape, dtype=np.bool_) if sides is None else sides
     repeats: IntArray = np.where(is_there.all(axis=1), int(share_prompt), 0)
-    return passes * _group_flops(shape, lengths.prompt, completions, is_there, lengths.shared, repeats)
+    forward = _group_flops(shape, lengths.prompt, completions, is_there, lengths.shared, repeats)
+    flops: FloatArray = passes * forward + lengths.tower * (is_there.sum(axis=1) - repeats)
+    return flops
 
 
 def group_size(

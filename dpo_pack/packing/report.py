@@ -168,11 +168,13 @@ def _statistics(
     tokens = np.array([plan.sizes.tokens_in(row) for row in rows])
     computed = round(int(tokens.sum()) * scale)
     unshared = int(lengths.row_tokens(share_prompt=False)[plan.order].sum())
+    towers = 2 * np.broadcast_to(lengths.tower, lengths.prompt.shape)  # both sequences of a batch have them
     if plan.settings.algorithm == PADDED:  # it shares no prompts: its tokens beyond `unshared` are padding
         longest = np.array([plan.sizes.tokens[row].max() // 2 for row in rows])
         scored = np.array([lengths.completion_tokens()[row].sum() for row in rows])
         num_sequences = np.array([2 * len(row) for row in rows])
         by_sharing, flops = 0, padded_flops(shape, longest, num_sequences, scored_tokens=scored)
+        flops += float(towers[np.concatenate(rows)].sum())
     else:
         by_sharing, flops = unshared - computed, sum(plan.sizes.cost_of(row) for row in rows)
     flops *= scale
@@ -187,7 +189,7 @@ def _statistics(
             tokens=padded_tokens,
             saved_by_packing_tokens=padded_tokens - computed - by_sharing,
             times_computed_tokens=padded_tokens / computed,
-            times_flops=padded_flops(shape, longest // 2, 2 * num_pairs) / flops,
+            times_flops=(padded_flops(shape, longest // 2, 2 * num_pairs) + towers[order].sum()) / flops,
         )
         padded.append(comparison)
     groups = [] if merging is None else [group for row in rows for group in merging.groups_of(row)]

@@ -149,7 +149,7 @@ def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *,
     of ranks, computes the same rows. Rows are divided over ranks by their FLOPs. Ranks in lockstep compute
     equally many rows: a rank with one row less also computes an idle row, the cheapest of all rows.
     """
-    lengths, shares = pair_lengths(work.table), settings.share_prompt and is_packed
+    lengths, shares = pair_lengths(work.table, shape), settings.share_prompt and is_packed
     flops = pair_flops(shape, lengths, share_prompt=shares, passes=1.0, sides=work.missing)
     measure = partial(lengths.row_tokens, share_prompt=shares) if is_packed else lengths.padded_tokens
     whole, missing = measure(sides=work.sides), measure(sides=work.missing)

@@ -7,8 +7,9 @@ those of one layer's backward pass, whichever are larger.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -23,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.model.attention.segments import MAX_MASK_BYTES
-from dpo_pack.model.compiling import outermost_layers, tower_parameters
+from dpo_pack.model.compiling import tower_parameters
 from dpo_pack.model.config import attention_needs, count_experts, routes_tokens
 from dpo_pack.model.fast_layers import tileable_feed_forwards
 from dpo_pack.model.layout import Row
@@ -32,6 +33,7 @@ from dpo_pack.model.lora import read_adapter
 from dpo_pack.model.parallel import DistributedPolicy
 from dpo_pack.model.quantize import bits_per_weight
 from dpo_pack.model.scorer import Precision
+from dpo_pack.model.shape import tower_weights
 from dpo_pack.packing.lengths import IntArray, ModelShape
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.schema import why_not_sharded
@@ -119,6 +121,7 @@ class MemoryFacts:
     row_scored: int  # completion tokens
     mask_bytes: float = 0.0  # of the masks of `sdpa`, which all layers use
     tower_parameters: int = 0  # frozen
+    tower_linear: int = 0  # of these, weights that a quantised base has in `bits`
     reads_images: bool = False  # every device then has whole towers, and not a shard
     tower_pass: float = 0.0  # bytes that the tower needs for the images of the largest row
     device: torch.device
@@ -149,7 +152,9 @@ def estimate_memory(facts: MemoryFacts) -> dict[str, float]:
         if facts.accumulate_unsharded:
             state = state._replace(gradients=whole_gradients)
         gathered = _gathered_bytes(facts)
-    towers = facts.tower_parameters * precision.parameters.itemsize * (1 + facts.has_second_model)
+    width = precision.parameters.itemsize
+    spared = 0.0 if facts.bits is None else facts.tower_linear * (width - facts.bits / 8)
+    towers = (facts.tower_parameters * width - spared) * (1 + facts.has_second_model)
     layer = layer_bytes(facts)
     activations = shape.num_layers * layer  # `selective` counts as if layers kept everything: an upper limit
     if facts.gradient_checkpointing is True:  # layers keep their input; the last norm input and result
@@ -299,6 +304,7 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
         row_scored=scored,
         mask_bytes=mask_bytes,
         tower_parameters=policy.tower_parameters,
+        tower_linear=0 if quantised is None else quantised_tower_weights(policy.architecture, quantised),
         reads_images=policy.processor is not None,
         tower_pass=tower_pass,
         device=setup.device,
@@ -320,6 +326,18 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
     return replace(facts, stays_gathered=_can_stay_gathered(facts)), longest_pair
 
 
+def quantised_tower_weights(model: PreTrainedModel, settings: Mapping[str, Any]) -> int:
+    """Returns the number of the towers' weights that bitsandbytes quantises: those of linear layers that its
+    settings do not skip."""
+    towers, skipped = tower_parameters(model), settings.get("llm_int8_skip_modules") or ()
+    return sum(
+        part.weight.numel()
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and part.weight in towers
+        if not any(re.match(rf"(?:{one})(?:\.|$)", name) or name.endswith(one) for one in skipped)
+    )
+
+
 def _num_pixels(setup: Setup, row: IntArray) -> int:
     """Reads the images of a row's pairs, and returns the number of pixel values that the tower gets."""
     recipe, policy, table = setup.recipe, setup.policy_facts, setup.data.train
@@ -337,14 +355,9 @@ def _num_pixels(setup: Setup, row: IntArray) -> int:
 def tower_pass_bytes(model: PreTrainedModel, num_pixels: int, precision: Precision) -> float:
     """Returns the bytes of `num_pixels` values, and of what one layer of the tower computes from them: it
     keeps nothing for a backward pass."""
-    towers = tower_parameters(model)
-    weights = [part.weight for part in model.modules() if isinstance(part, nn.Linear | nn.Conv2d | nn.Conv3d)]
-    patch = next(weight[0].numel() for weight in weights if weight in towers)  # the first makes patches
-    layers = [part for layer in outermost_layers(model) for part in layer.modules()]
-    widths = [
-        sum(part.weight.shape) for part in layers if isinstance(part, nn.Linear) and part.weight in towers
-    ]
-    return num_pixels * (4.0 + 3 * max(widths) * precision.parameters.itemsize / patch)
+    first, *in_layers = tower_weights(model)[0]
+    width = max(sum(weight.shape) for weight in in_layers)
+    return num_pixels * (4.0 + 3 * width * precision.parameters.itemsize / first[0].numel())
 
 
 def largest_row(plan: PackingPlan, *, rank: int) -> IntArray:

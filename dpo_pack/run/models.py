@@ -123,7 +123,7 @@ class ModelFacts:
     @functools.cached_property
     def shape(self) -> ModelShape:
         """The sizes of the model that are needed to compute the FLOPs of rows."""
-        shape = model_shape(self.architecture)
+        shape = model_shape(self.architecture, self.processor)
         trims_last_block = self.is_packed and self.balance is None
         return shape if trims_last_block else replace(shape, last_block_weights=0.0)
 

@@ -66,7 +66,7 @@ def offline_source(
 
     With `equal_rows` all ranks compute the same number of rows.
     """
-    table, lengths = data.train, pair_lengths(data.train)
+    table, lengths = data.train, pair_lengths(data.train, facts.shape)
     if not facts.is_packed:
         row_costs = lengths.padded_tokens().astype(np.float64)
     else:
@@ -126,7 +126,7 @@ def packing_report(
         truncated.update({what: entry[what] for what in TRUNCATION_COUNTS if entry.get(what)})
     return inspect_packing(
         source.first_plan,
-        pair_lengths(table),
+        pair_lengths(table, shape),
         shape,
         order=source.order(0),
         share_prompt=source.builder.share_prompt,
@@ -144,7 +144,7 @@ def trained_pair_sizes(setup: Setup, source: OfflineSource, *, trains_adapter: b
     table, shape = setup.data.train, setup.policy_facts.shape
     passes = ADAPTER_PASSES if trains_adapter else TRAINING_PASSES
     share_prompt = setup.policy_facts.is_packed and setup.recipe.shares_prompts
-    flops = pair_flops(shape, pair_lengths(table), share_prompt=share_prompt, passes=passes)
+    flops = pair_flops(shape, pair_lengths(table, shape), share_prompt=share_prompt, passes=passes)
     merging = source.builder.merging
     if merging is not None and trains_adapter:  # `merging` counts the FLOPs of full training
         merging = prompt_merging(table, shape, passes=passes)

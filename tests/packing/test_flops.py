@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny_models import tiny_config, tiny_model
+from support.tiny_vision import CONFIGS, IMAGE_TOKEN, StandIn, vision_config, vision_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpo_pack.model.config import count_experts
-from dpo_pack.model.shape import model_shape, without_weights
+from dpo_pack.model.shape import image_flops, model_shape, without_weights
 from dpo_pack.packing.lengths import (
     AttentionKind,
     IntArray,
@@ -65,6 +67,45 @@ def test_a_shared_pair_costs_what_its_two_attention_segments_cost() -> None:
     unshared_local = counted_area(0, 9, 3) + counted_area(0, 8, 3)
     forward = 2 * 1000 * (9 + 8) + 2 * 50 * 7 + 2 * 16 * (2 * unshared + unshared_local)
     assert pair_flops(SHAPE, lengths, share_prompt=False).tolist() == [3 * forward]
+
+
+def test_the_frozen_tower_runs_forward_once_for_each_prompt_in_a_row() -> None:
+    lengths = PairLengths(prompt=ints(5, 5), chosen=ints(4, 4), rejected=ints(3, 3), shared=ints(6, 6))
+    seen = replace(lengths, tower=np.array([0.0, 7.0]))
+    for share_prompt, sides, times in (
+        (True, [True, True], 1),
+        (False, [True, True], 2),
+        (True, [False, True], 1),
+        (True, [False, False], 0),
+    ):
+        for passes in (1.0, 3.0):
+            costs = [
+                pair_flops(
+                    SHAPE, each, share_prompt=share_prompt, passes=passes, sides=np.array([sides, sides])
+                )
+                for each in (lengths, seen)
+            ]
+            assert (costs[1] - costs[0]).tolist() == [0, 7 * times]
+    assert seen.select(ints(1)).tower == [7.0] and lengths.select(ints(1)).tower == [0.0]
+
+
+# Beside their patches some towers have a position of their own, and llava_next adds tokens between rows.
+@pytest.mark.parametrize(
+    ("family", "error"),
+    [(family, {"llava": 0.06, "internvl": 0.06, "llava_next": 0.2}.get(family, 1e-6)) for family in CONFIGS],
+)
+def test_the_flops_of_an_image_are_those_of_the_tower_s_linear_layers(family: str, error: float) -> None:
+    model = vision_model(family)
+    processor, image = StandIn(family, model), np.zeros((512, 512, 3), dtype=np.uint8)
+    inputs = {name: value for name, value in processor.pixel_inputs([image]).items() if name != "rows"}
+    backbone: Any = model.base_model
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        backbone.get_image_features(**inputs, return_dict=True)
+    products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)
+    counted = sum(counter.get_flop_counts()["Global"].get(product, 0) for product in products)
+    num_tokens = processor.image_ids(512, 512).count(IMAGE_TOKEN)
+    estimate = image_flops(without_weights(vision_config(family)), processor) * num_tokens
+    assert estimate == pytest.approx(counted, rel=error)
 
 
 def test_a_group_of_two_completions_is_a_pair_and_a_third_adds_its_tail() -> None:

@@ -1,6 +1,7 @@
 """The packing report: numbers computed by hand, and what a person reads in the terminal."""
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,13 @@ def test_flops_of_ours_and_of_padded_training_are_those_counted_by_hand() -> Non
     # Padded: two sequences of 5, each position through the head.
     padded = 3 * 2 * (2 * 10 * 5 + 2 * 4 * 5 + 2 * 2 * 15)
     assert ours.padded[0].times_flops == pytest.approx(padded / ours.flops)
+    # A padded batch has an image for each of the two sequences.
+    seen = replace(one, tower=np.array([1000.0]))
+    shared, apart = inspect(seen, shape=shape), inspect(seen, shape=shape, algorithm=PADDED)
+    assert shared.statistics.flops == ours.flops + 1000
+    assert shared.statistics.padded[0].times_flops == pytest.approx((padded + 2000) / (ours.flops + 1000))
+    plain = inspect(one, shape=shape, algorithm=PADDED).statistics.flops
+    assert apart.statistics.flops == plain + 2000
 
 
 def test_in_scope_epoch_padded_training_has_the_order_of_the_epoch_not_that_of_the_rows() -> None:

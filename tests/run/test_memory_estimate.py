@@ -26,7 +26,7 @@ from support.tiny_vision import StandIn, picture, vision_config
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 import dpo_pack.run.memory_estimate as memory
 from dpo_pack.model.compiling import tower_parameters
@@ -42,6 +42,7 @@ from dpo_pack.run.memory_estimate import (
     largest_row,
     layer_bytes,
     memory_shape,
+    quantised_tower_weights,
     state_bytes,
     tower_pass_bytes,
 )
@@ -211,6 +212,23 @@ def test_a_tower_is_frozen_and_no_weight_of_text_tokens() -> None:
     assert estimate_memory(in_shards)["towers"] == before["towers"] / 2
     assert estimate_memory(replace(in_shards, reads_images=True))["towers"] == 2 * before["towers"]
     assert estimate_memory(replace(small, tower_pass=9e12))["working memory"] == 9e12
+    in_bits = estimate_memory(replace(small, bits=4.5, tower_linear=1000))["towers"]
+    assert in_bits == before["towers"] - 1000 * (4 - 4.5 / 8)
+
+
+@pytest.mark.parametrize("skipped", [None, ["model.vision_tower"], ["lm_head", "linear_1"]])
+def test_the_weights_of_a_tower_that_count_as_quantised_are_those_that_are(
+    skipped: list[str] | None, tmp_path: Path
+) -> None:
+    nn4bit = pytest.importorskip("bitsandbytes.nn").Linear4bit
+    config = vision_config("llava")
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    settings = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skipped)
+    model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path, quantization_config=settings)
+    text = {id(module) for module in (*model.get_decoder().modules(), model.lm_head)}
+    towers = [m for m in model.modules() if isinstance(m, nn4bit) and id(m) not in text]
+    expected = sum(m.in_features * m.out_features for m in towers)
+    assert quantised_tower_weights(without_weights(config), settings.to_dict()) == expected > 0
 
 
 # -------------------------------------------------------------------------------------------------- estimates

@@ -224,7 +224,8 @@ class StandIn:
         return [IMAGE_TOKEN] * num_features(self.model, self.family, picture(0, height, width))
 
     def pixel_inputs(self, images: Sequence[Image]) -> dict[str, Tensor]:
-        step = {112: 56, 84: 42}.get(len(images[0]), 1)  # the first two: images of the proof
+        # The first two: images of the proof; the last: of `image_flops`.
+        step = {112: 56, 84: 42, 512: 256}.get(len(images[0]), 1)
         return _PIXELS[self.family]([image[::step, ::step] for image in images])
 
 
