@@ -273,7 +273,8 @@ def inspect_packing(
 
     console = make_console(quiet=quiet)
     policy = resolve_model(loaded, CPU)
-    data = prepare_data(loaded, prepare_tokenizer(loaded), console, processor=policy.processor)
+    tokenizer = prepare_tokenizer(loaded, policy.processor)
+    data = prepare_data(loaded, tokenizer, console, processor=policy.processor)
     source = offline_source(loaded, data, policy)
     number = loaded.distributed.num_processes
     usual = (max(1, torch.cuda.device_count()) if number == "auto" else number,)

@@ -80,6 +80,11 @@ class ImageProcessor:
         text = json.dumps([classes, settings, *map(_version, ("pillow", "torchvision"))], default=str)
         return hashlib.blake2b(text.encode(), digest_size=_KEY_BYTES).hexdigest()
 
+    def gives_template(self, tokenizer: Any) -> bool:
+        """Whether the tokenizer has a chat template of the processor that the processor's own has not."""
+        template: Any = self.processor.chat_template
+        return bool(tokenizer.chat_template == template != self.processor.tokenizer.chat_template)
+
     def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> str:
         """Returns the text with each placeholder replaced by what stands for an image of (width, height)."""
         before, *after = text.split(self.token)

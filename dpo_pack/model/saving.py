@@ -57,6 +57,7 @@ def save_model(
         if adapter is not None:
             adapter.save(target, saved if dtype is not None else state)
             _save_tokenizer(tokenizer, target)
+            _save_processor(model.config, tokenizer, target)
             return {name: tensor.to(tensors[name].dtype) for name, tensor in saved.items()}
         generation: GenerationConfig | None = model.generation_config if model.can_generate() else None
         try:
@@ -84,10 +85,7 @@ def save_model(
         config.save_pretrained(target)
         _complete_config(target / "config.json", config, is_tied=is_tied(model))
         _save_tokenizer(tokenizer, target, turn_end)
-        for name in _PROCESSOR_FILES if config.get_text_config() is not config else ():
-            file = _given_file(config._name_or_path, name, vars(config).get("_commit_hash"), downloads=True)
-            if file is not None:
-                shutil.copyfile(file, target / name)
+        _save_processor(config, tokenizer, target)
     return saved
 
 
@@ -228,6 +226,20 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: 
             settings["chat_template"] = tokenizer.chat_template
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (target / name).write_text(text + "\n", encoding="utf-8")
+
+
+def _save_processor(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
+    """Copies the processor's files. A chat template in them, which it prefers, becomes the tokenizer's."""
+    template = tokenizer.chat_template
+    for name in _PROCESSOR_FILES if config.get_text_config() is not config else ():
+        file = _given_file(config._name_or_path, name, vars(config).get("_commit_hash"), downloads=True)
+        if file is None:
+            continue
+        shutil.copyfile(file, target / name)
+        values = read_json(target / name) or {}
+        if template is not None and values.get("chat_template", template) != template:
+            text = json.dumps(values | {"chat_template": template}, indent=2, ensure_ascii=False)
+            (target / name).write_text(text + "\n", encoding="utf-8")
 
 
 def _given_file(

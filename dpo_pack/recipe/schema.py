@@ -87,7 +87,7 @@ class TokenizerRecipe(types.Section):
     path: types.PathText | None = None
     """Hub id or local directory; null: model.path."""
     chat_template: types.LocalPath | None = None
-    """A Jinja file; null: the tokenizer's own template."""
+    """A Jinja file; null: the template of the tokenizer, or of the processor (model.images)."""
 
 
 class SyncRecipe(types.Section):

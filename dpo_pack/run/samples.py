@@ -237,7 +237,8 @@ def sample_models(
         raise RecipeError("sample: prompts with images are not answered yet; give --prompt TEXT")
     settings = recipe.logging.samples or SamplesRecipe()
     device = Accelerator(cpu=not ranks.uses_cuda()).device
-    tokenizer = prepare_tokenizer(recipe)
+    images = resolve_model(recipe, device, gathers=False).processor if recipe.model.images else None
+    tokenizer = prepare_tokenizer(recipe, images)
     facts = {}
     for name, (own, path) in models.items():
         key = "model.path" if path is None else "sample"

@@ -94,21 +94,31 @@ def _reference_budget(budget: int | str, trained: int, device: torch.device) -> 
     return CPU_TOKEN_BUDGET if device.type == "cpu" else START_FACTOR * trained
 
 
-def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Loads the recipe's tokenizer; for an adapter without one, that of its base model. Raises ModelError."""
+PROCESSOR_TEMPLATE = "Chat template: the processor's; that of its tokenizer, or none, is not used"
+
+
+def prepare_tokenizer(recipe: Recipe, images: ImageProcessor | None = None) -> PreTrainedTokenizerBase:
+    """Loads the recipe's tokenizer; for an adapter without one, that of its base model. Raises ModelError.
+
+    Where a processor of images has another chat template than its tokenizer, or the only one, it is used.
+    """
     path, revision, key = recipe.model.path, recipe.model.revision, "model.path"
     if recipe.tokenizer.path is not None:
         path, revision, key = recipe.tokenizer.path, None, "tokenizer.path"
     elif is_adapter(path) and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
         base = read_adapter(Path(path), key)
         path, revision, key = base.base, base.base_revision, f"{key} (the base of {path})"
-    return load_tokenizer(
+    tokenizer = load_tokenizer(
         path,
         revision=revision,
         trust_remote_code=recipe.model.trust_remote_code,
         chat_template=recipe.tokenizer.chat_template,
         recipe_key=key,
     )
+    processor = None if images is None or recipe.tokenizer.chat_template is not None else images.processor
+    if processor is not None and tokenizer.chat_template == processor.tokenizer.chat_template:
+        tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
+    return tokenizer
 
 
 def require_pairs(*, is_online: bool) -> None:
@@ -133,6 +143,8 @@ def prepare_data(
     if not takes_prompts:
         require_pairs(is_online=recipe.online is not None)
     begun = time.monotonic()
+    if processor is not None and processor.gives_template(tokenizer):
+        console.print(PROCESSOR_TEMPLATE)
     cache_dir = recipe.reference.cache_dir or default_cache_directory()
     settings: dict[str, Any] = {"seed": recipe.seed, "cache_dir": cache_dir}
     settings["template"] = recipe.tokenizer.chat_template
@@ -249,7 +261,7 @@ def prepare(
     for leftover in ranks.of_first(find_leftovers(policy.cache_dir)) or ():
         discard(leftover)
     with ranks.first_goes_first():  # the other ranks then read rank 0's downloads and tokens from the caches
-        tokenizer = prepare_tokenizer(recipe)
+        tokenizer = prepare_tokenizer(recipe, policy.processor)
         data = prepare_data(
             recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts
         )
@@ -430,15 +442,18 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
                 found.append(f"{key}: {judge.path}, {config.model_type}")
     most = None if online is None else online.max_new_tokens
     with step():
-        tokenizer = prepare_tokenizer(recipe)
+        images = None if policy is None else policy.processor
+        tokenizer = prepare_tokenizer(recipe, images)
         found.append(f"tokenizer: {len(tokenizer):,} tokens")
+        if images is not None and images.gives_template(tokenizer):
+            found.append(f"  {PROCESSOR_TEMPLATE}")
         cache_dir = recipe.reference.cache_dir or default_cache_directory()
         load = partial(
             load_source,
             data=recipe.data,
             tokenizer_key="",
             cache_dir=cache_dir,
-            images=None if policy is None else policy.processor,
+            images=images,
             template=recipe.tokenizer.chat_template,
         )
         needs_policy = recipe.model.images and policy is None  # its processor reads the rows

@@ -60,7 +60,7 @@ def show_recipe(
     be read, has no rows, or has an image that changes meanwhile; ModelError if the tokenizer lacks a feature.
     """
     require_pairs(is_online=recipe.online is not None)
-    data, tokenizer, images = recipe.data, prepare_tokenizer(recipe), None
+    data, images = recipe.data, None
     try:  # any device: only the config is used
         facts = resolve_model(recipe, CPU)
         num_positions, images = known_positions(facts.config), facts.processor
@@ -68,6 +68,7 @@ def show_recipe(
         if recipe.model.images:
             raise
         num_positions = None
+    tokenizer = prepare_tokenizer(recipe, images)
     views: list[SourceView] = []
     read: dict[str, TokenizedPair] = {}  # the pairs by their places
     trained: dict[str, TokenizedPair] = {}  # those of training sources
@@ -113,7 +114,8 @@ def show_recipe(
         raise DataError(f"{bad.detail}; run the same command again, which reads all images anew") from bad
     template = "no chat template, because the data is not a conversation"
     if any(FORMATS[view.format].content == "messages" for view in views):
-        template = f"chat template: {recipe.tokenizer.chat_template or 'of the tokenizer'}"
+        owner = "processor" if images is not None and images.gives_template(tokenizer) else "tokenizer"
+        template = f"chat template: {recipe.tokenizer.chat_template or f'of the {owner}'}"
     positions = "unknown" if num_positions is None else f"{num_positions:,}"
     return ShownRecipe(
         model=recipe.model.path,

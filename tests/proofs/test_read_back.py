@@ -230,7 +230,7 @@ def test_readers_of_every_kind_of_model_find_what_was_trained(
     job = saved_job(path, tmp_path / "model", lora, packed=family != "mamba")
     found = export.read_back(job)
     assert found is not None and found["failure"] is None and len(job["sequences"]) == 4
-    for file in [*path.glob("*processor*"), *path.glob("chat_template.json")] if lora is None else ():
+    for file in [*path.glob("*processor*"), *path.glob("chat_template.json")]:
         assert file.read_bytes() == (tmp_path / "model" / file.name).read_bytes()
 
 
