@@ -7,8 +7,11 @@ line on stdout is a JSON object: `failure` is null or a sentence that names a fi
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
+import inspect
+import io
 import json
 import sys
 from pathlib import Path
@@ -128,21 +131,41 @@ def _wrong_logps(model: Any, job: _Job) -> tuple[str | None, float]:
     device, dtype = torch.device(job["device"]), job["autocast"] and getattr(torch, job["autocast"])
     if job["base"] is None:
         model = model.to(getattr(torch, job["parameters"]))
-    model, errors = model.to(device).eval(), []
-    for (ids, number), logps in zip(job["sequences"], job["logps"], strict=True):
+    model, errors, processor = model.to(device).eval(), [], None
+    if any(pictures for _, _, pictures in job["sequences"]):
+        options = {"trust_remote_code": job["trust_remote_code"]}
+        processor = transformers.AutoProcessor.from_pretrained(job["directory"], **options)
+    for (ids, number, pictures), logps in zip(job["sequences"], job["logps"], strict=True):
         tokens = torch.tensor([ids], device=device)
+        images = _image_inputs(model, processor, pictures, tokens) if pictures else {}
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
-            logits = model(input_ids=tokens, use_cache=False).logits[0, -number - 1 : -1]
+            logits = model(input_ids=tokens, use_cache=False, **images).logits[0, -number - 1 : -1]
         of_targets = logits.float().log_softmax(dim=-1).gather(1, tokens[0, -number:, None])
         errors.append(abs(float(of_targets.double().sum()) - logps) / number)
     kept = sorted(errors)[: len(errors) - job["routes"]]  # rounding can send one to another expert
     error = sum(kept) / len(kept)
     if error <= job["bound"]:
         return None, error
+    files = "config.json" if processor is None else "config.json and the files of its processor"
     failure = (
         f"{job['directory']}: each tensor is right, but log-probs differ by {error:.1e} nats a token in "
     )
-    return f"{failure}the mean ({job['bound']:.1e} are allowed); see its config.json", error
+    return f"{failure}the mean ({job['bound']:.1e} are allowed); see its {files}", error
+
+
+def _image_inputs(model: Any, processor: Any, pictures: list[str], tokens: torch.Tensor) -> dict[str, Any]:
+    """Returns what the model gets of a prompt's images, which are PNG files as data URLs."""
+    from PIL import Image
+
+    images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in pictures]
+    made = processor(images=[images], text=[processor.image_token * len(images)], return_tensors="pt")
+    of_text = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+    read = inspect.signature(model.forward).parameters.keys()
+    inputs = {name: made[name].to(tokens.device) for name in read & made.keys() - of_text}
+    inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    if "mm_token_type_ids" in read:
+        inputs["mm_token_type_ids"] = (tokens == model.config.image_token_id).int()
+    return inputs
 
 
 if __name__ == "__main__":

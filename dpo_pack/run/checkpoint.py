@@ -196,11 +196,12 @@ class Exporter:
         release_memory()
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory().free
         fits = ranks.first_says(free > _ROOM_TO_READ * weights)
+        compares = wanted == "full" or (wanted == "auto" and fits)
         return read_back_job(
             self.loaded,
             directory,
             saved,
-            compared_pairs(self.setup) if wanted == "full" or (wanted == "auto" and fits) else [],
+            compared_pairs(self.setup, reads_images=facts.processor is not None) if compares else [],
             revision=facts.revision,
             trust_remote_code=facts.trust_remote_code,
             device=device,

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import dpo_pack
+from dpo_pack.data.images import png_url
 from dpo_pack.data.tokenizer import end_of_turn
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.fingerprint import HEADER_NAMES, stored_dtype, tensor_digest
@@ -144,14 +145,18 @@ def name_turn_end(
     return turn_end, f"Answers end with {token}: the model's files name it as an end, as well as {eos}"
 
 
-def compared_pairs(setup: Setup) -> list[Group]:
-    """Returns the two shortest of the first pairs, held-out ones if there are any, to measure exports."""
+def compared_pairs(setup: Setup, *, reads_images: bool) -> list[Group]:
+    """Returns the two shortest of the first pairs, held-out ones if there are any, to measure exports.
+
+    With `reads_images` those with images are before others.
+    """
     if setup.recipe.online is not None:  # its pairs do not exist beforehand
         return []
     table = next((table for table in setup.data.eval.values() if table.num_pairs), setup.data.train)
     pairs = [table.group(pair) for pair in range(min(table.num_pairs, _LOOKED_AT))]
-    pairs = [pair for pair in pairs if not pair.images]  # readers get token ids only
-    return sorted(pairs, key=lambda pair: len(pair.context) + sum(map(len, pair.completions)))[:2]
+    pairs = [pair for pair in pairs if reads_images or not pair.images]
+    pairs.sort(key=lambda pair: len(pair.context) + sum(map(len, pair.completions)))
+    return sorted(pairs, key=lambda pair: not pair.images)[:2]
 
 
 @torch.no_grad()
@@ -163,7 +168,8 @@ def round_and_measure(
     `setup` is of the run, for pairs on its device; None: they are unknown. `known` are mean margins of
     held-out pairs. `key` is what keeps float32.
     """
-    pairs = [] if setup is None else compared_pairs(setup)
+    reads_images = loaded.scorer.vision is not None
+    pairs = [] if setup is None else compared_pairs(setup, reads_images=reads_images)
     line = f"The weights are rounded to {str(dtype).removeprefix('torch.')}"
 
     def margins() -> Tensor:
@@ -205,8 +211,10 @@ def read_back_job(
         numbers, _ = distance_of_row(scorer, [group], device)
         bounds.append(3 * numbers.get("rounding a token", 0.0))
         logps += pair_sums(scorer, [group], device).flatten().tolist()
+        pictures = [png_url(read()) for read in group.images]
         for completion in group.completions:
-            sequences.append(([*group.context.tolist(), *completion.tolist()], len(completion)))
+            ids = [*group.context.tolist(), *completion.tolist()]
+            sequences.append((ids, len(completion), pictures))
     autocast = scorer.autocast or scorer.gather_dtype
     return {
         "directory": str(directory),

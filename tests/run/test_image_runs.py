@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
-from functools import partial
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from PIL import Image
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from support.distributed_runs import assert_same_metrics
+from support.loading import load_usual
 from support.marks import slow
 from support.run_files import assert_same_run, records, timeless
 from support.tiny_pictures import answer, picture, picture_processor, user
@@ -22,13 +28,22 @@ from support.tiny_vision import vision_config
 from support.two_ranks import run_on_ranks
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from dpo_pack import trainer
+from dpo_pack.data.merging import prompt_merging
+from dpo_pack.data.store import pair_lengths
+from dpo_pack.model.lora import LoraSettings
+from dpo_pack.model.saving import save_model
+from dpo_pack.packing.lengths import ModelShape, pair_flops
+from dpo_pack.proofs import read_back
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.memory_estimate import MemoryFacts, memory_facts
-from dpo_pack.run.pairs import offline_source
+from dpo_pack.run.pairs import offline_source, trained_pair_sizes
 from dpo_pack.run.samples import sample_models
-from dpo_pack.run.setup import prepare
+from dpo_pack.run.setup import Setup, check_recipe, prepare
+from dpo_pack.run.show import show_recipe
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.trainer import Trainer, train
+from dpo_pack.training.batches import OfflineSource
 
 # In steps of two pairs, one row each, a rank has no image in the second step.
 NUM_IMAGES = (1, 1, 2, 0, 1, 1)
@@ -110,6 +125,35 @@ def test_the_estimate_of_memory_counts_the_tower_and_the_images_of_the_largest_r
     assert facts("packing.share_prompt=false").tower_pass == 2 * packed.tower_pass
 
 
+def test_the_plan_and_the_flops_of_a_run_count_the_tower_once_for_each_prompt_in_a_row(
+    recipe_file: Path,
+) -> None:
+    def prepared(*overrides: str) -> tuple[Setup, OfflineSource, ModelShape]:
+        recipe = run(recipe_file, "never", "packing.token_budget=1024", *overrides)
+        setup = prepare(recipe, Console(quiet=True))
+        facts = setup.policy_facts
+        return setup, offline_source(recipe, setup.data, facts), replace(facts.shape, image_flops=0.0)
+
+    processor, towers = picture_processor(), []
+    for share_prompt, times in ((True, 1), (False, 2)):
+        setup, source, text = prepared(f"packing.share_prompt={str(share_prompt).lower()}")
+        tokens = [
+            sum(processor.num_tokens((40 + seed, 50)) for seed in seeds)
+            for seeds in ([0], [10], [20, 21], [], [0], [50])
+        ]
+        plain = pair_flops(text, pair_lengths(setup.data.train), share_prompt=share_prompt)
+        towers = [setup.policy_facts.shape.image_flops * number for number in tokens]
+        costs = source.first_plan.sizes.costs
+        assert towers[0] > 0 and costs - plain == pytest.approx([times * one for one in towers])
+        sizes = trained_pair_sizes(setup, source, trains_adapter=False)
+        assert sizes.costs.tolist() == costs.tolist()
+    setup, source, text = prepared("packing.merge_prompts=true")
+    merging, same = source.builder.merging, np.array([0, 4])  # one question about one picture
+    assert merging is not None
+    plain_size = prompt_merging(setup.data.train, text).measure(same)
+    assert merging.measure(same).cost - plain_size.cost == pytest.approx(towers[0])
+
+
 def test_a_run_takes_the_steps_of_trl_s_padded_computation(recipe_file: Path, alone: Path) -> None:
     from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
@@ -168,10 +212,16 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "unshared": ("packing.share_prompt=false",),
     "recomputed activations": ("model.gradient_checkpointing=true",),
     "merged prompts": ("packing.merge_prompts=true",),
+    "inputs on the host, blocks in tiles": (
+        "model.gradient_checkpointing=true",
+        "model.activation_offload=true",
+        "model.mlp_tile_tokens=16",
+    ),
 }
 
 
 LORA = ("model.lora={r: 3, alpha: 6}", "optim.lr=1e-2")
+LORA_SETTINGS = LoraSettings(r=2, alpha=4.0, dropout=0.0, target_modules="all-linear", seed=0)
 
 
 @pytest.mark.parametrize("variant", slow(*VARIANTS))
@@ -194,7 +244,7 @@ def test_two_ranks_one_of_them_without_an_image_take_the_steps_of_one(
     settings = [f"distributed.strategy={strategy}", *(LORA if kind == "lora" else ())]
     one, two = (run(recipe_file, f"{strategy}-{kind}-{number}", *settings) for number in (1, 2))
     trained(one)
-    run_on_ranks(partial(trained, two))
+    run_on_ranks(functools.partial(trained, two))
     assert_same_metrics(timeless(two.output_dir), timeless(one.output_dir), (strategy, "images", ()))
     if kind == "lora":
         adapter = json.loads((two.output_dir / "model" / "adapter_config.json").read_text())
@@ -232,3 +282,131 @@ def test_cached_log_probs_are_found_by_pixels_and_not_by_files(recipe_file: Path
 def test_what_a_run_with_images_does_not_do_is_refused_in_one_line(recipe_file: Path, alone: Path) -> None:
     with pytest.raises(RecipeError, match="prompts with images are not answered yet"):
         sample_models([str(alone)], Console(file=io.StringIO()), texts=(), num=None)
+
+
+# ---- Exports
+
+
+@functools.cache
+def verified_job(recipe_file: Path, kind: str) -> dict[str, Any]:
+    """What a run gives to the process that reads the export."""
+    found: list[dict[str, Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "verify_model", lambda run, console, job: found.append(job))
+        settings = LORA if kind == "lora" else ()
+        trained(run(recipe_file, f"verified-{kind}", "export.verify=full", *settings))
+    return found[0]
+
+
+def answer_of(
+    job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(job)))
+    capsys.readouterr()
+    read_back.main()
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def scale(part: str) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        name = next(name for name in tensors if part in name and tensors[name].ndim == 2)
+        tensors[name] = tensors[name] * 1.5
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+def shift_colours(directory: Path) -> None:
+    settings = json.loads((directory / "processor_config.json").read_text())
+    settings["image_processor"]["image_mean"] = [0.1, 0.9, 0.1]
+    (directory / "processor_config.json").write_text(json.dumps(settings))
+
+
+OF_FILES = "log-probs differ .* see its config.json and the files of its processor"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(
+    ("kind", "plant", "failure"),
+    [
+        ("full", scale("vision_model"), "vision_model.* is not the trained tensor"),
+        ("full", shift_colours, OF_FILES),
+        *slow(
+            ("full", scale("connector"), "connector.* is not the trained tensor"),
+            ("lora", shift_colours, OF_FILES),
+        ),
+    ],
+)
+def test_exports_are_read_back_with_images(
+    kind: str,
+    plant: Callable[[Path], None],
+    failure: str,
+    recipe_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = verified_job(recipe_file, kind)
+    saved = shutil.copytree(job["directory"], tmp_path / "model")
+    job = {**job, "directory": str(saved)}
+    assert all(pictures for _, _, pictures in job["sequences"]) and len(job["sequences"]) == 4
+    right = answer_of(job, monkeypatch, capsys)
+    assert right["failure"] is None and right["error"] < 1e-5, right
+    plant(saved)
+    for digests, expected in ((job["digests"], failure), ({}, OF_FILES)):  # without hashes log-probs tell
+        with pytest.raises(AssertionError, match=expected):
+            raise AssertionError(answer_of({**job, "digests": digests}, monkeypatch, capsys)["failure"])
+
+
+# ---- Chat templates
+
+OTHER = """\
+{%- for message in messages %}{{ '<s>' + message.role + '!\n' }}
+{%- if message.content is string %}{{ message.content }}
+{%- else %}{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}
+{%- endif %}{{ '</s>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<s>assistant!\n' }}{% endif %}"""
+
+
+def with_templates(recipe_file: Path, directory: Path, tokenizer: str | None, processor: str) -> Path:
+    """Copies the run's files; the model's processor and its tokenizer have these templates."""
+    for name in ("model", *(path.name for path in recipe_file.parent.glob("*.*"))):
+        copy = shutil.copytree if name == "model" else shutil.copyfile
+        copy(recipe_file.parent / name, directory / name)
+    (directory / "model" / "chat_template.jinja").unlink()
+    legacy = json.dumps({"chat_template": processor})
+    (directory / "model" / "chat_template.json").write_text(legacy)
+    if tokenizer is not None:
+        settings = directory / "model" / "tokenizer_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": tokenizer}))
+    return directory / recipe_file.name
+
+
+@pytest.mark.parametrize("owner", ["processor", "both", "recipe"])
+def test_the_processor_s_chat_template_is_used_and_exports_have_the_one_that_was_used(
+    owner: str, recipe_file: Path, tmp_path: Path
+) -> None:
+    own, is_named = picture_processor().processor.tokenizer.chat_template, owner == "recipe"
+    file = with_templates(recipe_file, tmp_path, None if owner == "processor" else own, OTHER)
+    (tmp_path / "own.jinja").write_text(own)
+    recipe = load_recipe(file, [f"tokenizer.chat_template={tmp_path}/own.jinja"] if is_named else [])
+    console = Console(file=io.StringIO(), width=200)
+    setup = prepare(recipe, console)
+    asked: Any = user({"type": "image"}, {"type": "text", "text": "What is it?"})
+    processor, images = AutoProcessor.from_pretrained(tmp_path / "model"), setup.policy_facts.processor
+    options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False}
+    expected = processor.apply_chat_template(asked, chat_template=own if is_named else None, **options)
+    assert ("assistant!" in expected) is not is_named and images is not None
+    assert setup.tokenizer.apply_chat_template(asked, **options) == expected
+    expanded = images.expand(expected, [(40, 50)])
+    assert setup.data.train.group(0).context.tolist() == processor.tokenizer(expanded)["input_ids"]
+    assert isinstance(console.file, io.StringIO)
+    told = console.file.getvalue(), *show_recipe(recipe, Console(quiet=True)).settings
+    assert [("the processor" in text) for text in told[:2]] == [not is_named] * 2
+    assert any("the processor's" in line for line in check_recipe(recipe)[0]) is not is_named
+    for kind, adapter in (("whole", None), ("adapter", LORA_SETTINGS)):
+        loaded = load_usual(tmp_path / "model", adapter=adapter)
+        save_model(loaded, setup.tokenizer, tmp_path / kind)
+        exported = AutoProcessor.from_pretrained(tmp_path / kind)
+        assert exported.apply_chat_template(asked, **options) == expected
