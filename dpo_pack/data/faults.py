@@ -10,7 +10,7 @@ import numpy as np
 from dpo_pack.data.formats import FORMATS, are_labels
 from dpo_pack.data.tokenization import EndTokens, TokenizationSettings, TokenizedPair
 from dpo_pack.data.tokenizer import Tokenizer, template_opens_turn
-from dpo_pack.data.written import THINKING, TOOL_KEY
+from dpo_pack.data.written import MESSAGE_KEY, THINKING, TOOL_KEY
 from dpo_pack.packing.lengths import AnyIntArray, Group
 
 SIDES = ("chosen", "rejected")
@@ -100,6 +100,7 @@ _CHANGES = {
     "texts_as_parts": "texts are given as parts, because the chat template takes parts",
     "arguments_as_objects": "arguments of tool calls are given as objects, which the chat template takes",
     "arguments_as_text": "arguments of tool calls are given as JSON text, which the chat template takes",
+    "texts_changed": "the chat template writes a text in another form, as with other white space or signs",
 }
 
 
@@ -149,8 +150,21 @@ def source_notes(summary: Mapping[str, Any]) -> Iterator[str]:
     for name, sentence in _CHANGES.items():
         if summary.get(name):
             yield f"in {summary[name]:,} of {kept:,} {what} {sentence}"
-    if keys := [key.removeprefix(TOOL_KEY) for key in summary if key.startswith(TOOL_KEY)]:
-        yield f"of the tools the chat template leaves out the keys {', '.join(sorted(keys))}"
+    for part, begin in (("tools", TOOL_KEY), ("messages", MESSAGE_KEY)):
+        if keys := [key.removeprefix(begin) for key in summary if key.startswith(begin)]:
+            yield f"of the {part} the chat template leaves out the keys {', '.join(sorted(keys))}"
+    if texts := summary.get("prompts_without_template"):
+        yield (
+            f"{texts:,} of {kept:,} {what} are texts without the marks of the chat template, which is not "
+            "applied to texts; columns: {instruction: prompt} makes messages of them, for a chat model"
+        )
+    if unknown := summary.get("unknown_tokens"):
+        yield (
+            f"Warning: {unknown:,} tokens stand for texts that this tokenizer does not know, so these are "
+            "lost; take the tokenizer of the model, or another model for such texts"
+        )
+    if files := summary.get("files_not_read"):
+        yield f"files of the directory that are not read: {', '.join(files)}"
     if "images" in summary:
         yield from _image_notes(summary)
     for name, found in summary.get("faults", {}).items():

@@ -59,6 +59,7 @@ class LocatedSource:
     fingerprint: str  # names its content, as it was found
     hash: Callable[[], str]  # the same of its present content
     open: Callable[[], OpenRows]  # raises DataError if the source cannot be read
+    files_not_read: Sequence[str] = ()  # data files of a directory that are in none of its splits
 
     def check_unchanged(self) -> None:
         """Raises DataError if the content is another one than was found, and tokens must not get its name."""
@@ -252,6 +253,7 @@ class Ingestion:
             "columns_not_read": [column for column in self.columns if column not in read],
             **self.counts,
             **in_tokens,
+            **({"files_not_read": [*files]} if (files := self.located.files_not_read) else {}),
             "faults": self.faults,
         }
 

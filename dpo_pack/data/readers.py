@@ -368,6 +368,11 @@ _OTHER_STARTS = (
         "a Git LFS pointer, not the data; run 'git lfs pull' in its repository",
     ),
     (
+        "",
+        rb"\x1f\x8b|BZh\d|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04",
+        "compressed; decompress it (a name that ends in .gz will do for gzip)",
+    ),
+    (
         (".json", ".csv"),
         rb"\xff\xfe|\xfe\xff|.\x00|\x00.",
         "UTF-16 text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
@@ -381,6 +386,12 @@ _OTHER_STARTS = (
         rb'\s*"(?!prompt|chosen|rejected|messages|conversation|answers|history|context|tools)([^"]+)"\s*:'
         rb'\s*\[\s*\{\s*"(?:id|prompt\w*|chosen|rejected|messages|conversations|instruction|question)"',
         "one JSON object with the rows in {0!r}; save this list alone (jq '.{0}' FILE)",
+    ),
+    (
+        ".json",
+        rb'\s*\{\s*"(?:prompt|chosen|rejected|question|instruction|columns)"\s*:\s*'
+        rb'(?:\{\s*"0"\s*:|\[\s*"(?:[^"\\]|\\.)*"\s*,)',
+        "one JSON object of columns; save rows (pandas: to_json(FILE, orient='records', lines=True))",
     ),
     (".json", rb"\s*\{\s*\n", "JSON whose rows take several lines; write each on one line (jq -c . FILE)"),
     (".csv", rb"(?:[^,\n]*[^,\n\w])?prompt([;\t|])[^,\n]*\n", "separated by {0!r}; save it with commas"),

@@ -449,6 +449,7 @@ def locate_source(
     hub_options = {name: value for name in _HUB_KEYS if (value := getattr(source, name)) is not None}
     hash_source: Callable[[], str] = str  # no key
     open_source: Callable[[], OpenRows]
+    unread: list[str] = []
     try:
         if path.exists() and hub_options:
             name = next(iter(hub_options))
@@ -467,7 +468,7 @@ def locate_source(
                 hash_source = partial(_file_hash, path, hash_memo)
             open_source = partial(reader, path, names)
         elif path.is_dir():
-            hash_source, open_source = _find_directory(path, source.split, names, hash_memo)
+            hash_source, open_source, unread = _find_directory(path, source.split, names, hash_memo)
         elif data_suffix(path) in READERS or label.startswith((".", "/", "~")) or label.count("/") > 1:
             raise DataError(f"{label}: no such file or directory in {Path.cwd()}; correct {key}.path")
         else:  # a hub id is "name" or "owner/name"
@@ -481,7 +482,14 @@ def locate_source(
         fingerprint = hash_source()
     except OSError as error:
         raise DataError(f"{label}: {error.strerror or error}; check the path and its permissions") from error
-    return LocatedSource(label=label, key=key, fingerprint=fingerprint, hash=hash_source, open=open_source)
+    return LocatedSource(
+        label=label,
+        key=key,
+        fingerprint=fingerprint,
+        hash=hash_source,
+        open=open_source,
+        files_not_read=unread,
+    )
 
 
 def _file_hash(path: Path, memo: Path) -> str:
@@ -490,10 +498,9 @@ def _file_hash(path: Path, memo: Path) -> str:
 
 def _find_directory(
     path: Path, split: str, names: ColumnNames, hash_memo: Path | None
-) -> tuple[Callable[[], str], Callable[[], OpenRows]]:
+) -> tuple[Callable[[], str], Callable[[], OpenRows], list[str]]:
     # `datasets` saved the directory, with or without splits, or it has data files.
-    files: list[Path] = []
-    is_saved = True
+    files, unread, is_saved = list[Path](), list[str](), True
     if (path / "dataset_dict.json").is_file():
         splits = sorted(child.name for child in path.iterdir() if (child / "state.json").is_file())
         if split not in splits:
@@ -505,7 +512,7 @@ def _find_directory(
             raise RecipeError(f"{names.key}.split: {names.label} is saved without splits; leave split out")
     elif any(data_suffix(file) in READERS for file in path.rglob("*")):
         is_saved = False
-        files = _files_of_split(path, split)
+        files, unread = _files_of_split(path, split)
         for file in files:
             check_start(file, str(file))
     else:
@@ -517,11 +524,12 @@ def _find_directory(
         opened = open_directory(files, names)
         return opened or _open_dataset(_load_dataset(str(path), split, names, is_saved=is_saved), names)
 
-    return hash_source, open_source
+    return hash_source, open_source, unread
 
 
-def _files_of_split(path: Path, split: str) -> list[Path]:
+def _files_of_split(path: Path, split: str) -> tuple[list[Path], list[str]]:
     """Returns the files of a directory's split as `datasets` finds them; none if `datasets` must read them.
+    Also returns the names of data files that it finds for no split, because of their names or suffixes.
 
     `datasets` guesses types: of texts that look like dates in JSON, and of all values in CSV.
     """
@@ -530,12 +538,16 @@ def _files_of_split(path: Path, split: str) -> list[Path]:
     try:
         config = datasets.load_dataset_builder(str(path)).config
     except Exception:  # `_load_dataset` says why
-        return []
+        return [], []
     options = vars(config)
-    if options.get("field") is not None or options.get("sep", ",") != ",":
-        return []
-    splits = {str(name): files for name, files in (config.data_files or {}).items()}
-    return [Path(file) for file in splits.get(split, ())]
+    splits = {str(name): [*map(Path, files)] for name, files in (config.data_files or {}).items()}
+    found = {file.resolve() for files in splits.values() for file in files}
+    ignored = datasets.data_files.FILES_TO_IGNORE  # descriptions
+    others = (file for file in sorted(path.rglob("*")) if data_suffix(file) in READERS)
+    others = (file for file in others if file.resolve() not in found and file.name not in ignored)
+    unread = [name for file in others if "/." not in f"/{(name := str(file.relative_to(path)))}"]
+    is_read_by_us = options.get("field") is None and options.get("sep", ",") == ","
+    return splits.get(split, []) if is_read_by_us else [], unread
 
 
 def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:

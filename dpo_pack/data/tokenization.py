@@ -52,6 +52,7 @@ from dpo_pack.data.tokenizer import (
     Tokenizer,
     apply_chat_template,
     assistant_weights,
+    begin_of_turn,
     is_dialogue,
 )
 from dpo_pack.data.written import check_written, suited
@@ -192,6 +193,12 @@ def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label:
                 f"the tokenizer has no chat template, which {settings.format} data ({label}) needs; "
                 "name a Jinja file in tokenizer.chat_template"
             )
+        for name in settings.template_options:
+            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                raise RecipeError(
+                    f"chat_template_kwargs.{name} ({label}): the chat template has no {name}, so it would "
+                    "change nothing; correct the name, or leave it out"
+                )
         return
     system_prompt = None if settings.system_prompt is None else "system_prompt"
     if key := system_prompt or (settings.template_options and "chat_template_kwargs"):
@@ -224,6 +231,8 @@ def tokenize_batch(
             dropped.append((number, bad.with_traceback(None)))
     ids = _given_ids(parsed, settings) if content == "token_ids" else _encode(parsed, settings, tokenizer)
     ends = EndTokens.of(tokenizer, settings.format)
+    unknown = tokenizer.unk_token_id  # some tokenizers name EOS, because they never need one
+    knows_all = unknown in (None, tokenizer.eos_token_id, tokenizer.bos_token_id)
     counts = Counter[str](dict.fromkeys(_COUNTS if is_pairs else (), 0))
     counts.update({} if settings.images is None else {"images": 0, "images_scaled": 0})
     kept: list[tuple[ReadRow, Group]] = []
@@ -259,6 +268,8 @@ def tokenize_batch(
             dropped.append((row.number, bad.with_traceback(None)))
         else:
             kept.append((row, fitted))
+            for ids_of in () if knows_all else (fitted.context, *fitted.completions):
+                counts["unknown_tokens"] += int((ids_of == unknown).sum())
             for name, count in row.counts.items():
                 counts[name] += count
             counts["prompts_inferred"] += pair.has_inferred_prompt
@@ -300,7 +311,10 @@ def read_row(
     if isinstance(pair.prompt, str):
         completions = (str(pair.chosen), str(pair.rejected)) if is_pair else ()
         texts = (pair.prompt, *(pair.prompt + _with_one_eos(text, tokenizer) for text in completions))
-        read = ReadRow(number, pair, pair, texts, {"characters": sum(map(len, texts[1:] or texts))})
+        counts = {"characters": sum(map(len, texts[1:] or texts))}
+        if settings.format == "preference" and begin_of_turn(tokenizer) not in pair.prompt:
+            counts["prompts_without_template"] = 1
+        read = ReadRow(number, pair, pair, texts, counts)
     else:
         if settings.system_prompt is not None:
             pair = replace(pair, prompt=with_system_message(pair.prompt, settings.system_prompt))

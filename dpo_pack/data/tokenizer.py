@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,6 +47,8 @@ class Tokenizer(Protocol):
     def eos_token_id(self) -> int | None: ...
     @property
     def bos_token_id(self) -> int | None: ...
+    @property
+    def unk_token_id(self) -> int | None: ...
     @property
     def chat_template(self) -> str | dict[str, str] | None: ...
     @property
@@ -248,6 +251,15 @@ def _turns(
         begin = max(len(before), len(os.path.commonprefix([opened, text])))
         spans.append((begin, len(through)))
     return spans
+
+
+@lru_cache(maxsize=8)
+def begin_of_turn(tokenizer: Tokenizer) -> str:
+    """Returns the last characters that the chat template writes before a question; "": it writes none."""
+    with suppress(BadRow), rendering():
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "qzq"}], tokenize=False)
+        return str(text).partition("qzq")[0].strip()[-8:]
+    return ""
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:

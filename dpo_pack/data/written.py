@@ -7,6 +7,7 @@ marks in place of the texts: a text whose mark is missing is not written.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,12 +19,13 @@ from dpo_pack.data.formats import BadRow, Message, Pair
 from dpo_pack.data.tokenizer import Tokenizer, rendering
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "id", *_REASONING_KEYS}
 THINKING = re.compile(r"(</?think(?:ing)?>|\[/?THINK\])")  # templates cut a content at these marks
 _SHAPES = 4096  # are remembered
 _UNRENDERED = 1000  # problems of a row that the template refuses
 _QUICK = 32  # characters
 _MARK = "qz{}zq"
-TOOL_KEY = "tool_keys_not_written/"  # begins the names of counts
+TOOL_KEY, MESSAGE_KEY = "tool_keys_not_written/", "message_keys_not_written/"  # begin the names of counts
 _PARAMETER = "qzparameterzq"  # the name of one
 _STRUCTURE = ("function", "parameters", "properties")  # keys of tools
 # A list of parts, an object and JSON in JSON, as a template prints what it should have taken apart.
@@ -154,9 +156,10 @@ def check_written(
     `texts` are those of the prompt and, of a pair, of prompt + chosen and prompt + rejected. Returns counts,
     and the texts of the messages of prompt, chosen and rejected. The counts: the row's `characters` (a
     prompt's once for each side); a 1 for each of the CHANGES made; `characters_of_earlier_reasoning` that the
-    template leaves out, as many do by design; `tools_not_written` and keys of tools that are not.
+    template leaves out, as many do by design; `texts_changed` by it; `tools_not_written`, and keys of tools
+    and messages that are not.
     """
-    pair, left_out = row.pair, 0
+    pair, told = row.pair, Counter[str]()
     parts: Any = (pair.prompt, pair.chosen, pair.rejected)
     contents: list[list[str]] = [[], [], []]
     for texts_of_part, part in zip(contents, parts, strict=True):
@@ -183,25 +186,34 @@ def check_written(
                 at = found + len(text)
             characters += len(text)
         if suspects or not (side and any(contents[side])):
-            left_out += _left_out(pair, side, sorted(suspects), known, rendered, tokenizer)
-    counts = {"characters": characters, **dict.fromkeys(row.changes, 1)}
-    if left_out:
-        counts["characters_of_earlier_reasoning"] = left_out
+            _look_closely(pair, side, sorted(suspects), known, rendered, tokenizer, told)
+    counts = {"characters": characters, **dict.fromkeys(row.changes, 1), **+told}
+    template = str(tokenizer.chat_template)
+    for message in (message for part in parts for message in part if len(message) > 2):
+        for key in message.keys() - _KNOWN_KEYS:
+            if key not in template and not any(key in text for text in texts):
+                counts[f"{MESSAGE_KEY}{key}"] = 1
     for known in row.known if pair.template_options else ():
         counts |= {"tools_not_written": 1} if known.misses_tools else {}
         counts |= {f"{TOOL_KEY}{key}": 1 for key in known.tool_keys}
     return counts, contents
 
 
-def _left_out(
-    pair: Pair, side: int, suspects: Sequence[int], known: Known, rendered: str, tokenizer: Tokenizer
-) -> int:
-    """Returns how many characters of earlier reasoning are not written; raises BadRow for any other text.
+def _look_closely(
+    pair: Pair,
+    side: int,
+    suspects: Sequence[int],
+    known: Known,
+    rendered: str,
+    tokenizer: Tokenizer,
+    told: Counter[str],
+) -> None:
+    """Counts in `told` what is changed, or left out of earlier reasoning; raises BadRow for any other text.
 
     `side` is 1 for chosen, 2 for rejected, and 0 for a prompt alone.
     """
     parts: Any = (pair.prompt, pair.chosen, pair.rejected)
-    messages, num_prompt, left_out = parts[0] + (parts[side] if side else []), len(pair.prompt), 0
+    messages, num_prompt = parts[0] + (parts[side] if side else []), len(pair.prompt)
     texts, _ = _take_texts(messages)
     lost = []
     squeezed = "".join(rendered.split())  # white space aside
@@ -211,16 +223,18 @@ def _left_out(
         forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
         is_there = any("".join(form.split()) in squeezed for form in forms)
         if not text.strip() or (number not in known.lost and is_there):
+            told["texts_changed"] |= not any(form.strip() in rendered for form in forms)
             continue
         if texts[number].field == "reasoning" and texts[number].message < num_prompt:
-            left_out += len(text)
+            told["characters_of_earlier_reasoning"] += len(text)
             continue
         # Marks at both ends: a template may read a text, or change it.
         _, changed = _take_texts(messages, {number: f"qzbeginzq {text} qzendzq"}.get)
         with suppress(BadRow):  # the template reads this text, and wants another one
             again = _render(changed, pair.template_options, tokenizer).lower()
-            if not ("qzbeginzq" in again and "qzendzq" in again):
-                lost.append(number)
+            is_read = "qzbeginzq" in again and "qzendzq" in again
+            told["texts_changed"] |= is_read
+            lost += [] if is_read else [number]
     answer = {n for n, text in enumerate(texts) if text.message >= num_prompt and text.text.strip()}
     no_answer = [*parts[0], {"role": "assistant", "content": ""}]
     name = ("prompt", "chosen", "rejected")[side]
@@ -228,7 +242,6 @@ def _left_out(
         raise BadRow("empty_completion", f"the chat template writes nothing of {name}")
     if lost:
         raise _not_written(texts[lost[0]], messages, num_prompt, name)
-    return left_out
 
 
 def _not_written(text: Text, messages: Sequence[Message], num_prompt: int, side: str) -> BadRow:
@@ -379,8 +392,10 @@ def _mapped(message: Message, change: Callable[[str, str], str]) -> Message:
         mapped["tool_calls"] = [_mapped_call(call, change) for call in message["tool_calls"]]
     elif message.get("content") is None:  # the text may be in keys that only this template knows, or none
         for key, value in message.items():
-            if key not in ("role", "name", "tool_calls", "tool_call_id", "id", *_REASONING_KEYS):
+            if key not in _KNOWN_KEYS and key not in ("name", "function_call"):
                 mapped[key] = _mapped_leaves(value, partial(change, key))
+    if "function_call" in message:  # OpenAI's older form of a call
+        mapped["function_call"] = _mapped_leaves(message["function_call"], partial(change, "tool_calls"))
     return mapped
 
 

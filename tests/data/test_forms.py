@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
 from datetime import date
 from pathlib import Path
@@ -11,12 +13,15 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 from support.tiny_run import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
 
+from dpo_pack.data.faults import source_notes
 from dpo_pack.data.formats import FORMATS, BadRow, Pair
 from dpo_pack.data.ingest import Ingestion
-from dpo_pack.data.sources import locate_source
+from dpo_pack.data.sources import load_source, locate_source
 from dpo_pack.data.tokenization import TokenizationSettings, read_row
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
@@ -53,6 +58,15 @@ def pairs_of(path: Path | str, data: dict[str, Any] | None = None, **source: Any
     )
     with ingestion.start() as (rows, settings):
         return [kept.row.pair for batch in ingestion.batches(rows, settings) for kept in batch.kept]
+
+
+def notes(path: Path, tokenizer: Any) -> str:
+    data = DataRecipe.model_validate({"train": str(path)})
+    source = load_source(
+        data.train[0], "data.train.0", data=data, tokenizer=tokenizer, tokenizer_key="", cache_dir=path,
+        max_rows=9,
+    )  # fmt: skip
+    return "\n".join(source_notes(source.store.summary))
 
 
 def rows_file(tmp_path: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
@@ -205,6 +219,14 @@ def test_an_error_has_the_line_that_reads_the_rows(row: dict[str, Any], line: st
         ("a.jsonl", b'[{"prompt": "why"}]', "a JSON array, not JSON lines"),
         ("a.jsonl", b'{\n "prompt": "why"\n}', "take several lines"),
         ("a.csv", b"prompt;chosen;rejected\nwhy;a;b\n", "separated by ';'"),
+        ("a.jsonl", gzip.compress(b'{"prompt": "why"}'), "compressed; decompress it"),
+        ("a.jsonl.gz", gzip.compress(bz2.compress(b'{"prompt": "why"}')), "compressed; decompress it"),
+        (
+            "a.json",
+            b'{"prompt": {"0": "why"}, "chosen": {"0": "a"}}',
+            "one JSON object of columns; save rows",
+        ),
+        ("a.json", b'{"chosen": ["a \\"b\\"", "c"]}', "one JSON object of columns; save rows"),
         ("a.json", b'{"version": 1,\n "data": [\n {"id": 1}]}', "with the rows in 'data'"),
     ],
 )
@@ -225,6 +247,56 @@ def test_template_options_come_from_the_recipe_the_source_and_the_row() -> None:
     assert read.pair.template_options == {"a": 1, "b": 3}
     with pytest.raises(Exception, match="chat_template_kwargs.tokenize"):
         DataRecipe.model_validate({"train": "a.jsonl", "chat_template_kwargs": {"tokenize": True}})
+
+
+def test_an_option_that_the_template_does_not_have_is_refused(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]})
+    assert pairs_of(path, {"chat_template_kwargs": {"thinking": True}})
+    with pytest.raises(
+        RecipeError, match=r"chat_template_kwargs\.thinkng .*the chat template has no thinkng"
+    ):
+        pairs_of(path, chat_template_kwargs={"thinkng": True})
+
+
+def test_texts_that_a_chat_model_would_get_otherwise_are_told(tmp_path: Path) -> None:
+    plain = {"prompt": "why", "chosen": " a", "rejected": " b"}
+    rendered = {**plain, "prompt": "<s>user\nwhy</s>\n<s>assistant\n"}
+    assert "1 of 2 pairs are texts without the marks of the chat template" in notes(
+        rows_file(tmp_path, plain, rendered), TOKENIZER
+    )
+    assert "template" not in notes(rows_file(tmp_path, plain), tiny_tokenizer())
+
+
+def test_tokens_that_stand_for_unknown_texts_are_told(tmp_path: Path) -> None:
+    words = {word: number for number, word in enumerate(("<unk>", "<s>", "</s>", "why", "a", "b"))}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    named = {"bos_token": "<s>", "eos_token": "</s>"}
+    path = rows_file(tmp_path, {"prompt": "why", "chosen": " a \U0001f600 x", "rejected": " b"})
+    for unk, told in (("<unk>", True), ("</s>", False)):  # GPT-2 names EOS, and never writes it
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=unk, **named)
+        assert (
+            "2 tokens stand for texts that this tokenizer does not know" in notes(path, tokenizer)
+        ) == told
+
+
+@pytest.mark.parametrize(
+    ("files", "unread"),
+    [
+        (("train.jsonl", "test.jsonl"), ""),
+        (("train.jsonl", "more.jsonl", "dataset_info.json", ".cache/a.json"), "more.jsonl"),
+        (("a.jsonl", "b.csv", "c.csv"), "a.jsonl"),
+    ],
+)
+def test_files_of_a_directory_that_are_in_no_split_are_told(
+    files: tuple[str, ...], unread: str, tmp_path: Path
+) -> None:
+    for name in files:
+        path = rows_file(tmp_path, {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, name=name)
+        if name.endswith(".csv"):
+            path.write_text("prompt,chosen,rejected\nwhy, a, b\n")
+    told = f"files of the directory that are not read: {unread}"
+    assert (told in notes(tmp_path, TOKENIZER).splitlines()) == bool(unread)
 
 
 def test_template_options_on_text_are_refused(tmp_path: Path) -> None:

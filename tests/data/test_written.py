@@ -15,7 +15,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.formats import FORMATS, BadRow
 from dpo_pack.data.tokenizer import apply_chat_template
-from dpo_pack.data.written import TOOL_KEY, check_written, suited
+from dpo_pack.data.written import MESSAGE_KEY, TOOL_KEY, check_written, suited
 
 _TURN = "{% for m in messages %}{{ '<s>' + m.role + '\n' }}BODY{{ '</s>\n' }}{% endfor %}"
 _OPEN = "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
@@ -34,6 +34,8 @@ BODIES = {
     "reasoning": "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content }}</think>{% endif %}"
     "{{ m.content or '' }}",
     "upper case": "{{ (m.content or '') | upper }}",
+    "one line": "{{ (m.content or '').split() | join(' ') }}",
+    "older calls": "{{ m.content or '' }}{% if m.function_call %}{{ m.function_call | tojson }}{% endif %}",
     "call or content": "{% if m.tool_calls %}" + _CALLS + "{% else %}{{ m.content }}{% endif %}",
     "reads the text": "{% if '7' not in (m.content or '') %}{{ m.content or '' }}{% endif %}",
 }
@@ -71,6 +73,14 @@ SHAPES: dict[str, Any] = {
     "thinking": lambda: ([_user(_text())], _says(f"<think>\n{_text()}\n</think>\n\n{_text()}")),
     "call": lambda: ([_user(_text())], _says(None, tool_calls=[_call({"city": _text()})])),
     "call and text": lambda: ([_user(_text())], _says(_text(), tool_calls=[_call({"city": _text()})])),
+    "older call": lambda: (
+        [
+            _user(_text()),
+            _says("", function_call={"name": "weather", "arguments": _text()}),
+            _user(_text(), "tool"),
+        ],
+        _says(_text(), function_call={"name": "weather", "arguments": _text()}),
+    ),
     "call as JSON": lambda: (
         [_user(_text())],
         _says("", tool_calls=[_call(json.dumps({"city": f'"{_text()}"\n'}))]),
@@ -145,6 +155,8 @@ def test_a_row_is_kept_if_and_only_if_all_of_it_is_written(body: str, shape: str
         ("content alone", "parts", "kept"),  # joined
         ("content alone", "call", "empty_completion"),
         ("content alone", "call and text", "call_not_written"),
+        ("content alone", "older call", "call_not_written"),
+        ("older calls", "older call", "kept"),
         ("calls", "call as JSON", "kept"),  # as objects
         ("calls as text", "call", "kept"),  # as JSON text
         ("call or content", "call and text", "text_not_written"),
@@ -208,6 +220,31 @@ def test_of_tools_names_and_descriptions_are_written_and_other_keys_are_told(
     texts = apply_chat_template(suiting.pair, (suiting.pair.chosen, suiting.pair.rejected), tokenizer)
     found = {name for name in check_written(suiting, texts, tokenizer)[0] if "not_written" in name}
     assert found == counts if "tools_not_written" not in counts else counts <= found
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "counts"),
+    [
+        ("content alone", _user("a\n b "), {}),
+        ("one line", _user("a\n b"), {"texts_changed": 1}),
+        ("upper case", _user("aß"), {"texts_changed": 1}),
+        ("content alone", {**_user("a"), "weight": 0, "tool_call_id": "x"}, {f"{MESSAGE_KEY}weight": 1}),
+    ],
+)
+def test_what_a_template_changes_or_leaves_out_on_purpose_is_counted(
+    body: str, message: dict[str, Any], counts: dict[str, int]
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = _TURN.replace("BODY", BODIES[body]) + _OPEN
+    row = suited(
+        FORMATS["conversational"].pair(
+            {"prompt": [message], "chosen": [_says("C")], "rejected": [_says("D")]}
+        ),
+        tokenizer,
+    )
+    texts = apply_chat_template(row.pair, (row.pair.chosen, row.pair.rejected), tokenizer)
+    found = check_written(row, texts, tokenizer)[0]
+    assert {name: count for name, count in found.items() if name != "characters"} == counts
 
 
 @pytest.mark.slow
