@@ -53,9 +53,12 @@ def check_report(
     """
     name = type(model).__name__
     if missing := sorted(loading["missing_keys"]):
+        remedy = "give a model with complete weights"
+        if missing == ["lm_head.weight"]:
+            remedy += "; if its head is its embeddings, set tie_word_embeddings: true in its config.json"
         raise ModelError(
             f"{source}: the weights lack {len(missing)} of {name}'s tensors (first: {missing[0]}), which "
-            "would start with random values; give a model with complete weights"
+            f"would start with random values; {remedy}"
         )
     if others := sorted((tensor, *map(tuple, shapes)) for tensor, *shapes in whole.mismatched_keys):
         tensor, found, expected = others[0]

@@ -61,7 +61,7 @@ from dpo_pack.system.errors import (
     first_line,
     is_out_of_memory,
 )
-from dpo_pack.system.hub import check_model
+from dpo_pack.system.hub import check_model, is_adapter
 from dpo_pack.system.machine import install_command
 
 # Vision checkpoints of which only the text model is built: the base model of the whole has the head, too.
@@ -73,10 +73,20 @@ def load_config(
 ) -> PretrainedConfig:
     """Loads a model's config.json. Raises ModelError if it cannot be loaded or has no layer."""
     check_model(path, revision, recipe_key)
+    if is_adapter(path):
+        raise ModelError(f"{recipe_key}: {path} is an adapter; merge it into its base, and give that model")
     with load_errors(path, recipe_key):
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     assert isinstance(config, PretrainedConfig)
-    num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    text = config.get_text_config()
+    config.return_dict = text.return_dict = True  # outputs are read by name, by readers of exports too
+    given, _ = PretrainedConfig.get_config_dict(path, revision=revision, local_files_only=True)
+    theta = (given.get("text_config") or given).get("rope_theta")
+    used = (getattr(text, "rope_parameters", None) or {}).get("rope_theta", theta)
+    if theta is not None and used != theta:
+        what = f"config.json of {path} has rope_theta {theta}, and {used} in rope_parameters"
+        raise ModelError(f"{recipe_key}: {what}, which transformers would use; make them equal")
+    num_layers = getattr(text, "num_hidden_layers", None)
     if num_layers is not None and num_layers < 1:
         raise ModelError(
             f"{recipe_key}: the config.json of {path} has num_hidden_layers: {num_layers}; correct it"

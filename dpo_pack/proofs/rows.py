@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,9 +62,12 @@ class ProofOutcome:
         for proof in self.proofs:
             if not proof.passed:
                 numbers = ", ".join(f"{name} {value:.3g}" for name, value in proof.numbers.items())
+                remedy = proof.remedy
+                if any(map(math.isnan, proof.numbers.values())):
+                    remedy = "the weights, or what they compute, are not finite: give other weights"
                 raise UnsupportedModelError(
                     f"{self.what} are not exact on this model: the {proof.name} proof measured {numbers}; "
-                    f"required: {proof.bound}; {proof.remedy}"
+                    f"required: {proof.bound}; {remedy}"
                 )
 
 

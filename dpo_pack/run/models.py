@@ -27,7 +27,7 @@ from dpo_pack.data.images import ImageProcessor
 from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle, tower_parameters
 from dpo_pack.model.config import check_packs, routes_tokens
 from dpo_pack.model.fast_layers import check_kernels
-from dpo_pack.model.fingerprint import reference_namespace, weight_files
+from dpo_pack.model.fingerprint import meta_tensors, reference_namespace, weight_files
 from dpo_pack.model.loading import load_config, load_errors, load_model, load_processor
 from dpo_pack.model.logps import WantedStatistics, compile_head
 from dpo_pack.model.lora import LoraSettings, read_adapter, require_peft
@@ -233,6 +233,10 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
             raise ModelError(f"{what}, and only bitsandbytes is supported; use the unquantised model")
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ModelError(f"{what}, but bitsandbytes is not installed; {install_command('bitsandbytes')}")
+        tensors = meta_tensors(model.path, model.revision, model.recipe_key)
+        if isinstance(tensors, dict) and not any("absmax" in name or "SCB" in name for name in tensors):
+            remedy = "remove quantization_config from it; model.quantize quantises weights while they load"
+            raise ModelError(f"{what} by its config.json, but not in its files; {remedy}")
         if is_trained and model.adapter is None and model.new_adapter is None:
             raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
     if is_trained and model.router_aux_coef:

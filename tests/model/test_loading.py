@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 from dpo_pack.model.fingerprint import files_fingerprint, meta_tensors, weight_files
 from dpo_pack.model.loading import load_config, load_errors, load_tokenizer
 from dpo_pack.model.lora import read_adapter
+from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.model.shape import without_weights
+from dpo_pack.proofs.start_up import prove
 from dpo_pack.system.errors import ModelError, UnsupportedModelError
 
 
@@ -151,3 +153,20 @@ def test_an_adapter_s_config_with_other_content_is_one_line(
     file.write_text("[1]" if changes is None else json.dumps({**config, **changes}))
     with pytest.raises(ModelError, match=f"model.path: {file} cannot be read; save the adapter again"):
         read_adapter(tmp_path, "model.path")
+
+
+def test_a_config_that_lies_is_corrected_or_refused(tmp_path: Path) -> None:
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def load(**changes: object) -> LoadedModel:
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        return load_usual(tmp_path)
+
+    with pytest.raises(ModelError, match=r"lm_head\.weight.*set tie_word_embeddings: true in its config"):
+        load(tie_word_embeddings=False)
+    with pytest.raises(ModelError, match=r"rope_theta 5000, and 10000\.0 in rope_parameters"):
+        load(rope_theta=5000)
+    assert load(rope_theta=10000).model.config.rope_parameters["rope_theta"] == 10000
+    loaded = load(return_dict=False)  # the proofs read outputs by name
+    assert all(proof.passed for proof in prove(loaded.scorer, torch.device("cpu")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import shutil
 import signal
 from pathlib import Path
@@ -316,6 +317,26 @@ def test_weights_that_another_method_has_quantised_are_refused(copy: Path, conso
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": settings}))
     message = refusal(lambda: train(recipe_in(copy, LORA, at(copy / "next")), console))
     assert message.startswith("model.path: ") and "only bitsandbytes is supported" in message
+
+
+def test_a_config_of_quantised_weights_beside_others_is_named(copy: Path, console: Console) -> None:
+    file = copy / "model" / "config.json"
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": settings}))
+    message = refusal(lambda: train(recipe_in(copy, LORA, at(copy / "next")), console))
+    assert message.startswith("model.path: ") and "remove quantization_config" in message
+
+
+def test_weights_that_are_not_finite_are_named(copy: Path, console: Console) -> None:
+    file, name = copy / "model" / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    weights = load_file(file)
+    weights[name][3, 5] = math.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    message = refusal(lambda: train(recipe_in(copy, at(copy / "next")), console))
+    assert (
+        "change of other pairs nan" in message
+        and "the weights, or what they compute, are not finite" in message
+    )
 
 
 def test_a_new_adapter_on_an_adapter_is_refused(assets: Path) -> None:
