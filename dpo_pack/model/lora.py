@@ -70,6 +70,7 @@ class _AdapterConfig:
     revision: str | None = None
     r: int = 8  # peft's default
     alora_invocation_tokens: Any = None
+    init_lora_weights: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +152,12 @@ def read_adapter(directory: Path, key: str) -> SavedAdapter:
         kind = "aLoRA" if config.alora_invocation_tokens else config.peft_type
         raise ModelError(
             f"{key}: {directory} is a {kind} adapter, and only LoRA adapters can be used; merge it first"
+        )
+    if str(config.init_lora_weights).startswith("pissa_niter"):
+        raise ModelError(
+            f"{key}: {file} has init_lora_weights: {config.init_lora_weights}, so each load changes the base "
+            "in another random way, and none is that of training; save it as plain LoRA (peft's "
+            "path_initial_model_for_weight_conversion), or write pissa, the exact decomposition"
         )
     base = config.base_model_name_or_path
     if not base:

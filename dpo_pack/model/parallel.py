@@ -349,7 +349,7 @@ def full_state(model: nn.Module, *, trained_only: bool = False) -> dict[str, Ten
     state: dict[str, Tensor] = {}
     whole: dict[int, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if trained_only and not tensor.requires_grad:
+        if trained_only and not (tensor.requires_grad or ".lora_" in name):
             continue
         if id(tensor) not in whole:
             value = tensor.detach()

@@ -49,7 +49,8 @@ def save_model(
     model, adapter = loaded.model, loaded.adapter
     tensors = model.state_dict(keep_vars=True) if state is None else state
     if adapter is not None and state is None:
-        tensors = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+        # MiCA freezes B.
+        tensors = {name: t for name, t in tensors.items() if t.requires_grad or ".lora_" in name}
     saved = {name: tensor.detach() for name, tensor in tensors.items()}
     if dtype is not None:
         saved = _rounded(model, saved, dtype)
@@ -222,7 +223,7 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: 
             settings.pop(key, None)
         if turn_end is not None:
             settings["eos_token"] = tokenizer.eos_token
-        if isinstance(settings.get("chat_template"), str) and isinstance(tokenizer.chat_template, str):
+        if "chat_template" in settings and isinstance(tokenizer.chat_template, str):  # it may be a list
             settings["chat_template"] = tokenizer.chat_template
         text = json.dumps(settings, indent=2, ensure_ascii=False)
         (target / name).write_text(text + "\n", encoding="utf-8")

@@ -16,6 +16,7 @@ from support.family_errors import skip_unless_packed
 from support.loading import load_usual
 from support.tiny_adapters import refusal, saved_adapter
 from support.tiny_models import VOCABULARY, tiny_config, tiny_model
+from support.tiny_tokenizer import tiny_tokenizer
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +26,8 @@ from transformers import (
 )
 
 from dpo_pack.model.layout import Row, packed_row, padded_row
-from dpo_pack.model.lora import Adapter, LoraSettings, attach_adapter
+from dpo_pack.model.lora import Adapter, LoraSettings, attach_adapter, read_adapter
+from dpo_pack.model.saving import save_model
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import proof_groups
@@ -330,3 +332,25 @@ def test_attaching_leaves_the_base_s_weights_as_they_are() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     after = attached(model).merge().state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_an_adapter_whose_base_is_drawn_anew_at_each_load_is_refused(
+    bases: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """With peft alone, log-probs of two loads differ by nats."""
+    adapter = saved_adapter(tmp_path, bases("llama"), init_lora_weights="pissa_niter_4")
+    message = refusal(lambda: read_adapter(adapter, "model.path"))
+    assert "init_lora_weights: pissa_niter_4" in message and "write pissa" in message
+    file = adapter / "adapter_config.json"
+    file.write_text(file.read_text().replace("pissa_niter_4", "pissa"))
+    assert read_adapter(adapter, "model.path").rank == 4
+
+
+def test_a_frozen_part_of_an_adapter_is_exported_too(bases: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = saved_adapter(tmp_path / "adapter", bases("llama"), init_lora_weights="mica")
+    loaded = load(bases("llama"), adapter)
+    frozen = [n for n, p in loaded.model.named_parameters() if "lora_B" in n and not p.requires_grad]
+    saved = save_model(loaded, tiny_tokenizer(), tmp_path / "saved", dtype=torch.bfloat16)
+    assert frozen and set(frozen) <= saved.keys()
+    files = [load_file(path / "adapter_model.safetensors") for path in (adapter, tmp_path / "saved")]
+    assert files[0].keys() == files[1].keys()

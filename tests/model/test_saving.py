@@ -52,6 +52,20 @@ def test_what_readers_find_in_a_saved_model(tmp_path: Path) -> None:
     assert {t.dtype for t in load_file(tmp_path / "saved" / "model.safetensors").values()} == {torch.bfloat16}
 
 
+def test_a_template_that_the_recipe_names_takes_the_place_of_several(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(chat_template=True)
+    tokenizer.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer_config.json"
+    several = [{"name": name, "template": name} for name in ("default", "tool_use")]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": several}))
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    read = AutoTokenizer.from_pretrained(tmp_path / "model")
+    read.chat_template = CHATML
+    save_model(load_usual(tmp_path / "model"), read, tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / file.name).read_text())["chat_template"] == CHATML
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == CHATML
+
+
 @pytest.mark.parametrize(("value", "found"), [(1e5, "a"), (6e4, None), (float("inf"), None)])
 def test_values_beyond_a_type_are_found(value: float, found: str | None) -> None:
     assert find_beyond({"a": torch.tensor([1.0, -value])}, torch.float16) == found
