@@ -27,6 +27,7 @@ from dpo_pack.model.config import (
 )
 from dpo_pack.model.fast_layers import stock_layers
 from dpo_pack.model.layout import Row, packed_row
+from dpo_pack.model.load_report import check_report, whole_reports
 from dpo_pack.model.loading import load_config, load_errors, quiet_transformers
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, Precision
@@ -52,6 +53,7 @@ class RewardModelJudge:
     token_budget: int
     max_tokens: int | None  # the number of positions that the model has; None: unknown
     device: torch.device
+    notes: Sequence[str] = ()  # about tensors that the model does not use
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
@@ -141,8 +143,9 @@ def load_reward_model(
     token_budget: int,
     device: torch.device,
     recipe_key: str,
+    is_strict: bool = True,
 ) -> RewardModelJudge:
-    """Loads the classifier at `path`, for packed rows or padded batches.
+    """Loads the classifier at `path`, for packed rows or padded batches. `is_strict`: it uses all tensors.
 
     Raises ModelError when it cannot be loaded, gives no single score at the last token, or cannot be packed.
     """
@@ -160,7 +163,7 @@ def load_reward_model(
         needs = attention_needs(config)
         backend = BACKENDS[select_backend(attention, needs, device=device, dtype=precision.activations).name]
     replace_settings(config)
-    with load_errors(path, recipe_key), quiet_transformers():
+    with load_errors(path, recipe_key), quiet_transformers(), whole_reports() as reports:
         loaded: tuple[Any, dict[str, Any]] = AutoModelForSequenceClassification.from_pretrained(
             path,
             config=config,
@@ -185,6 +188,9 @@ def load_reward_model(
             f"{recipe_key}: {path} lacks {missing[0]}, which a trained {type(model).__name__} has; choose a "
             "trained reward model with a linear `score` head"
         )
+    # The head of the model that it was trained from, and what is added to each score.
+    reports[0].unexpected_keys -= {"lm_head.weight", "score.bias"}
+    notes = check_report(model, reports[0], loading, source=f"{recipe_key}: {path}", refuses_unused=is_strict)
     if packed:
         wrap_recurrent_layers(model)
     backbone = CompletionLogps(model, backend=backend, autocast=precision.autocast).to(device).eval()
@@ -195,6 +201,7 @@ def load_reward_model(
         token_budget=token_budget,
         max_tokens=known_positions(config),
         device=device,
+        notes=notes,
     )
 
 

@@ -195,7 +195,10 @@ def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
         token_budget=setup.reference_token_budget,
         device=setup.device,
         recipe_key=key,
+        is_strict=recipe.model.unused_tensors == "error",
     )
+    for note in judge.notes:
+        setup.console.print(f"{key}: {note}")
     prove_reward_model(judge, key)
     return judge
 

@@ -13,6 +13,7 @@ import pytest
 import support.online_judges as online_judges
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from support.marks import slow
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_online import online_recipe
@@ -388,4 +389,17 @@ def test_the_weights_say_how_many_outputs_a_reward_model_has(tmp_path: Path) -> 
         assert [list(s) for s in scores] == [list(s) for s in expected]  # type: ignore[arg-type]
     file.write_text(json.dumps({**config, "intermediate_size": 7}))
     with pytest.raises(ModelError, match=r"online\.judges\.0\.path: .* is \[.*\], not \["):
+        reward_model(tmp_path)
+
+
+def test_a_layer_of_a_reward_model_that_its_config_does_not_name_is_told(tmp_path: Path) -> None:
+    file = save_reward_model(tmp_path, "llama") / "model.safetensors"
+    head, more = {"lm_head.weight": torch.zeros(3)}, {"model.layers.2.mlp.up_proj.weight": torch.zeros(3)}
+    save_file({**load_file(file), **head}, file, metadata={"format": "pt"})
+    reward_model(tmp_path)
+    save_file({**load_file(file), **more}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"does not use 1 tensors .*first: model\.layers\.2"):
+        reward_model(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"online\.judges\.0\.path: .* is an adapter; merge it"):
         reward_model(tmp_path)
