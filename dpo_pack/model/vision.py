@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dpo_pack.packing.lengths import Group
-from dpo_pack.system.errors import UnsupportedModelError
+from dpo_pack.system.errors import ModelError, UnsupportedModelError
 
 
 class PixelProcessor(Protocol):
@@ -92,6 +92,7 @@ class VisionInputs:
         """Returns keyword arguments of the model's layers for a row with images.
 
         `prompts`: as often as they are in the row, so each begins where a position of the row, [B, L], is 0.
+        Raises ModelError if the prompts have not one placeholder for each feature.
         """
         backbone: Any = model.base_model
         inputs = [self._of_prompt(group) for group in prompts]
@@ -101,6 +102,13 @@ class VisionInputs:
             features = backbone.get_image_features(
                 **_put(pixels, model, position_ids.device), return_dict=True
             )
+        written = sum(int((group.context == backbone.config.image_token_id).sum()) for group in prompts)
+        made = sum(part.shape[:-1].numel() for part in features.pooler_output)
+        if written != made:  # LLaVA's processor, for instance, has the model's patch_size as a setting
+            what = (
+                f"the processor writes {written} tokens for a row's images, and the model has {made} features"
+            )
+            raise ModelError(f"model.images: {what} of them; use a processor with the settings of the model")
         arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": features}}
         if self.family.has_axes:
             on_axes = [_on_axes(backbone, *both) for both in zip(prompts, inputs, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import io
 import json
@@ -14,19 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import yaml
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from support.distributed_runs import assert_same_metrics
+from support.image_runs import assert_steps_of_trl, image_run, run, trained
 from support.loading import load_usual
 from support.marks import slow
-from support.run_files import assert_same_run, records, timeless
-from support.tiny_pictures import answer, picture, picture_processor, user
-from support.tiny_vision import vision_config
+from support.run_files import assert_same_run, timeless
+from support.tiny_pictures import picture, picture_processor, user
 from support.two_ranks import run_on_ranks
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoProcessor
 
 from dpo_pack import trainer
 from dpo_pack.data.merging import prompt_merging
@@ -35,7 +32,7 @@ from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.saving import save_model
 from dpo_pack.packing.lengths import ModelShape, pair_flops
 from dpo_pack.proofs import read_back
-from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.memory_estimate import MemoryFacts, memory_facts
 from dpo_pack.run.pairs import offline_source, trained_pair_sizes
 from dpo_pack.run.samples import sample_models
@@ -45,64 +42,10 @@ from dpo_pack.system.errors import RecipeError
 from dpo_pack.trainer import Trainer, train
 from dpo_pack.training.batches import OfflineSource
 
-# In steps of two pairs, one row each, a rank has no image in the second step.
-NUM_IMAGES = (1, 1, 2, 0, 1, 1)
-
-
-def image_run(directory: Path) -> Path:
-    """Writes a tiny Idefics 3 with its processor, pairs with images, and a recipe."""
-    processor = picture_processor()
-    processor.processor.save_pretrained(directory / "model")
-    config = vision_config("idefics3")
-    config.text_config.vocab_size = len(processor.processor.tokenizer)
-    config.image_token_id = processor.token_id
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(20.0 if "embed_tokens" in name else 4.0)
-    model.save_pretrained(directory / "model")
-    rows = []
-    for number, num_images in enumerate(NUM_IMAGES):
-        images = [
-            f"{0 if number == 4 else 10 * number + k}.png" for k in range(num_images)
-        ]  # 4 has that of 0
-        for name in images:
-            seed = int(Path(name).stem)
-            picture(seed, 40 + seed, 50).save(directory / name)
-        question = ["What is it?", "What is it?", "Which two?"][number % 3]
-        row = {"prompt": user(question), "chosen": answer(f"a cat {number}"), "rejected": answer("a dog")}
-        rows.append({**row, "images": images})
-    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = {
-        "output_dir": "${recipe_dir}/run",
-        "model": {"path": "${recipe_dir}/model", "images": True},
-        "reference": {"cache_dir": "${recipe_dir}/cache"},
-        "data": {"train": "${recipe_dir}/pairs.jsonl", "max_length": 512, "shuffle": False},
-        "packing": {"pairs_per_step": 2, "token_budget": 32},
-        "optim": {"lr": 1e-3, "warmup_ratio": 0.0, "schedule": "constant"},
-        "logging": {"samples": None},
-        "export": {"verify": "none"},
-    }
-    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-    return directory / "recipe.yaml"
-
 
 @pytest.fixture(scope="module")
 def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return image_run(tmp_path_factory.mktemp("images"))
-
-
-def run(file: Path, name: str, *overrides: str) -> Recipe:
-    return load_recipe(file, (f"output_dir={file.parent / name}", *overrides))
-
-
-def trained(recipe: Recipe) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    train(recipe, console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return image_run(tmp_path_factory.mktemp("images"), "idefics3", picture_processor().processor)
 
 
 @pytest.fixture(scope="module")
@@ -155,49 +98,8 @@ def test_the_plan_and_the_flops_of_a_run_count_the_tower_once_for_each_prompt_in
 
 
 def test_a_run_takes_the_steps_of_trl_s_padded_computation(recipe_file: Path, alone: Path) -> None:
-    from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
-
-    model = recipe_file.parent / "model"
-    processor = AutoProcessor.from_pretrained(model)
-    policy: Any = AutoModelForImageTextToText.from_pretrained(model, attn_implementation="eager").eval()
-    reference = copy.deepcopy(policy).requires_grad_(False)
-    text = {*policy.get_decoder().parameters(), *policy.get_output_embeddings().parameters()}
-    for parameter in policy.parameters():
-        parameter.requires_grad_(parameter in text)
-    rows = [json.loads(line) for line in (recipe_file.parent / "pairs.jsonl").read_text().splitlines()]
-    for row in rows:
-        row["images"] = [Image.open(recipe_file.parent / name).convert("RGB") for name in row["images"]]
-    collate = DataCollatorForVisionPreference(processor)
-    optimizer = torch.optim.AdamW(text, lr=1e-3, weight_decay=0.0)
-
-    def logps(model: Any, batch: dict[str, Any]) -> Any:
-        inputs = {name: value for name, value in batch.items() if name != "completion_mask"}
-        logits = model(**inputs, use_cache=False).logits[:, :-1]
-        chosen = logits.log_softmax(-1).gather(2, batch["input_ids"][:, 1:, None])[..., 0]
-        return (chosen * batch["completion_mask"][:, 1:]).sum(1).chunk(2)
-
-    ours = records(alone, "train")
-    assert len(ours) == 3
-    for step, line in enumerate(ours):
-        batch = collate(copy.deepcopy(rows[2 * step : 2 * step + 2]))
-        chosen, rejected = logps(policy, batch)
-        with torch.no_grad():
-            of_reference = logps(reference, batch)
-        margin = (chosen - of_reference[0]) - (rejected - of_reference[1])
-        loss = -torch.nn.functional.logsigmoid(0.1 * margin).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_([p for p in policy.parameters() if p.requires_grad], 1.0)
-        optimizer.step()
-        assert line["loss"] == pytest.approx(float(loss.detach()), abs=2e-6)
-        assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
-    exported = AutoModelForImageTextToText.from_pretrained(alone / "model")
-    start = AutoModelForImageTextToText.from_pretrained(model)
-    for (name, mine), theirs, first in zip(
-        exported.named_parameters(), policy.parameters(), start.parameters(), strict=True
-    ):
-        assert (mine - theirs).abs().max() < 1e-5, name
-        assert torch.equal(mine, first) == ("vision" in name or "connector" in name), name
+    processor = AutoProcessor.from_pretrained(recipe_file.parent / "model")
+    assert_steps_of_trl(recipe_file.parent, processor, alone)
 
 
 def test_the_export_has_the_processor_and_its_card_says_what_it_reads(alone: Path) -> None:

@@ -17,7 +17,7 @@ from dpo_pack.data.images import ImageProcessor
 from support.tiny_tokenizer import tiny_tokenizer
 
 TOKEN = "<image>"
-_TEMPLATE = """\
+TEMPLATE = """\
 {%- for message in messages %}{{ '<s>' + message.role + '\n' }}
 {%- if message.content is string %}{{ message.content }}
 {%- else %}{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}
@@ -30,7 +30,7 @@ def picture_tokenizer() -> PreTrainedTokenizerFast:
     names = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
     special = [TOKEN, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *names]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
-    tokenizer.chat_template = _TEMPLATE
+    tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
