@@ -285,15 +285,6 @@ class PairTable:
         reads = (partial(store.read_image, image, source.label) for image in store.images.of_pair(begin))
         return replace(group, images=tuple(reads))
 
-    def count_in_prompts(self, token: int) -> NDArray[np.int64]:
-        """Returns how often each prompt has the token, [P]."""
-        counts = np.zeros(self.num_pairs, dtype=np.int64)
-        for pair, source in enumerate(self.source_indices):
-            part, begin = self.stores[source].part_at(int(self.offsets[pair]))
-            prompt = part.tokens[begin : begin + int(self.prompt_lengths[pair])]
-            counts[pair] = np.count_nonzero(prompt == token)
-        return counts
-
     def token_weights(self, pair: int) -> tuple[TokenWeights, TokenWeights]:
         """Returns the weights of the chosen completion's tokens, and those of the rejected completion's."""
         lengths = int(self.chosen_lengths[pair]), int(self.rejected_lengths[pair])
@@ -516,7 +507,11 @@ def pair_lengths(table: PairTable, shape: ModelShape | None = None) -> PairLengt
     """
     tower: Any = 0.0
     if shape is not None and shape.image_flops:
-        tower = shape.image_flops * table.count_in_prompts(shape.image_token)
+        tower = np.zeros(table.num_pairs)
+        for pair, source in enumerate(table.source_indices):
+            part, begin = table.stores[source].part_at(int(table.offsets[pair]))
+            prompt = part.tokens[begin : begin + int(table.prompt_lengths[pair])]
+            tower[pair] = shape.image_flops * np.count_nonzero(prompt == shape.image_token)
     return PairLengths(
         prompt=table.prompt_lengths,
         chosen=table.chosen_lengths,

@@ -168,8 +168,7 @@ def round_and_measure(
     `setup` is of the run, for pairs on its device; None: they are unknown. `known` are mean margins of
     held-out pairs. `key` is what keeps float32.
     """
-    reads_images = loaded.scorer.vision is not None
-    pairs = [] if setup is None else compared_pairs(setup, reads_images=reads_images)
+    pairs = [] if setup is None else compared_pairs(setup, reads_images=loaded.scorer.vision is not None)
     line = f"The weights are rounded to {str(dtype).removeprefix('torch.')}"
 
     def margins() -> Tensor:

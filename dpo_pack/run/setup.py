@@ -100,7 +100,7 @@ PROCESSOR_TEMPLATE = "Chat template: the processor's; that of its tokenizer, or 
 def prepare_tokenizer(recipe: Recipe, images: ImageProcessor | None = None) -> PreTrainedTokenizerBase:
     """Loads the recipe's tokenizer; for an adapter without one, that of its base model. Raises ModelError.
 
-    Where a processor of images has another chat template than its tokenizer, or the only one, it is used.
+    The chat template of a processor of images replaces its tokenizer's.
     """
     path, revision, key = recipe.model.path, recipe.model.revision, "model.path"
     if recipe.tokenizer.path is not None:
