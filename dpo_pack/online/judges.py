@@ -1,5 +1,6 @@
 """Judges that load no model in this process: your own function, a server's model, a weighted sum."""
 
+import json
 import math
 import re
 import reprlib
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dpo_pack.data.written import CHANGES
 from dpo_pack.online.endpoint import Endpoint
 from dpo_pack.online.interface import Failure, Judge, Rollout, Scores
 from dpo_pack.system.errors import RunError, one_line
@@ -228,7 +230,12 @@ class LlmJudge:
         prompt = rollout.draw.prompt
         text = prompt.text
         if prompt.messages is not None:
-            text = "\n\n".join(f"{m['role']}: {m.get('content') or ''}" for m in prompt.messages)
+            turns = []
+            for message in map(CHANGES["parts_joined"], prompt.messages):
+                said = filter(None, (message["content"], message.get("tool_calls")))
+                texts = (one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in said)
+                turns.append(f"{message['role']}: " + "\n".join(texts))
+            text = "\n\n".join(turns)
         question = _QUESTION.format(
             prompt=text, first=rollout.completions[first].text, second=rollout.completions[second].text
         )

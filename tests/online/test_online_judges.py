@@ -159,6 +159,19 @@ def test_scores_add_up_by_weight_and_a_failed_prompt_costs_no_more_judging() -> 
     assert second.asked == [0, 2]
 
 
+def test_a_language_model_judges_all_that_a_prompt_says() -> None:
+    calls = [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}]
+    messages: tuple[Message, ...] = (
+        {"role": "user", "content": [{"type": "text", "text": "warm?"}, {"type": "text", "text": "wet?"}]},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "21 degrees"},
+    )
+    judge = LlmJudge(endpoint=None, recipe_key="online.judges.0")  # type: ignore[arg-type]
+    asked = judge._body(rollout("warm?", " yes", " no", messages=messages), 0, 1)["messages"][1]["content"]
+    expected = f"user: warm?\nwet?\n\nassistant: {json.dumps(calls)}\n\ntool: 21 degrees\n\n[Answer A]"
+    assert expected in asked
+
+
 # ------------------------------------------------------------------------------------------ reward models
 
 
