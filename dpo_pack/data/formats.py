@@ -26,6 +26,7 @@ Row = Mapping[str, Any]
 
 _ASSISTANT_TURN = "\n\nAssistant:"
 _COMPLETIONS = ("chosen", "rejected")
+_BEGINS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
 # The largest size of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV. A
 # parsed row can take 25 times as much memory.
 MAX_ROW_SIZE = 1 << 24
@@ -88,6 +89,10 @@ class BadRow(Exception):
 def preference(row: Row) -> Pair:
     """Reads texts: `chosen`, `rejected` and `prompt`, or their common beginning if `prompt` is missing."""
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
+    for column, text in (("chosen", chosen), ("rejected", rejected)):
+        if _BEGINS_MESSAGES.match(text) and text.rstrip()[-1] == "]" and not _holds_messages(text):
+            detail = f"{column} is a list of messages as text, but neither JSON nor as Python prints it"
+            raise BadRow("wrong_type", f"{detail}; store it as JSON")
     is_inferred = "prompt" not in row
     if not is_inferred:
         prompt = _text(row, "prompt")

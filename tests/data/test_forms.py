@@ -158,6 +158,14 @@ def test_rows_of_other_forms_are_the_same_pair(row: dict[str, Any], tmp_path: Pa
     assert (pair.prompt, pair.chosen, pair.rejected) == ([ASK], [GOOD], [BAD])
 
 
+def test_messages_in_a_text_that_is_not_read_are_no_answer(tmp_path: Path) -> None:
+    """`datasets` prints a list in a message as a numpy array, where it writes CSV."""
+    printed = str([{**GOOD, "tool_calls": "LIST"}]).replace("'LIST'", "array([{'name': 'f'}], dtype=object)")
+    path = rows_file(tmp_path, {"prompt": str([ASK]), "chosen": printed, "rejected": str([BAD])})
+    with pytest.raises(DataError, match="chosen is a list of messages as text.*; store it as JSON"):
+        pairs_of(path)
+
+
 def test_text_that_happens_to_be_json_stays_text(tmp_path: Path) -> None:
     row = {"prompt": json.dumps([ASK]), "chosen": '["a"]', "rejected": '{"role": ["b"]}'}
     (pair,) = pairs_of(rows_file(tmp_path, row))
@@ -295,7 +303,7 @@ def test_files_of_a_directory_that_are_in_no_split_are_told(
         path = rows_file(tmp_path, {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, name=name)
         if name.endswith(".csv"):
             path.write_text("prompt,chosen,rejected\nwhy, a, b\n")
-    told = f"files of the directory that are not read: {unread}"
+    told = f"files of the directory that are not read (1): {unread}"
     assert (told in notes(tmp_path, TOKENIZER).splitlines()) == bool(unread)
 
 
