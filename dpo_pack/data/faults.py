@@ -154,17 +154,12 @@ def source_notes(summary: Mapping[str, Any]) -> Iterator[str]:
         if keys := [key.removeprefix(begin) for key in summary if key.startswith(begin)]:
             yield f"of the {part} the chat template leaves out the keys {', '.join(sorted(keys))}"
     if texts := summary.get("prompts_without_template"):
-        yield (
-            f"{texts:,} of {kept:,} {what} are texts without the marks of the chat template, which is not "
-            "applied to texts; columns: {instruction: prompt} makes messages of them, for a chat model"
-        )
+        how = "for a chat model, columns: {instruction: prompt} makes messages of them"
+        yield f"{texts:,} of {kept:,} {what} are texts without the marks of the chat template; {how}"
     if unknown := summary.get("unknown_tokens"):
-        yield (
-            f"Warning: {unknown:,} tokens stand for texts that this tokenizer does not know, so these are "
-            "lost; take the tokenizer of the model, or another model for such texts"
-        )
+        yield f"Warning: {unknown:,} tokens stand for texts that this tokenizer does not know, and are lost"
     if files := summary.get("files_not_read"):
-        yield f"files of the directory that are not read: {', '.join(files)}"
+        yield f"files of the directory that are not read ({len(files):,}): {', '.join(files[:9])}"
     if "images" in summary:
         yield from _image_notes(summary)
     for name, found in summary.get("faults", {}).items():

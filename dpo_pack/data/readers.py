@@ -367,11 +367,7 @@ _OTHER_STARTS = (
         rb"version https://git-lfs",
         "a Git LFS pointer, not the data; run 'git lfs pull' in its repository",
     ),
-    (
-        "",
-        rb"\x1f\x8b|BZh\d|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04",
-        "compressed; decompress it (a name that ends in .gz will do for gzip)",
-    ),
+    ("", rb"\x1f\x8b|BZh\d|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04", "compressed; decompress it first"),
     (
         (".json", ".csv"),
         rb"\xff\xfe|\xfe\xff|.\x00|\x00.",

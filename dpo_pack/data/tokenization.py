@@ -195,10 +195,8 @@ def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label:
             )
         for name in settings.template_options:
             if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-                raise RecipeError(
-                    f"chat_template_kwargs.{name} ({label}): the chat template has no {name}, so it would "
-                    "change nothing; correct the name, or leave it out"
-                )
+                what = f"chat_template_kwargs.{name} ({label}): the chat template has no {name}"
+                raise RecipeError(f"{what}, so it would change nothing; correct the name, or leave it out")
         return
     system_prompt = None if settings.system_prompt is None else "system_prompt"
     if key := system_prompt or (settings.template_options and "chat_template_kwargs"):

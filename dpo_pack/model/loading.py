@@ -77,10 +77,10 @@ def load_config(
         raise ModelError(f"{recipe_key}: {path} is an adapter; merge it into its base, and give that model")
     with load_errors(path, recipe_key):
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        given, _ = PretrainedConfig.get_config_dict(path, revision=revision, local_files_only=True)
     assert isinstance(config, PretrainedConfig)
     text = config.get_text_config()
     config.return_dict = text.return_dict = True  # outputs are read by name, by readers of exports too
-    given, _ = PretrainedConfig.get_config_dict(path, revision=revision, local_files_only=True)
     theta = (given.get("text_config") or given).get("rope_theta")
     used = (getattr(text, "rope_parameters", None) or {}).get("rope_theta", theta)
     if theta is not None and used != theta:

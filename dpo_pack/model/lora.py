@@ -156,8 +156,7 @@ def read_adapter(directory: Path, key: str) -> SavedAdapter:
     if str(config.init_lora_weights).startswith("pissa_niter"):
         raise ModelError(
             f"{key}: {file} has init_lora_weights: {config.init_lora_weights}, so each load changes the base "
-            "in another random way, and none is that of training; save it as plain LoRA (peft's "
-            "path_initial_model_for_weight_conversion), or write pissa, the exact decomposition"
+            "in another random way; save it as plain LoRA, or write pissa, the exact decomposition"
         )
     base = config.base_model_name_or_path
     if not base:
