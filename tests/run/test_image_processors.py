@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
-from support.image_runs import assert_steps_of_trl, image_run, run, trained
+from support.image_runs import answer_of, assert_steps_of_trl, image_run, run, trained, verified_job
 from support.marks import slow
 from support.real_processors import FAMILIES, real_processor
 from support.run_files import records
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from dpo_pack.data.images import ImageProcessor
 from dpo_pack.run.pairs import prepare_reference
@@ -41,11 +41,16 @@ def real_run(family: str, directory: Path, patch: pytest.MonkeyPatch) -> tuple[P
 
 @pytest.mark.parametrize("family", OWN)
 def test_a_run_has_the_tokens_pixels_and_log_probs_of_the_family_s_own_processor(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, processor = real_run(family, tmp_path, monkeypatch)
-    recipe = run(file, "run", "packing.token_budget=1024")
-    trained(recipe)
+    recipe = run(file, "run", "packing.token_budget=1024", "export.verify=full")
+    job = verified_job(recipe)
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoProcessor, "from_pretrained", lambda *_, **__: processor)
+        found = answer_of(job, patch, capsys)
+    assert all(pictures for _, _, pictures in job["sequences"]) and len(job["sequences"]) == 4
+    assert found["failure"] is None and found["error"] < 1e-5, found
     assert len(records(recipe.output_dir, "train")) == 3
     setup = prepare(recipe, Console(quiet=True))
     pairs = setup.data.train

@@ -17,7 +17,7 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from support.distributed_runs import assert_same_metrics
-from support.image_runs import assert_steps_of_trl, image_run, run, trained
+from support.image_runs import answer_of, assert_steps_of_trl, image_run, run, trained, verified_job
 from support.loading import load_usual
 from support.marks import slow
 from support.run_files import assert_same_run, timeless
@@ -25,13 +25,11 @@ from support.tiny_pictures import picture, picture_processor, user
 from support.two_ranks import run_on_ranks
 from transformers import AutoProcessor
 
-from dpo_pack import trainer
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.saving import save_model
 from dpo_pack.packing.lengths import ModelShape, pair_flops
-from dpo_pack.proofs import read_back
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.memory_estimate import MemoryFacts, memory_facts
 from dpo_pack.run.pairs import offline_source, trained_pair_sizes
@@ -190,23 +188,9 @@ def test_what_a_run_with_images_does_not_do_is_refused_in_one_line(recipe_file: 
 
 
 @functools.cache
-def verified_job(recipe_file: Path, kind: str) -> dict[str, Any]:
-    """What a run gives to the process that reads the export."""
-    found: list[dict[str, Any]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "verify_model", lambda run, console, job: found.append(job))
-        settings = LORA if kind == "lora" else ()
-        trained(run(recipe_file, f"verified-{kind}", "export.verify=full", *settings))
-    return found[0]
-
-
-def answer_of(
-    job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Any:
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(job)))
-    capsys.readouterr()
-    read_back.main()
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+def job_of(recipe_file: Path, kind: str) -> dict[str, Any]:
+    settings = LORA if kind == "lora" else ()
+    return verified_job(run(recipe_file, f"verified-{kind}", "export.verify=full", *settings))
 
 
 def scale(part: str) -> Callable[[Path], None]:
@@ -249,7 +233,7 @@ def test_exports_are_read_back_with_images(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    job = verified_job(recipe_file, kind)
+    job = job_of(recipe_file, kind)
     saved = shutil.copytree(job["directory"], tmp_path / "model")
     job = {**job, "directory": str(saved)}
     assert all(pictures for _, _, pictures in job["sequences"]) and len(job["sequences"]) == 4

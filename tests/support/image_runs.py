@@ -15,6 +15,8 @@ from PIL import Image
 from rich.console import Console
 from transformers import AutoModelForImageTextToText
 
+from dpo_pack import trainer
+from dpo_pack.proofs import read_back
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.trainer import train
 from support.run_files import records
@@ -73,6 +75,25 @@ def trained(recipe: Recipe) -> str:
     train(recipe, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def verified_job(recipe: Recipe) -> dict[str, Any]:
+    """Trains with export.verify: full; returns what the process that reads the export gets."""
+    found: list[dict[str, Any]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "verify_model", lambda run, console, job: found.append(job))
+        trained(recipe)
+    return found[0]
+
+
+def answer_of(
+    job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    """Returns what that process says, without a process."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(job)))
+    capsys.readouterr()
+    read_back.main()
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 def assert_steps_of_trl(directory: Path, processor: Any, output_dir: Path, eps: float = 1e-8) -> None:
