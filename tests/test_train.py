@@ -25,10 +25,11 @@ from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
 from support.whole_runs import at_step
 from transformers import AutoModelForCausalLM
 
-import dpo_pack.model.loading as loading
 import dpo_pack.model.scorer as scorer
 import dpo_pack.run.models as recipe_models
 import dpo_pack.trainer as train_module
+from dpo_pack.model.building import load_model
+from dpo_pack.model.facts import ModelFacts
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.interrupts import Interrupted
@@ -279,11 +280,10 @@ def test_a_reference_of_its_own_is_used_and_gone_before_training(
     other = tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer()))
     other.save_pretrained(tmp_path / "reference")
     loaded: list[str] = []
-    load_model = loading.load_model
 
-    def spy(path: str, **settings: Any) -> Any:
-        loaded.append(Path(path).name)
-        return load_model(path, **settings)
+    def spy(facts: ModelFacts, **settings: Any) -> Any:
+        loaded.append(Path(facts.path).name)
+        return load_model(facts, **settings)
 
     monkeypatch.setattr(recipe_models, "load_model", spy)
     recipe = make_recipe(

@@ -25,10 +25,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from dpo_pack.model.config import rotary_kinds, routes_tokens
+from dpo_pack.model.config import rotary_kinds
 from dpo_pack.model.loading import load_errors
-from dpo_pack.model.quantize import Quantization
-from dpo_pack.model.scorer import Precision
 from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.hub import is_adapter
@@ -61,44 +59,6 @@ class _Index:
 
 
 _Memo = dict[str, dict[str, str]]  # path, inode, size and ctime of a file -> name of a tensor -> its sha256
-
-
-def reference_namespace(
-    path: str,
-    config: PretrainedConfig,
-    *,
-    architecture: PreTrainedModel,
-    revision: str | None,
-    precision: Precision,
-    memo_path: Path,
-    adapter: Path | None = None,
-    quantize: Quantization | None = None,
-    reads_images: bool = False,
-) -> dict[str, Any]:
-    """Returns all that a reference log-prob depends on, except the token ids, as a JSON object.
-
-    `architecture` is the model without its weights. The file `memo_path` keeps hashes of tensors, so that an
-    unchanged model is not read again. Raises ModelError when weights are missing or unreadable.
-    """
-    namespace = {
-        "numerics_version": NUMERICS_VERSION,
-        "weights": files_fingerprint(weight_files(model_directory(path, revision)), memo_path),
-        "config": relevant_config(config),
-        "parameters": str(precision.parameters).removeprefix("torch."),
-        "autocast": None if precision.autocast is None else str(precision.autocast).removeprefix("torch."),
-        "modelling_source": modelling_source(architecture),
-    }
-    if precision.gathered is not None:  # without it no key, so that other namespaces stay the same
-        namespace["gathered"] = str(precision.gathered).removeprefix("torch.")
-    if precision.autocast is not None and routes_tokens(config):
-        namespace["experts"] = namespace["autocast"]  # once they were in the parameters' dtype
-    if quantize is not None:
-        namespace["quantized"] = quantize
-    if reads_images:
-        namespace["whole_config"] = relevant_config(config, whole=True)
-    if adapter is not None:
-        namespace["adapter"] = adapter_fingerprint(adapter, memo_path)
-    return namespace
 
 
 def model_directory(path: str, revision: str | None) -> Path:
@@ -165,8 +125,11 @@ def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
 
 
 def weights_fingerprint(path: str, revision: str | None, memo_path: Path) -> str:
-    """Returns the fingerprint of the weights of a hub id, a model's directory or an adapter's; see
-    `reference_namespace` for `memo_path` and errors."""
+    """Returns the fingerprint of the weights of a hub id, a model's directory or an adapter's.
+
+    The file `memo_path` keeps hashes of tensors, so that an unchanged model is not read again. Raises
+    ModelError.
+    """
     if is_adapter(path):
         return adapter_fingerprint(Path(path), memo_path)
     return files_fingerprint(weight_files(model_directory(path, revision)), memo_path)

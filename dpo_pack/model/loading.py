@@ -1,21 +1,16 @@
-"""Loads policies, references and tokenizers in transformers' formats."""
+"""Loads configs, tokenizers and processors in transformers' formats; one-line errors of all that it loads."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -25,39 +20,13 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     PretrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
-from dpo_pack.model.attention import (
-    ATTENTION_NAME,
-    BACKENDS,
-    BackendChoice,
-    register_attention,
-    select_backend,
-)
-from dpo_pack.model.compiling import keep_inputs_on_host, keep_products, text_model, tower_parameters
-from dpo_pack.model.config import attention_needs, check_packs, own_attention, replace_settings, routes_tokens
-from dpo_pack.model.fast_layers import (
-    apply_liger,
-    cast_experts,
-    experts_note,
-    speed_up_linears,
-    tile_feed_forwards,
-    trim_last_layer,
-)
-from dpo_pack.model.load_report import check_report, check_tied, whole_reports
-from dpo_pack.model.logps import WantedStatistics
-from dpo_pack.model.lora import LoraSettings, attach_adapter
-from dpo_pack.model.quantize import Quantization, compute_restored, quantization_settings
-from dpo_pack.model.recurrence import wrap_recurrent_layers
-from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
-from dpo_pack.model.vision import PixelProcessor, VisionInputs, vision_family
 from dpo_pack.system.errors import (
     DpoPackError,
     ModelError,
-    UnsupportedModelError,
     first_line,
     is_out_of_memory,
 )
@@ -139,116 +108,6 @@ def load_tokenizer(
     return tokenizer
 
 
-def load_model(
-    path: str,
-    *,
-    revision: str | None,
-    trust_remote_code: bool,
-    precision: Precision,
-    attention: str,
-    packed: bool,
-    gradient_checkpointing: bool | Literal["selective"],
-    device: torch.device,
-    recipe_key: str,
-    adapter: LoraSettings | Path | None = None,
-    weights_on: torch.device | None = None,
-    wanted: WantedStatistics | None = None,
-    kernels: str = "none",
-    quantize: Quantization | None = None,
-    config: PretrainedConfig | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
-    refuses_unused: bool = False,
-    activation_offload: bool = False,
-    mlp_tile_tokens: int | None = None,
-    processor: PixelProcessor | None = None,
-) -> LoadedModel:
-    """Loads a causal LM for packed rows or padded batches, with a new or a saved adapter if given.
-
-    The model will run on `device`; its weights are first put on `weights_on` (None: on `device`; on the meta
-    device they are not read, but `tensors`, if any, the checkpoint's on the meta device, are compared).
-    `config` is the model's config if the caller has loaded it; `processor` is for rows with images. Raises
-    ModelError when loading fails, a weight is missing or (`refuses_unused`) not used, UnsupportedModelError
-    when the model cannot be exact.
-    """
-    weights_on = weights_on or device
-    config = copy.deepcopy(config) or load_config(
-        path, revision=revision, trust_remote_code=trust_remote_code, recipe_key=recipe_key
-    )
-    own = own_attention(config)
-    name = "model's own" if own is None else f"model's own, {own}"  # part of the key of cached log-probs
-    choice = BackendChoice(name=name, reason="padded batches need no layout")
-    if packed:
-        check_packs(config)
-        register_attention()
-        needs = attention_needs(config)
-        choice = select_backend(attention, needs, device=device, dtype=precision.activations)
-    replaced = replace_settings(config)
-    # The language model gets our attention; towers keep theirs, which reads all of an image.
-    texts = [name for name in config.sub_configs if getattr(config, name) is config.get_text_config()]
-    ours: Any = dict.fromkeys(["", *texts], ATTENTION_NAME) if texts else ATTENTION_NAME
-    options: dict[str, Any] = {
-        "trust_remote_code": trust_remote_code,
-        "dtype": precision.parameters,
-        "attn_implementation": ours if packed else own,
-    }
-    if quantize is not None:
-        options["quantization_config"] = quantization_settings(quantize)
-    with load_errors(path, recipe_key), quiet_transformers() as said:
-        model, notes = _build_model(
-            path, config, weights_on, recipe_key=recipe_key, revision=revision, tensors=tensors,
-            refuses_unused=refuses_unused, **options,
-        )  # fmt: skip
-    if routes_tokens(config):
-        cast_experts()
-        notes += filter(None, [experts_note(device, precision.activations)])
-    if any(getattr(module, "is_causal", True) is False for module in text_model(model).modules()):
-        raise UnsupportedModelError(
-            f"{recipe_key}: {path}: {type(model).__name__} attends to later tokens of a prompt as well, as "
-            "PaliGemma and embedding models do; give a causal model"
-        )
-    for parameter in tower_parameters(model):
-        parameter.requires_grad_(False)
-    reads_weights = weights_on.type != "meta"
-    attached = None
-    if adapter is not None:
-        with quiet_transformers() as more:
-            attached = attach_adapter(
-                model,
-                adapter,
-                base=path,
-                revision=revision,
-                recipe_key=recipe_key,
-                reads_weights=reads_weights,
-            )
-        said += more
-    scorer = CompletionLogps(
-        model,
-        backend=BACKENDS[choice.name] if packed else None,
-        autocast=precision.autocast,
-        gather_dtype=precision.gathered,
-        adapter=attached,
-        wanted=wanted,
-        vision=None if processor is None else VisionInputs(processor=processor, family=vision_family(config)),
-    )
-    if kernels == "liger":
-        apply_liger(model)
-    if device.type == "cpu":
-        speed_up_linears(model)
-    if mlp_tile_tokens is not None:
-        tile_feed_forwards(model, mlp_tile_tokens, has_experts=routes_tokens(config))
-    if packed:
-        wrap_recurrent_layers(model)
-        trim_last_layer(model)
-    # We train in evaluation mode: it allows gradients, and has no dropout and no noise in routers.
-    scorer.eval()
-    if reads_weights:
-        scorer.to(weights_on)
-    if gradient_checkpointing:
-        is_selective = gradient_checkpointing == "selective"
-        _checkpoint_activations(model, keeps_products=is_selective, offloads=activation_offload)
-    return LoadedModel(scorer=scorer, attention=choice, replaced=replaced, notes=notes + said)
-
-
 def auto_class(config: PretrainedConfig, source: str) -> Any:
     """Returns transformers' class that builds a causal LM; of a vision checkpoint, all of it.
 
@@ -266,67 +125,6 @@ def auto_class(config: PretrainedConfig, source: str) -> Any:
         f"{source}: transformers has no causal language model for the config of a {kind.model_type} model; "
         "give a checkpoint of a language model"
     )
-
-
-def _build_model(
-    path: str,
-    config: PretrainedConfig,
-    weights_on: torch.device,
-    *,
-    recipe_key: str,
-    revision: str | None,
-    tensors: Mapping[str, Tensor] | None,
-    refuses_unused: bool,
-    **options: Any,
-) -> tuple[PreTrainedModel, list[str]]:
-    """Reads the model, and returns lines for the user about its tensors.
-
-    On the meta device its parameters have no values, but its buffers have.
-    """
-    source = f"{recipe_key}: {path}"
-    auto = auto_class(config, source)
-    if weights_on.type == "meta":
-        with init_empty_weights(include_buffers=False):
-            model = auto.from_config(config, **options)
-        assert isinstance(model, PreTrainedModel)
-        model.tie_weights()  # parameters that were tied are separate ones on the meta device
-        if not tensors:
-            return model, []
-        options = {"dtype": options["dtype"], "state_dict": tensors, "device_map": {"": weights_on}}
-        read: Any = partial(type(model).from_pretrained, None, config=model.config, **options)
-    else:
-        # We read weights directly onto a CUDA device. Otherwise each process would hold a copy on the CPU.
-        # Without a map transformers puts quantised weights onto the first GPU, in every process.
-        has_map = weights_on.type == "cuda" or "quantization_config" in options
-        device_map = {"": weights_on} if has_map else None
-        read = partial(
-            auto.from_pretrained, path, config=config, revision=revision, device_map=device_map, **options
-        )
-    with whole_reports() as reports:
-        model, loading = read(output_loading_info=True, ignore_mismatched_sizes=True)
-    notes = check_report(model, reports[0], loading, source=source, refuses_unused=refuses_unused)
-    if getattr(model, "is_quantized", False):
-        compute_restored(model)
-    return model, notes if weights_on.type == "meta" else notes + check_tied(model)
-
-
-def _checkpoint_activations(
-    model: PreTrainedModel, *, keeps_products: bool = False, offloads: bool = False
-) -> None:
-    """Makes layers recompute activations; with `keeps_products` all but matrix products and attention, with
-    `offloads` from inputs that the host keeps."""
-    settings: dict[str, Any] = {"use_reentrant": False}
-    if keeps_products:
-        settings["context_fn"] = keep_products
-    with warnings.catch_warnings():
-        # Newer transformers call this activation_checkpointing_enable; older ones have only this name.
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable(settings)
-    for module in model.modules():  # transformers recomputes in training mode only
-        module.training = bool(vars(module).get("gradient_checkpointing"))
-        if offloads and module.training:
-            plain: Any = module._gradient_checkpointing_func
-            vars(module)["_gradient_checkpointing_func"] = partial(keep_inputs_on_host, plain)
 
 
 @contextlib.contextmanager

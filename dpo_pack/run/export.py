@@ -28,9 +28,11 @@ from transformers import PreTrainedTokenizerBase
 import dpo_pack
 from dpo_pack.data.images import png_url
 from dpo_pack.data.tokenizer import end_of_turn
+from dpo_pack.model.building import load_model
 from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fingerprint import HEADER_NAMES, stored_dtype, tensor_digest
-from dpo_pack.model.loading import auto_class, load_config, load_model, load_tokenizer
+from dpo_pack.model.loading import auto_class, load_config, load_tokenizer
 from dpo_pack.model.lora import SavedAdapter, read_adapter, require_peft
 from dpo_pack.model.parallel import full_state, is_sharded
 from dpo_pack.model.quantize import Quantization, quantization_settings
@@ -55,6 +57,7 @@ from dpo_pack.recipe.load import (
     source_names,
 )
 from dpo_pack.recipe.schema import EvalFraction
+from dpo_pack.reference.cache import default_cache_directory
 from dpo_pack.run.checkpoint_files import MODEL
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.samples import Sample
@@ -518,19 +521,18 @@ def _merged(adapter: SavedAdapter, trust_remote_code: bool) -> LoadedModel:
     )
     if config.to_dict().get("quantization_config") is not None:
         raise ModelError(f"{key}: {adapter.base} is quantised; give the unquantised model with --base")
-    loaded = load_model(
-        adapter.base,
+    facts = ModelFacts(
+        path=adapter.base,
         revision=adapter.base_revision,
+        recipe_key=key,
+        adapter=adapter.directory,
+        config=config,
         trust_remote_code=trust_remote_code,
         precision=Precision(parameters=torch.float32, autocast=None),
-        attention="auto",
-        packed=False,
-        gradient_checkpointing=False,
-        device=torch.device("cpu"),
-        recipe_key=key,
-        config=config,
-        adapter=adapter.directory,
+        is_packed=False,
+        cache_dir=default_cache_directory(),
     )
+    loaded = load_model(facts, device=torch.device("cpu"))
     assert loaded.adapter is not None
     model = loaded.adapter.merge()
     return replace(loaded, scorer=CompletionLogps(model, backend=None, autocast=None))

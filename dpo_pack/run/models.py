@@ -5,38 +5,34 @@ Also chooses how the ranks hold the model: each rank a copy (ddp) or a shard (fs
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import hashlib
 import importlib.util
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 import dpo_pack
 from dpo_pack.data.images import ImageProcessor
-from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle, tower_parameters
+from dpo_pack.model.building import load_model
+from dpo_pack.model.compiling import compiler_obstacle
 from dpo_pack.model.config import check_packs, routes_tokens
+from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fast_layers import check_kernels
-from dpo_pack.model.fingerprint import meta_tensors, reference_namespace, weight_files
-from dpo_pack.model.loading import load_config, load_errors, load_model, load_processor
-from dpo_pack.model.logps import WantedStatistics, compile_head
+from dpo_pack.model.fingerprint import meta_tensors, weight_files
+from dpo_pack.model.loading import load_config, load_processor
 from dpo_pack.model.lora import LoraSettings, read_adapter, require_peft
-from dpo_pack.model.parallel import ALONE, Strategy, shard_model
-from dpo_pack.model.quantize import Quantization, check_quantizable, quantization_settings
-from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
-from dpo_pack.model.shape import RouterBalance, model_shape, num_parameters, router_balance, without_weights
+from dpo_pack.model.parallel import ALONE, Strategy
+from dpo_pack.model.quantize import check_quantizable
+from dpo_pack.model.scorer import LoadedModel, resolve_precision
 from dpo_pack.model.vision import vision_family
-from dpo_pack.packing.lengths import ModelShape
 from dpo_pack.proofs.recurrence import take_kernels
 from dpo_pack.proofs.rows import Proof, ProofOutcome
 from dpo_pack.proofs.start_up import compiling_obstacle, prove
@@ -58,99 +54,6 @@ from dpo_pack.system.machine import (
 from dpo_pack.system.process import is_set
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ModelFacts:
-    """What is known about a model without loading its weights into memory.
-
-    The cached properties take time to compute, so they are computed only if a command reads them.
-    """
-
-    path: str  # a hub id or a directory: of the base model, if `adapter` is given
-    revision: str | None
-    recipe_key: str  # the recipe key that error messages name
-    adapter: Path | None  # the directory of a saved LoRA adapter; None also for a new adapter
-    config: PretrainedConfig
-    trust_remote_code: bool
-    precision: Precision
-    is_packed: bool
-    cache_dir: Path
-    router_aux_coef: float | None = 0.0  # of the recipe, for the policy; see `balance`
-    quantize: Quantization | None = None  # how the weights are quantised while they are loaded
-    processor: ImageProcessor | None = None  # of images in prompts; None: the model reads texts only
-    new_adapter: LoraSettings | None = None  # the adapter that the policy gets for its training
-    # Settings of the recipe for loading the model:
-    attention: str = "auto"
-    kernels: str = "none"
-    compile: bool | Literal["auto"] = False
-    gradient_checkpointing: bool | Literal["selective"] = False
-    activation_offload: bool = False
-    mlp_tile_tokens: int | None = None
-    refuses_unused: bool = False  # tensors of the checkpoint
-    keeps_squares: bool = False  # the scorer also gives what `loss.weighting: wpo` needs
-
-    @property
-    def label(self) -> str:
-        """The hub id or path by which the user named the model."""
-        return self.path if self.adapter is None else str(self.adapter)
-
-    @property
-    def quantization(self) -> dict[str, Any] | None:
-        """How the weights are quantised, in the files or while they are loaded; None: not at all."""
-        settings: dict[str, Any] | None = self.config.to_dict().get("quantization_config")
-        if settings is None and self.quantize is not None:
-            return quantization_settings(self.quantize).to_dict()
-        return settings
-
-    @functools.cached_property
-    def architecture(self) -> PreTrainedModel:
-        """The model on the meta device, without weights and adapters. Raises ModelError."""
-        with load_errors(self.path, self.recipe_key):
-            source = f"{self.recipe_key}: {self.path}"
-            return without_weights(self.config, trust_remote_code=self.trust_remote_code, source=source)
-
-    @functools.cached_property
-    def num_parameters(self) -> int:
-        """The number of parameters of the model. Tied embeddings count once."""
-        return num_parameters(self.architecture)
-
-    @functools.cached_property
-    def tower_parameters(self) -> int:
-        """The number of those outside of the language model, which no run trains."""
-        return sum(parameter.numel() for parameter in tower_parameters(self.architecture))
-
-    @functools.cached_property
-    def shape(self) -> ModelShape:
-        """The sizes of the model that are needed to compute the FLOPs of rows."""
-        shape = model_shape(self.architecture, self.processor)
-        trims_last_block = self.is_packed and self.balance is None
-        return shape if trims_last_block else replace(shape, last_block_weights=0.0)
-
-    @functools.cached_property
-    def balance(self) -> RouterBalance | None:
-        """The load-balancing loss of the policy's training; None: there is none. Raises RecipeError."""
-        return router_balance(self.architecture, self.router_aux_coef)
-
-    @functools.cached_property
-    def namespace(self) -> dict[str, Any]:
-        """All facts besides token ids that the model's log-probs depend on, see model/fingerprint.py.
-
-        All ranks must read this property together. Rank 0 hashes all weights and stores the hashes in a file
-        for the other ranks.
-        """
-        with ranks.first_goes_first():
-            return reference_namespace(
-                self.path,
-                self.config,
-                architecture=self.architecture,
-                revision=self.revision,
-                precision=self.precision,
-                memo_path=self.cache_dir / "model_hashes.json",
-                adapter=self.adapter,
-                quantize=self.quantize,
-                reads_images=self.processor is not None,
-            )
 
 
 def resolve_model(
@@ -260,72 +163,6 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
         vision_family(model.config)
 
 
-def load_weights(
-    model: ModelFacts,
-    *,
-    device: torch.device,
-    strategy: Strategy = ALONE,
-    adapter: LoraSettings | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
-) -> LoadedModel:
-    """Loads the model on the device with the recipe's settings, and with a new `adapter` if given.
-
-    If the strategy shards, all ranks must call it: rank 0 reads the weights and sends each rank its shards.
-    With `tensors`, the checkpoint's on the meta device, it reads no weights, and compares these with the
-    model. Raises ModelError, UnsupportedModelError.
-    """
-    weights_on = device if tensors is None else torch.device("meta")
-    if strategy.shards:
-        if model.quantization is not None:
-            raise ModelError(
-                f"{model.recipe_key}: the weights of {model.path} are quantised, and quantised weights "
-                "cannot be in shards; set distributed.strategy: ddp"
-            )
-        weights_on = ranks.of_first(torch.device("cpu")) or torch.device("meta")
-    with ranks.first_goes_first() if strategy.shards else contextlib.nullcontext():
-        loaded = load_model(
-            model.path,
-            config=model.config,
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-            precision=model.precision,
-            attention=model.attention,
-            packed=model.is_packed,
-            gradient_checkpointing=model.gradient_checkpointing,
-            activation_offload=model.activation_offload,
-            mlp_tile_tokens=model.mlp_tile_tokens,
-            device=device,
-            recipe_key=model.recipe_key,
-            adapter=adapter or model.adapter,
-            weights_on=weights_on,
-            wanted=WantedStatistics(squares=model.keeps_squares),
-            kernels=model.kernels,
-            quantize=model.quantize,
-            tensors=tensors,
-            refuses_unused=model.refuses_unused,
-            processor=model.processor,
-        )
-        if strategy.shards and any("tie_word_embeddings" in note for note in loaded.notes):
-            raise ModelError(
-                f"{model.recipe_key}: config.json of {model.path} says tie_word_embeddings: true, but the "
-                "weights of head and embeddings differ; correct it to false, or set distributed.strategy: ddp"
-            )
-        # Selective checkpointing has to see each product.
-        is_selective = model.gradient_checkpointing == "selective"
-        is_plain = not is_selective and model.quantization is None and tensors is None
-        falls_back = model.compile == "auto"
-        is_asked = (
-            device.type == "cuda" and can_compile(loaded.model, device) if falls_back else model.compile
-        )
-        if is_plain and is_asked:
-            compile_layers(loaded.model, falls_back=falls_back)
-            loaded.scorer.head_passes = compile_head(falls_back=falls_back)
-            loaded.scorer.is_compiled = True
-    if strategy.shards:
-        shard_model(loaded.scorer, strategy, device)
-    return loaded
-
-
 def load_and_prove(
     model: ModelFacts,
     *,
@@ -341,7 +178,7 @@ def load_and_prove(
 
     With `model.compile: auto` a model that torch cannot compile is loaded once more, uncompiled.
     """
-    loaded = load_weights(model, device=device, strategy=strategy, adapter=adapter)
+    loaded = load_model(model, device=device, strategy=strategy, adapter=adapter)
     if device.type == "cuda":
         loaded.kernels.extend(take_kernels(loaded.scorer, device))
     if model.compile == "auto" and loaded.scorer.is_compiled:

@@ -18,6 +18,7 @@ from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.sources import Data
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.config import check_rows
+from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.bin_packing import PADDED
 from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, PairSizes, pair_flops
@@ -27,7 +28,7 @@ from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import ReferenceCache, namespace_digest
 from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache, find_work
 from dpo_pack.reference.frozen import FrozenReference
-from dpo_pack.run.models import CPU, ModelFacts
+from dpo_pack.run.models import CPU
 from dpo_pack.run.setup import (
     Setup,
     check_data,

@@ -23,6 +23,7 @@ from dpo_pack.data.sources import Data
 from dpo_pack.data.store import TokenIds, key_values
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import bounded_template
+from dpo_pack.model.building import load_model
 from dpo_pack.model.config import known_positions
 from dpo_pack.model.loading import load_tokenizer
 from dpo_pack.model.parallel import is_sharded
@@ -32,7 +33,7 @@ from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.recipe.load import INFO_FILE, TOKENIZER_FILES, Recipe, load_recipe, parse_recipe
 from dpo_pack.recipe.schema import SamplesRecipe
 from dpo_pack.recipe.types import MAX_ROW_TOKENS
-from dpo_pack.run.models import check_model, load_weights, resolve_model
+from dpo_pack.run.models import check_model, resolve_model
 from dpo_pack.run.setup import Setup, prepare_data, prepare_tokenizer
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError, first_line
@@ -263,7 +264,7 @@ def sample_models(
     completions = {}
     for name in models:
         release_memory()
-        loaded = load_weights(facts[name], device=device)
+        loaded = load_model(facts[name], device=device)
         try:
             completions[name] = complete(
                 loaded.scorer,

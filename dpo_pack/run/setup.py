@@ -29,7 +29,9 @@ from dpo_pack.data.sources import HELD_OUT, Data, LoadedSource, load_data, load_
 from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.losses import Objective, make_objective
+from dpo_pack.model.building import load_model
 from dpo_pack.model.config import check_positions, check_rows, known_positions
+from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fingerprint import meta_tensors
 from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.lora import LoraSettings, read_adapter, unknown_settings
@@ -40,12 +42,10 @@ from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.reference.cache import default_cache_directory, find_leftovers
 from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, START_FACTOR
 from dpo_pack.run.models import (
-    ModelFacts,
     check_accelerate_config,
     check_model,
     choose_strategy,
     load_and_prove,
-    load_weights,
     resolve_model,
 )
 from dpo_pack.run.run_dir import find_run
@@ -479,7 +479,7 @@ def _check_facts(
     else:
         tensors = meta_tensors(model.path, model.revision, model.recipe_key)
         named = {} if isinstance(tensors, str) else tensors
-        notes = load_weights(model, device=device, adapter=model.new_adapter, tensors=named).notes
+        notes = load_model(model, device=device, adapter=model.new_adapter, tensors=named).notes
     seen = f"its {len(tensors):,} tensors are there"
     if isinstance(tensors, str):
         seen = f"its tensors were not compared with its config ({tensors})"

@@ -31,7 +31,7 @@ from support.tiny_run import NUM_PAIRS, write_rows
 import dpo_pack
 import dpo_pack.trainer as training
 from dpo_pack.commands.main import _own_command, app
-from dpo_pack.model.loading import load_model
+from dpo_pack.model.building import load_model
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports import pages
 from dpo_pack.run.export import export_model
@@ -599,7 +599,7 @@ def test_recipe_check_reads_what_a_run_would_read_first_and_writes_nothing(
         assert options["tensors"] is not None, "the weights would be read"
         return load_model(*arguments, **options)
 
-    monkeypatch.setattr("dpo_pack.run.models.load_model", without_weights)
+    monkeypatch.setattr("dpo_pack.run.setup.load_model", without_weights)
     directory, before = recipe.parent, sorted(recipe.parent.rglob("*"))
     checked = dpopack("recipe", "--check", recipe)
     assert (checked.status, checked.err) == (0, "")

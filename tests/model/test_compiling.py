@@ -33,6 +33,7 @@ import dpo_pack.run.pairs as prepare_reference
 from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.attention import BACKENDS, register_attention
 from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle
+from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.logps import HeadPasses, compile_head
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
@@ -40,7 +41,7 @@ from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.compute import fill_cache
-from dpo_pack.run.models import ModelFacts, load_and_prove, resolve_model
+from dpo_pack.run.models import load_and_prove, resolve_model
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.trainer import train
 
@@ -296,17 +297,17 @@ FAILING: dict[str, Any] = {
 
 
 def compile_where_auto(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    """On this CPU, as on CUDA: `load_weights` compiles a model with `model.compile: auto`."""
-    load = recipe_models.load_weights
+    """On this CPU, as on CUDA: `load_model` compiles a model with `model.compile: auto`."""
+    load = recipe_models.load_model
 
-    def load_weights(model: ModelFacts, **options: Any) -> LoadedModel:
+    def load_model(model: ModelFacts, **options: Any) -> LoadedModel:
         loaded = load(model, **options)
         if model.compile == "auto":
             compile_layers(loaded.model, backend=backend, falls_back=True)
             loaded.scorer.is_compiled = True
         return loaded
 
-    monkeypatch.setattr(recipe_models, "load_weights", load_weights)
+    monkeypatch.setattr(recipe_models, "load_model", load_model)
 
 
 @pytest.mark.slow

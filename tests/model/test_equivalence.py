@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.family_errors import GROUPS, load, make_row
+from support.family_errors import GROUPS, make_row
+from support.loading import load_usual
 from support.oracle import completion_logps_one_by_one, gradients
 from support.tiny_models import tiny_model
 from torch import nn
@@ -42,7 +43,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Co
     directory = tmp_path_factory.mktemp("llama")
     plain = tiny_model("llama")
     plain.save_pretrained(directory)
-    return plain, load(directory, packed=True).scorer
+    return plain, load_usual(directory, packed=True).scorer
 
 
 @settings(max_examples=20)
@@ -80,7 +81,7 @@ def test_log_probs_and_gradients_of_random_rows_equal_those_of_each_sequence_alo
 
 def test_a_model_with_layers_that_bypass_the_seam_is_refused(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    loaded = load(tmp_path, packed=True)
+    loaded = load_usual(tmp_path, packed=True)
     loaded.scorer.num_attention_layers += 1
     with pytest.raises(UnsupportedModelError, match="3 layers, but 2 .*padded"):
         loaded.scorer(make_row(GROUPS[:1], "shared"))
@@ -117,7 +118,7 @@ def test_dropout_and_routers_noise_are_off_in_training(
     if family == "mixtral":  # Phi 3.5 MoE draws experts anyway
         changes["router_jitter_noise"] = 0.5
     tiny_model(family, **changes).save_pretrained(tmp_path)
-    loaded: LoadedModel = load(tmp_path, packed=True, gradient_checkpointing=checkpointing)
+    loaded: LoadedModel = load_usual(tmp_path, packed=True, gradient_checkpointing=checkpointing)
     row = make_row(GROUPS, "shared")
     assert torch.equal(loaded.scorer(row).sums, loaded.scorer(row).sums)
     assert loaded.replaced == dropout

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 from dpo_pack.losses import make_objective
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, flash, register_attention
 from dpo_pack.model.attention.segments import on_device
+from dpo_pack.model.building import _checkpoint_activations
 from dpo_pack.model.fast_layers import cast_experts, tile_feed_forwards, trim_last_layer
 from dpo_pack.model.layout import Row, packed_row
-from dpo_pack.model.loading import _checkpoint_activations
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, HeadTransform, WantedStatistics, _ChunkedLogps
 from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.quantize import compute_restored

@@ -15,13 +15,13 @@ from support.family_errors import (
     CPU,
     GROUPS,
     SEQUENCES,
-    load,
     make_row,
     measure,
     packs,
     prove_under_autocast,
     skip_unless_packed,
 )
+from support.loading import load_usual
 from support.oracle import completion_logps_one_by_one
 from support.ten_families import TEN, slow_but_ten
 from support.tiny_models import tiny_config, tiny_model
@@ -81,7 +81,7 @@ def test_a_softcap_is_not_lost_where_transformers_takes_sdpa_for_it(
 ) -> None:
     tiny_model("gemma2").save_pretrained(tmp_path)
     monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)  # as in transformers 5.15 to 5.20
-    loaded = load(tmp_path, packed=packed)
+    loaded = load_usual(tmp_path, packed=packed)
     assert loaded.model.config._attn_implementation == (ATTENTION_NAME if packed else "eager")
     assert loaded.attention.name == ("sdpa" if packed else "model's own, eager")
 
@@ -101,7 +101,7 @@ def test_a_family_that_cannot_be_packed_is_refused_before_its_weights_are_read(
         pytest.skip("the package that it needs is installed")
     tiny_config(family).save_pretrained(tmp_path)  # and no weights
     with pytest.raises(UnsupportedModelError, match=re.escape(str(FAMILIES[family].reason))):
-        load(tmp_path, packed=True)
+        load_usual(tmp_path, packed=True)
 
 
 YARN: dict[str, Any] = tiny_models.FAMILIES["ministral3"]["rope_parameters"]
@@ -180,7 +180,7 @@ def test_a_hybrid_family_with_attention_layers_only_packs(tmp_path: Path) -> Non
     plain = tiny_model("granitemoehybrid", layer_types=["full_attention"] * 2)
     plain.save_pretrained(tmp_path)
     with torch.no_grad():
-        ours = load(tmp_path, packed=True).scorer(make_row(GROUPS, "shared")).sums
+        ours = load_usual(tmp_path, packed=True).scorer(make_row(GROUPS, "shared")).sums
         expected = completion_logps_one_by_one(plain, SEQUENCES)
     assert (ours - expected).abs().max() < 1e-4
 
@@ -219,7 +219,7 @@ def test_a_vision_language_model_trains_its_text_model(tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     plain.save_pretrained(tmp_path)
     with torch.no_grad():
-        ours = load(tmp_path, packed=True).scorer(make_row(GROUPS, "shared")).sums
+        ours = load_usual(tmp_path, packed=True).scorer(make_row(GROUPS, "shared")).sums
         expected = completion_logps_one_by_one(plain, SEQUENCES)
     assert (ours - expected).abs().max() < 1e-4
 

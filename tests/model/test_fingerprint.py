@@ -15,13 +15,14 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from safetensors.torch import load_file, save_file
+from support.loading import facts_of
 from support.tiny_models import tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
 from dpo_pack.data.store import file_hashes
 from dpo_pack.model import fingerprint
-from dpo_pack.model.fingerprint import files_fingerprint, reference_namespace, weight_files
+from dpo_pack.model.fingerprint import files_fingerprint, weight_files
 from dpo_pack.model.scorer import Precision
 from dpo_pack.model.shape import without_weights
 from dpo_pack.reference.cache import namespace_digest
@@ -41,19 +42,9 @@ def digest(
     directory: Path,
     *,
     precision: Precision = FP32,
-    memo_path: Path | None = None,
     adapter: Path | None = None,
 ) -> str:
-    config = AutoConfig.from_pretrained(directory)
-    namespace = reference_namespace(
-        str(directory),
-        config,
-        architecture=without_weights(config),
-        revision=None,
-        precision=precision,
-        memo_path=memo_path or directory.parent / "memo.json",
-        adapter=adapter,
-    )
+    namespace = facts_of(directory, precision=precision, adapter=adapter).namespace
     assert namespace == json.loads(json.dumps(namespace))  # it is written beside the values as JSON
     return namespace_digest(namespace)
 
@@ -120,7 +111,7 @@ def test_config_fields_that_may_change_outputs_are_part_of_the_namespace(
 
 def test_our_numerics_version_is_part_of_the_namespace(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = digest(model)
-    monkeypatch.setattr(fingerprint, "NUMERICS_VERSION", fingerprint.NUMERICS_VERSION + 1)
+    monkeypatch.setattr("dpo_pack.model.facts.NUMERICS_VERSION", fingerprint.NUMERICS_VERSION + 1)
     assert digest(model) != before
 
 
@@ -322,13 +313,13 @@ def test_a_renamed_touched_or_resharded_directory_is_the_same_model(model: Path,
 
 def test_weights_of_torch_s_own_format_count_too(model: Path, tmp_path: Path) -> None:
     weights = load_file(model / "model.safetensors")
-    by_file = files_fingerprint(weight_files(model), tmp_path / "memo.json")
+    by_file = files_fingerprint(weight_files(model), tmp_path / "model_hashes.json")
     for is_zip in (True, False):  # False: as torch before 1.6 wrote them
         directory = tmp_path / f"zip {is_zip}"
         directory.mkdir()
         file = directory / "pytorch_model.bin"
         torch.save(weights, file, _use_new_zipfile_serialization=is_zip)
-        assert files_fingerprint(weight_files(directory), tmp_path / "memo.json") == by_file
+        assert files_fingerprint(weight_files(directory), tmp_path / "model_hashes.json") == by_file
 
 
 @pytest.mark.parametrize(
@@ -370,7 +361,7 @@ def test_a_snapshot_that_lacks_weights_is_one_line(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("content", ["[1]", '{"cut sho', '{"key": 1}', '{"key": {"stamp": 1}}'])
 def test_a_memo_with_other_content_is_forgotten(content: str, model: Path) -> None:
-    memo, hashes = model.parent / "memo.json", model.parent / "hashes.json"
+    memo, hashes = model.parent / "model_hashes.json", model.parent / "hashes.json"
     tensors, whole = digest(model), file_hashes([model / "model.safetensors"], hashes)[0]
     for path in (memo, hashes):
         key = next(iter(json.loads(path.read_text())))
@@ -406,7 +397,7 @@ def test_a_model_that_was_hashed_before_is_not_hashed_again(
 
 def refusal(directory: Path) -> str:
     with pytest.raises(ModelError) as caught:
-        files_fingerprint(weight_files(directory), directory.parent / "memo.json")
+        files_fingerprint(weight_files(directory), directory.parent / "model_hashes.json")
     return str(caught.value)
 
 
@@ -424,4 +415,4 @@ def test_weights_that_are_absent_incomplete_or_damaged_are_a_one_line_error(
     tiny_model("llama").save_pretrained(sharded, max_shard_size="20KB")
     next(sharded.glob("model-00002-*")).unlink()
     assert f"{sharded}/model-00002-of-" in refusal(sharded)
-    assert not (tmp_path / "memo.json").exists()
+    assert not (tmp_path / "model_hashes.json").exists()

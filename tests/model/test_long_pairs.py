@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
+from dpo_pack.model.building import _checkpoint_activations
 from dpo_pack.model.compiling import compile_layers, keep_inputs_on_host
 from dpo_pack.model.fast_layers import tile_feed_forwards, trim_last_layer
 from dpo_pack.model.layout import Row, packed_row, padded_row
-from dpo_pack.model.loading import _checkpoint_activations
 from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group

@@ -20,12 +20,13 @@ from support.tiny_run import tiny_run
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dpo_pack.model.building import load_model
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.parallel import distribute_policy
 from dpo_pack.model.scorer import Precision
 from dpo_pack.packing.lengths import Group
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run.models import choose_strategy, load_weights, resolve_model
+from dpo_pack.run.models import choose_strategy, resolve_model
 from dpo_pack.system import ranks
 
 CPU = torch.device("cpu")
@@ -60,7 +61,7 @@ def _shard(recipe_path: Path, autocast: torch.dtype | None, *overrides: str) -> 
             resolve_model(recipe, CPU), precision=Precision(parameters=torch.float32, autocast=autocast)
         )
         strategy = choose_strategy(recipe, facts, CPU)
-        loaded = load_weights(facts, device=CPU, strategy=strategy)
+        loaded = load_model(facts, device=CPU, strategy=strategy)
         policy = distribute_policy(loaded.scorer, strategy)
         for is_last in (False, True):
             with policy.accumulating(is_last=is_last):

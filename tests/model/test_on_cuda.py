@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from dpo_pack.model.building import load_model
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.parallel import ALONE, Strategy, distribute_policy
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run.models import load_weights, resolve_model
+from dpo_pack.run.models import resolve_model
 from dpo_pack.trainer import train
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +31,7 @@ CUDA = torch.device("cuda")
 
 def load(recipe_path: Path, *overrides: str, strategy: Strategy = ALONE) -> LoadedModel:
     recipe = load_recipe(recipe_path, ["model.compile=false", *overrides])
-    return load_weights(resolve_model(recipe, CUDA), device=CUDA, strategy=strategy)
+    return load_model(resolve_model(recipe, CUDA), device=CUDA, strategy=strategy)
 
 
 def a_row(loaded: LoadedModel) -> Row:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.family_errors import CPU, GROUPS, load, make_row, skip_unless_packed
+from support.family_errors import CPU, GROUPS, make_row, skip_unless_packed
+from support.loading import load_usual
 from support.tiny_models import tiny_config, tiny_model
 from torch import Tensor, nn
 
@@ -114,7 +115,7 @@ def test_layers_that_do_not_call_the_functions_of_this_release_are_refused_with_
 ) -> None:
     skip_unless_packed("lfm2")
     tiny_model("lfm2").save_pretrained(tmp_path)
-    scorer = load(tmp_path, packed=True).scorer
+    scorer = load_usual(tmp_path, packed=True).scorer
     wrapped: list[nn.Module] = [m for m in scorer.model.modules() if type(m).__name__ == "Lfm2ShortConv"]
     del vars(wrapped[0])["forward"]
     with pytest.raises(UnsupportedModelError, match=r"of transformers \d.*called 0 of 1 .*padded"):

@@ -26,6 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dpo_pack.run.models as recipe_models
 from dpo_pack.model import parallel
+from dpo_pack.model.building import load_model
 from dpo_pack.model.compiling import compile_layers
 from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.logps import compile_head
@@ -34,7 +35,7 @@ from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.start_up import compiling_obstacle
 from dpo_pack.recipe.load import Recipe, parse_recipe
-from dpo_pack.run.models import load_weights, resolve_model
+from dpo_pack.run.models import resolve_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.training.optim import NonfiniteGuard, build_optimizer, clip_gradients
@@ -155,7 +156,7 @@ def gradients(loaded: LoadedModel) -> dict[str, Tensor]:
 
 def loaded_policy(recipe: Recipe, precision: Precision, strategy: Strategy = ALONE) -> LoadedModel:
     facts = replace(resolve_model(recipe, CPU), precision=precision)
-    return load_weights(facts, device=CPU, strategy=strategy, adapter=facts.new_adapter)
+    return load_model(facts, device=CPU, strategy=strategy, adapter=facts.new_adapter)
 
 
 def compare(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from support.family_errors import load
+from support.loading import load_usual
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,7 +47,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(model_directory: Path) -> CompletionLogps:
-    return load(model_directory).scorer
+    return load_usual(model_directory).scorer
 
 
 def generator(
@@ -181,14 +181,14 @@ def test_attention_is_the_rows_again_afterwards_and_trains_the_same(policy: Comp
 def test_recomputed_activations_padding_and_own_settings_change_nothing(
     model_directory: Path,
 ) -> None:
-    plain = load(model_directory).scorer
-    recomputing = load(model_directory, gradient_checkpointing=True).scorer
+    plain = load_usual(model_directory).scorer
+    recomputing = load_usual(model_directory, gradient_checkpointing=True).scorer
     modes = [module.training for module in recomputing.modules()]
     assert any(modes)
     config = recomputing.model.generation_config
     config.update(repetition_penalty=5.0, do_sample=True, top_k=1)
     recomputing.model.config.use_cache = False
-    padded = load(model_directory, packed=False).scorer
+    padded = load_usual(model_directory, packed=False).scorer
     expected = answers(generator(plain), draws())
     assert answers(generator(recomputing), draws()) == answers(generator(padded), draws()) == expected
     assert [module.training for module in recomputing.modules()] == modes
@@ -211,7 +211,7 @@ def test_a_completion_ends_with_the_token_that_ended_it(policy: CompletionLogps)
 def test_ends_are_those_of_tokenizer_config_and_generation_config(
     named: int | list[int] | None, ends: set[int], model_directory: Path
 ) -> None:
-    model = load(model_directory).scorer.model
+    model = load_usual(model_directory).scorer.model
     model.generation_config.eos_token_id = named
     assert end_tokens(model, tiny_tokenizer()) == ends
     backbone = model.get_decoder()
@@ -227,7 +227,7 @@ def test_an_end_that_only_the_generation_config_names_ends_a_completion(
     model = tiny_model("llama", vocab_size=len(tiny_tokenizer()))
     model.generation_config.eos_token_id = [2, end]
     model.save_pretrained(tmp_path)
-    shorter = generator(load(tmp_path).scorer).generate(draws())
+    shorter = generator(load_usual(tmp_path).scorer).generate(draws())
     both = [pair for results in zip(free, shorter, strict=True) for pair in zip(*results, strict=True)]  # type: ignore[arg-type]
     for whole, cut in both:
         ids = whole.ids.tolist()
@@ -252,7 +252,7 @@ def test_a_softcap_is_not_lost_where_transformers_takes_sdpa_for_it(
 ) -> None:
     tiny_model("gemma2").save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    model = load(tmp_path).scorer.model
+    model = load_usual(tmp_path).scorer.model
     monkeypatch.setattr(type(model), "_supports_sdpa", True)  # as in transformers 5.19
     with generating(model):
         assert model.config._attn_implementation == "eager"

@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 from support import fake_vllm
-from support.family_errors import load
+from support.loading import load_usual
 from support.run_files import timeless
 from support.tiny_models import tiny_model
 from support.tiny_online import online_recipe, rollouts
@@ -77,7 +77,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def policy(directory: Path) -> CompletionLogps:
-    return load(directory).scorer
+    return load_usual(directory).scorer
 
 
 def generator(policy: CompletionLogps, sampling: SamplingSettings = PLAIN, *, seed: int = 0) -> VllmGenerator:
@@ -343,7 +343,7 @@ def test_runs_that_cannot_be_are_refused_before_the_policy_is_loaded(
     with monkeypatch.context() as patch:
         quantised = {"quant_method": "bitsandbytes"}
         patch.setattr("dpo_pack.run.setup.check_model", lambda *_, **__: None)
-        patch.setattr("dpo_pack.run.models.ModelFacts.quantization", quantised)
+        patch.setattr("dpo_pack.model.facts.ModelFacts.quantization", quantised)
         assert "vllm cannot take quantised weights" in refusal(recipe, console)
     with monkeypatch.context() as patch:
         patch.setattr("dpo_pack.run.rollouts.ranks.num_ranks", lambda: 2)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from support.family_errors import load
+from support.loading import load_usual
 from support.online_judges import count_e
 from support.run_files import timeless
 from support.tiny_adapters import saved_adapter
@@ -80,7 +80,7 @@ def start(policy: LoadedModel, share: float = 0.12) -> VllmEngine:
 @pytest.fixture(scope="module")
 def policy(directory: Path) -> LoadedModel:
     check_installed(DEVICE)
-    return load(directory, device=DEVICE)
+    return load_usual(directory, device=DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -183,10 +183,10 @@ def test_an_adapter_s_completions_are_those_of_the_adapted_policy(
     directory: Path, engine: VllmEngine, tmp_path: Path
 ) -> None:
     adapter = saved_adapter(tmp_path / "adapter", directory)
-    adapted = load(directory, adapter=adapter, device=DEVICE)
+    adapted = load_usual(directory, adapter=adapter, device=DEVICE)
     ours = written(by_policy(adapted, LIKELIEST))
     assert written(by_vllm(adapted, engine, LIKELIEST)) == ours
-    assert ours != written(by_policy(load(directory, device=DEVICE), LIKELIEST))
+    assert ours != written(by_policy(load_usual(directory, device=DEVICE), LIKELIEST))
 
 
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -248,7 +248,7 @@ def difference(family: str, directory: str, changes: str = "") -> str:
     sizes = json.loads(changes) if changes else _FAMILIES[family]
     try:
         path = write_model(Path(directory), family, **sizes)
-        policy = load(path, packed=family != "xlstm", device=DEVICE)
+        policy = load_usual(path, packed=family != "xlstm", device=DEVICE)
         engine = start(policy)
         engine.take_weights(checkpoint_tensors(policy.model, has_adapter=False))
         found = prove_agreement(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.family_errors import load
+from support.loading import load_usual
 from support.tiny_adapters import saved_adapter
 from support.tiny_models import tiny_model
 from torch import Tensor
@@ -68,7 +68,7 @@ def test_an_adapter_is_added_as_peft_merges_it_and_the_policy_stays_bitwise(
 ) -> None:
     tiny_model(family, tie_word_embeddings=False).save_pretrained(tmp_path / "base")
     adapter = saved_adapter(tmp_path / "adapter", tmp_path / "base", **settings)
-    policy = load(tmp_path / "base", adapter=adapter)
+    policy = load_usual(tmp_path / "base", adapter=adapter)
     before = {name: (t.data_ptr(), t.clone()) for name, t in policy.model.state_dict().items()}
     handed = list(checkpoint_tensors(policy.model, has_adapter=True))
     for name, tensor in policy.model.state_dict().items():
@@ -83,7 +83,7 @@ def test_an_adapter_is_added_as_peft_merges_it_and_the_policy_stays_bitwise(
 
 def test_of_merged_weights_one_layer_exists_at_a_time(tmp_path: Path) -> None:
     tiny_model("llama", num_hidden_layers=6).save_pretrained(tmp_path / "base")
-    policy = load(tmp_path / "base", adapter=saved_adapter(tmp_path / "adapter", tmp_path / "base"))
+    policy = load_usual(tmp_path / "base", adapter=saved_adapter(tmp_path / "adapter", tmp_path / "base"))
     made: list[weakref.ref[Tensor]] = []
     most = 0
     for name, tensor in checkpoint_tensors(policy.model, has_adapter=True):

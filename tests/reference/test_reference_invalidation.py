@@ -57,7 +57,7 @@ def one_element(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
 
 
 def numerics_version(work: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    monkeypatch.setattr(fingerprint, "NUMERICS_VERSION", fingerprint.NUMERICS_VERSION + 1)
+    monkeypatch.setattr("dpo_pack.model.facts.NUMERICS_VERSION", fingerprint.NUMERICS_VERSION + 1)
     return ()
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
-import dpo_pack.model.loading as loading
 import dpo_pack.run.models as recipe_models
 import dpo_pack.trainer as train_module
+from dpo_pack.model.building import load_model
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import Recipe, check_environment, load_recipe
 from dpo_pack.run.evaluate import evaluate_models
@@ -106,12 +106,11 @@ def test_the_base_is_loaded_once_and_its_log_probs_are_bitwise_those_of_the_base
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_loaded = 0
-    original = loading.load_model
 
     def counting(*arguments: Any, **settings: Any) -> LoadedModel:
         nonlocal num_loaded
         num_loaded += 1
-        return original(*arguments, **settings)
+        return load_model(*arguments, **settings)
 
     monkeypatch.setattr(recipe_models, "load_model", counting)
     own_cache = f"reference.cache_dir={tmp_path / 'cache'}"

@@ -16,7 +16,8 @@ from support.run_files import losses, records
 from support.tiny_run import write_rows
 
 import dpo_pack.trainer as train_module
-from dpo_pack.model import loading
+from dpo_pack.model.building import load_model
+from dpo_pack.model.facts import ModelFacts
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run import models as recipe_models
 from dpo_pack.trainer import train
@@ -102,9 +103,9 @@ def test_a_loss_without_a_reference_computes_and_keeps_none(
     monkeypatch.setattr("dpo_pack.trainer.prepare_reference", lambda *_: pytest.fail("a reference pass"))
     loaded: list[str] = []
 
-    def spy(path: str, **settings: Any) -> Any:
-        loaded.append(path)
-        return loading.load_model(path, **settings)
+    def spy(facts: ModelFacts, **settings: Any) -> Any:
+        loaded.append(facts.path)
+        return load_model(facts, **settings)
 
     monkeypatch.setattr(recipe_models, "load_model", spy)
     own_cache = f"reference.cache_dir={cache}"

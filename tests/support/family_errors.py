@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +22,13 @@ from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.config import check_packs
 from dpo_pack.model.fast_layers import trim_last_layer
 from dpo_pack.model.layout import Row, packed_row, padded_row
-from dpo_pack.model.loading import load_model
 from dpo_pack.model.recurrence import wrap_recurrent_layers
-from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
+from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import Proof
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.system.errors import UnsupportedModelError
+from support.loading import load_usual
 from support.oracle import completion_logps_one_by_one, gradients
 from support.tiny_models import VOCABULARY, tiny_config, tiny_model
 
@@ -44,21 +43,6 @@ class Errors:
     mean_logp: float
     max_gradient: float  # relative to the largest entry
     gradient: float  # norm of the difference, relative
-
-
-def load(directory: Path, **changes: Any) -> LoadedModel:
-    """The model in `directory` on the CPU in fp32; `changes` of the arguments of `load_model`."""
-    arguments: dict[str, Any] = {
-        "revision": None,
-        "trust_remote_code": False,
-        "precision": Precision(parameters=torch.float32, autocast=None),
-        "attention": "auto",
-        "packed": True,
-        "gradient_checkpointing": False,
-        "device": CPU,
-        "recipe_key": "model.path",
-    }
-    return load_model(str(directory), **{**arguments, **changes})
 
 
 def packs(family: str) -> bool:
@@ -128,7 +112,7 @@ def measure(family: str, directory: Path) -> tuple[dict[str, Errors], Errors]:
 
     errors = {}
     for packed in (True, False) if packs(family) else (False,):
-        scorer = load(directory, packed=packed).scorer
+        scorer = load_usual(directory, packed=packed).scorer
         for mode in ("shared", "unshared") if packed else ("padded",):
             scorer.zero_grad()
             sums = scorer(make_row(GROUPS, mode)).sums

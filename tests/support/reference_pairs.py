@@ -20,7 +20,7 @@ from dpo_pack.packing.lengths import Group
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import PassSettings, ReferenceWork, compute_missing, find_work, plan_pass
 from dpo_pack.system.errors import CacheError, DpoPackError
-from support.family_errors import load
+from support.loading import load_usual
 from support.tiny_models import VOCABULARY
 
 CPU = torch.device("cpu")
@@ -67,8 +67,8 @@ def one_line(function: Callable[[], object], kind: type[DpoPackError] = CacheErr
 
 
 def load_scorer(path: Path, **changes: Any) -> CompletionLogps:
-    """The model at `path` on the CPU in fp32; `changes` of the arguments of `load_model`."""
-    return load(path, **changes).scorer
+    """The model at `path` on the CPU in fp32; `changes` of the arguments of `load_usual`."""
+    return load_usual(path, **changes).scorer
 
 
 def run_pass(

@@ -29,13 +29,14 @@ from support.tiny_run import tiny_run
 import dpo_pack.reference.compute as reference_pass
 import dpo_pack.trainer as train_module
 from dpo_pack.model.attention.segments import on_device
+from dpo_pack.model.building import load_model
 from dpo_pack.model.layout import packed_row
 from dpo_pack.packing.lengths import Group
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import find_work
-from dpo_pack.run.models import load_weights, resolve_model
+from dpo_pack.run.models import resolve_model
 from dpo_pack.system.machine import host_copies
 from dpo_pack.trainer import train
 from dpo_pack.training import batches as batches_module
@@ -235,7 +236,7 @@ def test_on_cuda_a_row_of_more_than_3072_tokens_waits_for_nothing(tmp_path: Path
     """From there on the gradient of the embeddings is computed by other code."""
     recipe = load_recipe(tiny_run(tmp_path), ["model.autocast=bfloat16", "model.compile=false"])
     facts = resolve_model(recipe, CUDA)
-    scorer = load_weights(facts, device=CUDA).scorer
+    scorer = load_model(facts, device=CUDA).scorer
     random = np.random.default_rng(0)
     vocabulary = scorer.model.config.vocab_size
     groups = [

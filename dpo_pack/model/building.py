@@ -1,0 +1,251 @@
+"""Builds the model that its facts describe: reads the weights, changes layers, attaches an adapter."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from dpo_pack.model.attention import (
+    ATTENTION_NAME,
+    BACKENDS,
+    BackendChoice,
+    register_attention,
+    select_backend,
+)
+from dpo_pack.model.compiling import (
+    can_compile,
+    compile_layers,
+    keep_inputs_on_host,
+    keep_products,
+    text_model,
+    tower_parameters,
+)
+from dpo_pack.model.config import attention_needs, check_packs, own_attention, replace_settings, routes_tokens
+from dpo_pack.model.facts import ModelFacts
+from dpo_pack.model.fast_layers import (
+    apply_liger,
+    cast_experts,
+    experts_note,
+    speed_up_linears,
+    tile_feed_forwards,
+    trim_last_layer,
+)
+from dpo_pack.model.load_report import check_report, check_tied, whole_reports
+from dpo_pack.model.loading import auto_class, load_errors, quiet_transformers
+from dpo_pack.model.logps import WantedStatistics, compile_head
+from dpo_pack.model.lora import LoraSettings, attach_adapter
+from dpo_pack.model.parallel import ALONE, Strategy, shard_model
+from dpo_pack.model.quantize import compute_restored, quantization_settings
+from dpo_pack.model.recurrence import wrap_recurrent_layers
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel
+from dpo_pack.model.vision import VisionInputs, vision_family
+from dpo_pack.system import ranks
+from dpo_pack.system.errors import ModelError, UnsupportedModelError
+
+
+def load_model(
+    facts: ModelFacts,
+    *,
+    device: torch.device,
+    strategy: Strategy = ALONE,
+    adapter: LoraSettings | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> LoadedModel:
+    """Loads the model on the device, with a new `adapter` if given, else with the one of its facts.
+
+    If the strategy shards, all ranks must call it: rank 0 reads the weights and sends each rank its shards.
+    With `tensors`, the checkpoint's on the meta device, it reads no weights, and compares these with the
+    model. Raises ModelError when loading fails, a weight is missing or (`refuses_unused`) not used,
+    UnsupportedModelError when the model cannot be exact.
+    """
+    if not strategy.shards:
+        weights_on = device if tensors is None else torch.device("meta")
+        return _load(facts, device, weights_on, adapter, tensors)
+    if facts.quantization is not None:
+        raise ModelError(
+            f"{facts.recipe_key}: the weights of {facts.path} are quantised, and quantised weights cannot be "
+            "in shards; set distributed.strategy: ddp"
+        )
+    with ranks.first_goes_first():
+        weights_on = ranks.of_first(torch.device("cpu")) or torch.device("meta")
+        loaded = _load(facts, device, weights_on, adapter, tensors)
+        if any("tie_word_embeddings" in note for note in loaded.notes):
+            raise ModelError(
+                f"{facts.recipe_key}: config.json of {facts.path} says tie_word_embeddings: true, but the "
+                "weights of head and embeddings differ; correct it to false, or set distributed.strategy: ddp"
+            )
+    shard_model(loaded.scorer, strategy, device)
+    return loaded
+
+
+def _load(
+    facts: ModelFacts,
+    device: torch.device,
+    weights_on: torch.device,
+    new_adapter: LoraSettings | None,
+    tensors: Mapping[str, Tensor] | None,
+) -> LoadedModel:
+    """`weights_on` is where the weights are put first; on the meta device they are not read."""
+    config, adapter, attached = copy.deepcopy(facts.config), new_adapter or facts.adapter, None
+    choice = _choose_attention(facts, config, device)
+    replaced = replace_settings(config)
+    with load_errors(facts.path, facts.recipe_key), quiet_transformers() as said:
+        model, notes = _read_model(facts, config, weights_on, tensors)
+    if routes_tokens(config):
+        cast_experts()
+        notes += filter(None, [experts_note(device, facts.precision.activations)])
+    if any(getattr(module, "is_causal", True) is False for module in text_model(model).modules()):
+        raise UnsupportedModelError(
+            f"{facts.recipe_key}: {facts.path}: {type(model).__name__} attends to later tokens of a prompt "
+            "as well, as PaliGemma and embedding models do; give a causal model"
+        )
+    for parameter in tower_parameters(model):
+        parameter.requires_grad_(False)
+    if adapter is not None:
+        with quiet_transformers() as more:
+            attached = attach_adapter(
+                model,
+                adapter,
+                base=facts.path,
+                revision=facts.revision,
+                recipe_key=facts.recipe_key,
+                reads_weights=weights_on.type != "meta",
+            )
+        said += more
+    vision = None
+    if facts.processor is not None:
+        vision = VisionInputs(processor=facts.processor, family=vision_family(config))
+    scorer = CompletionLogps(
+        model,
+        backend=BACKENDS[choice.name] if facts.is_packed else None,
+        autocast=facts.precision.autocast,
+        gather_dtype=facts.precision.gathered,
+        adapter=attached,
+        wanted=WantedStatistics(squares=facts.keeps_squares),
+        vision=vision,
+    )
+    _change_layers(facts, scorer, device, weights_on)
+    if tensors is None:
+        _compile(facts, scorer, device)
+    return LoadedModel(scorer=scorer, attention=choice, replaced=replaced, notes=notes + said)
+
+
+def _choose_attention(facts: ModelFacts, config: PretrainedConfig, device: torch.device) -> BackendChoice:
+    if facts.is_packed:
+        check_packs(config)
+        register_attention()
+        needs, dtype = attention_needs(config), facts.precision.activations
+        return select_backend(facts.attention, needs, device=device, dtype=dtype)
+    own = own_attention(config)
+    name = "model's own" if own is None else f"model's own, {own}"  # part of the key of cached log-probs
+    return BackendChoice(name=name, reason="padded batches need no layout")
+
+
+def _change_layers(
+    facts: ModelFacts, scorer: CompletionLogps, device: torch.device, weights_on: torch.device
+) -> None:
+    """Replaces forwards of layers by those that the facts ask for, and puts the weights on `weights_on`."""
+    model = scorer.model
+    if facts.kernels == "liger":
+        apply_liger(model)
+    if device.type == "cpu":
+        speed_up_linears(model)
+    if facts.mlp_tile_tokens is not None:
+        tile_feed_forwards(model, facts.mlp_tile_tokens, has_experts=routes_tokens(facts.config))
+    if facts.is_packed:
+        wrap_recurrent_layers(model)
+        trim_last_layer(model)
+    # We train in evaluation mode: it allows gradients, and has no dropout and no noise in routers.
+    scorer.eval()
+    if weights_on.type != "meta":
+        scorer.to(weights_on)
+    if facts.gradient_checkpointing:
+        is_selective = facts.gradient_checkpointing == "selective"
+        _checkpoint_activations(model, keeps_products=is_selective, offloads=facts.activation_offload)
+
+
+def _read_model(
+    facts: ModelFacts,
+    config: PretrainedConfig,
+    weights_on: torch.device,
+    tensors: Mapping[str, Tensor] | None,
+) -> tuple[PreTrainedModel, list[str]]:
+    """Reads the model, and returns lines for the user about its tensors.
+
+    On the meta device its parameters have no values, but its buffers have.
+    """
+    attention: Any = own_attention(config)
+    if facts.is_packed:
+        # The language model gets our attention; towers keep theirs, which reads all of an image.
+        texts = [name for name in config.sub_configs if getattr(config, name) is config.get_text_config()]
+        attention = dict.fromkeys(["", *texts], ATTENTION_NAME) if texts else ATTENTION_NAME
+    options: dict[str, Any] = {
+        "trust_remote_code": facts.trust_remote_code,
+        "dtype": facts.precision.parameters,
+        "attn_implementation": attention,
+    }
+    if facts.quantize is not None:
+        options["quantization_config"] = quantization_settings(facts.quantize)
+    source = f"{facts.recipe_key}: {facts.path}"
+    auto = auto_class(config, source)
+    if weights_on.type == "meta":
+        with init_empty_weights(include_buffers=False):
+            model = auto.from_config(config, **options)
+        assert isinstance(model, PreTrainedModel)
+        model.tie_weights()  # parameters that were tied are separate ones on the meta device
+        if not tensors:
+            return model, []
+        options = {"dtype": options["dtype"], "state_dict": tensors, "device_map": {"": weights_on}}
+        read: Any = partial(type(model).from_pretrained, None, config=model.config, **options)
+    else:
+        # We read weights directly onto a CUDA device. Otherwise each process would hold a copy on the CPU.
+        # Without a map transformers puts quantised weights onto the first GPU, in every process.
+        has_map = weights_on.type == "cuda" or facts.quantize is not None
+        device_map = {"": weights_on} if has_map else None
+        options |= {"config": config, "revision": facts.revision, "device_map": device_map}
+        read = partial(auto.from_pretrained, facts.path, **options)
+    with whole_reports() as reports:
+        model, loading = read(output_loading_info=True, ignore_mismatched_sizes=True)
+    notes = check_report(model, reports[0], loading, source=source, refuses_unused=facts.refuses_unused)
+    if getattr(model, "is_quantized", False):
+        compute_restored(model)
+    return model, notes if weights_on.type == "meta" else notes + check_tied(model)
+
+
+def _checkpoint_activations(
+    model: PreTrainedModel, *, keeps_products: bool = False, offloads: bool = False
+) -> None:
+    """Makes layers recompute activations; with `keeps_products` all but matrix products and attention, with
+    `offloads` from inputs that the host keeps."""
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if keeps_products:
+        settings["context_fn"] = keep_products
+    with warnings.catch_warnings():
+        # Newer transformers call this activation_checkpointing_enable; older ones have only this name.
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(settings)
+    for module in model.modules():  # transformers recomputes in training mode only
+        module.training = bool(vars(module).get("gradient_checkpointing"))
+        if offloads and module.training:
+            plain: Any = module._gradient_checkpointing_func
+            vars(module)["_gradient_checkpointing_func"] = partial(keep_inputs_on_host, plain)
+
+
+def _compile(facts: ModelFacts, scorer: CompletionLogps, device: torch.device) -> None:
+    falls_back = facts.compile == "auto"
+    is_asked = bool(facts.compile)
+    if falls_back:
+        is_asked = device.type == "cuda" and can_compile(scorer.model, device)
+    # Selective checkpointing has to see each product.
+    if is_asked and facts.gradient_checkpointing != "selective" and facts.quantization is None:
+        compile_layers(scorer.model, falls_back=falls_back)
+        scorer.head_passes = compile_head(falls_back=falls_back)
+        scorer.is_compiled = True
