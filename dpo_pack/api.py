@@ -155,28 +155,34 @@ def train(
     saves the state and then raises KeyboardInterrupt.
     """
     if memory is not None:
-        loaded = load(recipe, overrides, trains=True)
-        with many_imports():
-            import torch
-
-            from dpo_pack.run.memory_estimate import print_memory_estimate
-            from dpo_pack.run.pairs import offline_source
-            from dpo_pack.run.setup import prepare
-            from dpo_pack.system.console import make_console
-
-        elsewhere: dict[str, Any] = {"runs_models": False, "device": torch.device("cuda")}
-        setup = prepare(loaded, make_console(quiet=quiet), takes_prompts=True, **elsewhere)
-        plan = None
-        if loaded.online is None:
-            of_one = offline_source(loaded, setup.data, setup.policy_facts)
-            plan = replace(of_one, num_ranks=devices).first_plan
-        print_memory_estimate(setup, plan, device_bytes=memory, num_devices=devices)
-        return Run(path=Path(loaded.output_dir))
+        return _plan_memory(recipe, overrides, memory, devices, quiet=quiet)
     with _on_every_rank(recipe, overrides, command, trains=True, quiet=quiet, verbose=verbose) as found:
         from dpo_pack.trainer import train as run_training
 
         loaded, console = found
         run_training(loaded, console, overwrite=overwrite, dry_run="full" if full else dry_run)
+    return Run(path=Path(loaded.output_dir))
+
+
+def _plan_memory(
+    recipe: AnyRecipe, overrides: Mapping[str, Any], memory: int, devices: int, *, quiet: bool
+) -> Run:
+    loaded = load(recipe, overrides, trains=True)
+    with many_imports():
+        import torch
+
+        from dpo_pack.run.memory_estimate import print_memory_estimate
+        from dpo_pack.run.pairs import offline_source
+        from dpo_pack.run.setup import prepare
+        from dpo_pack.system.console import make_console
+
+    elsewhere: dict[str, Any] = {"runs_models": False, "device": torch.device("cuda")}
+    setup = prepare(loaded, make_console(quiet=quiet), takes_prompts=True, **elsewhere)
+    plan = None
+    if loaded.online is None:
+        of_one = offline_source(loaded, setup.data, setup.policy_facts)
+        plan = replace(of_one, num_ranks=devices).first_plan
+    print_memory_estimate(setup, plan, device_bytes=memory, num_devices=devices)
     return Run(path=Path(loaded.output_dir))
 
 

@@ -35,7 +35,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -484,7 +484,14 @@ class Trainer:
         state, log, every_steps = self.state, self.log, self.recipe.train.eval_every_steps
         batches = iter(self.source)
         log.begin_step()
-        while (batch := self.next_batch(batches)) is not None:
+        while not self.evaluator.ends_run(state):
+            self.interruption.poll()
+            with self.interruption.lifted():  # no step has begun, so a signal ends the run at once
+                batch = next(batches, None)
+            ranks.seed_step(self.recipe.seed, step=state.step, rank=ranks.rank())
+            self.clock.lap("data")
+            if batch is None:
+                break
             is_logged = is_multiple(state.step + 1, self.recipe.logging.every_steps)
             with state.scorer.measuring(is_logged):
                 outcome = self.train_step(batch)
@@ -505,17 +512,6 @@ class Trainer:
             self.saver.mark_place()
             self.close_step()
             log.begin_step()
-
-    def next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch | None:
-        """Returns the batch of the next step; None after the last step, or if early stopping ends the run."""
-        if self.evaluator.ends_run(self.state):
-            return None
-        self.interruption.poll()
-        with self.interruption.lifted():  # no step has begun, so a signal ends the run at once
-            batch = next(batches, None)
-        ranks.seed_step(self.recipe.seed, step=self.state.step, rank=ranks.rank())
-        self.clock.lap("data")
-        return batch
 
     def close_step(self) -> None:
         """Evaluates and saves a checkpoint, if these are due after this step (or before the first step)."""
@@ -614,14 +610,14 @@ class Trainer:
         After an error it saves the state after the last step, if it can. Returns what `verify_model` needs,
         if the export is to be verified.
         """
-        run, state, log, saver = self.run, self.state, self.log, self.saver
+        run, state, saver = self.run, self.state, self.saver
         best = saver.best_evaluation()
         stopped_early = self.evaluator.ends_run(state)
         if stopped_early:
-            log.print(self.evaluator.stop_sentence(state))
+            self.console.print(self.evaluator.stop_sentence(state))
         failure = self.evaluator.failure_sentence(state)
         if failure is not None:
-            log.print(failure)
+            self.console.print(failure)
         try:
             saved = self.write_results(best, stopped_early=stopped_early)
         except Exception as error:  # the same command goes on after the last step
@@ -630,7 +626,7 @@ class Trainer:
         saver.exporter.round_policy()  # a checkpoint has the weights as they were trained, so only now
         rate = state.num_pairs / max(state.train_seconds, 1e-9)
         page = f"; report: {run.page}" if write_page(run, self.console) else ""
-        log.print(
+        self.console.print(
             f"Done: {state.step} steps, {state.num_pairs:,} pairs in {format_seconds(state.train_seconds)} "
             f"({rate:,.1f} pairs/s). Model: {run.model}; metrics: {run.metrics}{page}"
         )
@@ -644,7 +640,7 @@ class Trainer:
         with shown(self.console, "Writing the model"):
             saved = saver.exporter.export(run.model)
         if turn_end := saver.exporter.turn_end()[1]:
-            log.print(turn_end)
+            self.console.print(turn_end)
         ranks.every_rank_does(log.close)
         facts: dict[str, Any] = {
             "status": "finished",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -19,10 +20,9 @@ from typer.core import TyperGroup
 import dpo_pack
 from dpo_pack import api
 from dpo_pack.commands.cache_commands import cache_app, parse_bytes
-from dpo_pack.system import interrupts
 from dpo_pack.system.endings import USER_CAN_MEND, ending_of
 from dpo_pack.system.errors import RecipeError
-from dpo_pack.system.interrupts import interruptible
+from dpo_pack.system.interrupts import STOP_SIGNALS, interruptible
 from dpo_pack.system.process import Placement, complain, guard_output, many_imports, placement, say
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def main() -> None:
     guard_output()
     try:
         with interruptible():
-            interrupts.accept_stop_signals()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `held_back` has delayed them
             app(prog_name="dpopack")
     except SystemExit:
         raise

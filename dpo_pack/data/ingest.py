@@ -110,8 +110,10 @@ class Ingestion:
         self.first_rows = opened.first_rows
         with closing(opened.rows):
             self.format, rows = self._known_format(opened.rows)
-            self._check_columns_are_read()
-            self._find_prompts(opened)
+            if self.source.columns:
+                self._check_columns_are_read()
+            if FORMATS[self.format].infers_prompts:
+                self._find_prompts(opened)
             settings = TokenizationSettings(
                 format=self.format,
                 system_prompt=self.data.system_prompt,
@@ -125,7 +127,7 @@ class Ingestion:
                 format_options=FORMATS[self.format].options_of(self.source),
                 template_options={**self.data.chat_template_kwargs, **self.source.chat_template_kwargs},
                 continues_turns=self.data.continue_final_message,
-                images=self._image_reader(),
+                images=None if self.images is None else self._image_reader(self.images),
             )
             check_tokenizer(self.tokenizer, settings, self.located.label)
             yield self.checked(rows), settings
@@ -139,25 +141,16 @@ class Ingestion:
     def num_workers(self) -> int:
         return 0 if self.max_rows is not None or self.data.num_workers == "auto" else self.data.num_workers
 
-    def _image_reader(self) -> ImageReader | None:
-        if self.images is None:
-            return None
+    def _image_reader(self, processor: ImageProcessor) -> ImageReader:
         folder, path = self.source.image_folder, Path(self.located.label)
         if folder is None and path.exists():
             folder = path if path.is_dir() else path.parent
         return ImageReader(
-            processor=self.images,
-            fingerprint=self.images.fingerprint,
+            processor=processor,
+            fingerprint=processor.fingerprint,
             folder=folder and Path(os.path.abspath(folder)),  # without `..`, as the paths of images
             max_pixels=self.data.max_pixels,
         )
-
-    def image_key(self) -> dict[str, Any]:
-        """Returns what the name of a store has of images: {} without them, as in earlier releases."""
-        reader = self._image_reader()
-        if reader is None:
-            return {}
-        return {"images": [reader.fingerprint, str(reader.folder), reader.max_pixels]}
 
     def batches(
         self, rows: Iterator[NumberedRow], settings: TokenizationSettings, progress: Progress | None = None
@@ -215,7 +208,8 @@ class Ingestion:
         """Raises DataError if the source has changed, if bad rows stop the run, or if no row is kept."""
         self.located.check_unchanged()
         which = "the first " if self.num_rows == self.max_rows else ""
-        self._check_rows(which)
+        if self.first_dropped:
+            self._check_rows(which)
         if self.num_rows == 0:
             raise DataError(f"{self.located.label} has no rows; correct or remove {self.located.key}")
         if self.num_kept == 0:
@@ -340,7 +334,7 @@ class Ingestion:
         Without a prompt column, it is what chosen and rejected begin with, if no other column may be it.
         """
         format, prompt = FORMATS[self.format], self.source.columns.get("prompt", "prompt")
-        if not format.infers_prompts or prompt is None:
+        if prompt is None:
             return
         first_rows = [] if prompt in opened.columns else opened.first_rows()
         columns = {**opened.columns, **dict.fromkeys(chain.from_iterable(first_rows))}

@@ -371,6 +371,8 @@ def load_source(
                 reads_all=next(rows, None) is None,
             )
         facts = _facts_of_tokens(ingestion, tokenizer_key)
+        if (images := settings.images) is not None:
+            facts["images"] = [images.fingerprint, str(images.folder), images.max_pixels]
         directory = cache_dir / "tokens" / content_key({**facts, "source": ingestion.located.fingerprint})
         store = open_store(directory)
         if store is not None and (ingestion.reads_more_than(store) or store.has_other_images()):
@@ -420,7 +422,6 @@ def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]
         **ingestion.source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS | others),
         **data.model_dump(mode="json", exclude=_DATA_KEYS_BESIDE_TOKENS),
         "found_format": ingestion.format,
-        **ingestion.image_key(),
     }
 
 

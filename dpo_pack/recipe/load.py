@@ -162,44 +162,37 @@ def _path_problems(recipe: Recipe, *, trains: bool) -> Iterator[Problem]:
         ("reference.path", recipe.reference.path, MODEL_FILES),
         *((f"online.judges.{number}.path", judge.path, MODEL_FILES) for number, judge in judges),
     ):  # fmt: skip
-        if path is not None:
-            yield from _model_path_problems(key, path, needed)
+        if path is None or any(os.path.isfile(os.path.join(path, name)) for name in needed):
+            continue
+        if os.path.isdir(path):
+            remedy = "give one that save_pretrained wrote, or a hub id"
+            yield key, f"directory {show(path)} has no {' or '.join(needed)}; {remedy}"
+        elif os.path.exists(path):
+            yield key, f"must be a directory or a hub id, and {show(path)} is a file"
+        elif not HUB_ID.fullmatch(path):
+            yield key, f"no such directory, and not a hub id: {show(path)}"
     if model.revision and os.path.isdir(model.path):
         yield "model.revision", "a local directory has no revisions; leave it out"
     if template and not os.path.isfile(template):
         yield "tokenizer.chat_template", f"no such file: {show(str(template))}"
     for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
         for index, source in enumerate(sources):
-            yield from _data_path_problems(f"data.{part}.{index}.path", source.path)
+            key, path = f"data.{part}.{index}.path", source.path
+            is_data_file = path.endswith(DATA_FILE_SUFFIXES)
+            has_suffix = path.endswith(".gz") or ("/" not in path and os.path.splitext(path)[1] != "")
+            if os.path.exists(path):
+                if not is_data_file and not os.path.isdir(path):
+                    yield key, f"a data file ends in {', '.join(DATA_FILE_SUFFIXES)}, not as {show(path)}"
+            elif is_data_file or has_suffix or path.startswith((".", "/", "~")):
+                yield key, f"no such file or directory: {show(path)} (relative paths start at {os.getcwd()})"
+            elif not HUB_ID.fullmatch(path):
+                yield key, f"no such file or directory, and not a hub id: {show(path)}"
     yield from _directory_problems("output_dir", recipe.output_dir, is_written=trains)
     if recipe.reference.cache_dir:
         # A read-only cache is enough if it has all values. A run that must write to it tests that first.
         yield from _directory_problems("reference.cache_dir", recipe.reference.cache_dir, is_written=False)
     if resume not in ("auto", "never") and not os.path.isdir(resume):
         yield "checkpoint.resume", f"must be auto, never or the directory of a checkpoint, not {show(resume)}"
-
-
-def _model_path_problems(key: str, path: str, needed: Sequence[str]) -> Iterator[Problem]:
-    if os.path.isdir(path):
-        if not any(os.path.isfile(os.path.join(path, name)) for name in needed):
-            remedy = "give one that save_pretrained wrote, or a hub id"
-            yield key, f"directory {show(path)} has no {' or '.join(needed)}; {remedy}"
-    elif os.path.exists(path):
-        yield key, f"must be a directory or a hub id, and {show(path)} is a file"
-    elif not HUB_ID.fullmatch(path):
-        yield key, f"no such directory, and not a hub id: {show(path)}"
-
-
-def _data_path_problems(key: str, path: str) -> Iterator[Problem]:
-    is_data_file = path.endswith(DATA_FILE_SUFFIXES)
-    has_suffix = path.endswith(".gz") or ("/" not in path and os.path.splitext(path)[1] != "")
-    if os.path.exists(path):
-        if not is_data_file and not os.path.isdir(path):
-            yield key, f"a data file ends in {', '.join(DATA_FILE_SUFFIXES)}, not as {show(path)}"
-    elif is_data_file or has_suffix or path.startswith((".", "/", "~")):
-        yield key, f"no such file or directory: {show(path)} (relative paths start at {os.getcwd()})"
-    elif not HUB_ID.fullmatch(path):
-        yield key, f"no such file or directory, and not a hub id: {show(path)}"
 
 
 def _directory_problems(key: str, directory: Path, *, is_written: bool = True) -> Iterator[Problem]:

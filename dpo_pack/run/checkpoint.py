@@ -242,7 +242,7 @@ class Saver:
             setup=self.setup,
             loaded=self.loaded,
             samples=self.run.samples,
-            say=self.log.print,
+            say=self.setup.console.print,
             facts=lambda: (self.log.totals(self.state), self.state.evaluation),
         )
 
@@ -274,7 +274,7 @@ class Saver:
         )
         if kept != standing.best:
             lost = ", ".join(str(step) for step in standing.best_steps if step not in dict(kept))
-            self.log.print(
+            self.setup.console.print(
                 f"Note: the best evaluations were after step {lost}, but {directory} has none of their "
                 "checkpoints; from now on, those of the best later evaluations are kept"
             )
@@ -299,16 +299,16 @@ class Saver:
         )
         path = self.writer.write(content, export=self.exporter.export if settings.export else None)
         self.saved = self.place
-        self.log.print(f"  {'saving' if self.writer.in_background else 'saved'} {path}")
+        self.setup.console.print(f"  {'saving' if self.writer.in_background else 'saved'} {path}")
 
     def save_on_the_way_out(self) -> None:
         """Saves the state after the last complete step of an interrupted run; drops an unfinished step."""
         self.state.optimizer.zero_grad(set_to_none=True)
         self.log.report_nonfinite()
         if self.state.step == 0:
-            self.log.print("  nothing is trained yet, so there is nothing to save")
+            self.setup.console.print("  nothing is trained yet, so there is nothing to save")
         elif self.saved is self.place:
-            self.log.print(f"  step {self.state.step} is saved already")
+            self.setup.console.print(f"  step {self.state.step} is saved already")
         else:
             self.save()
 
@@ -324,7 +324,7 @@ class Saver:
         try:
             self.save_on_the_way_out()
         except Exception as refused:  # the user must see the error that ends the run, not this one
-            self.log.print(f"  Warning: the last step is not saved: {first_line(refused)}")
+            self.setup.console.print(f"  Warning: the last step is not saved: {first_line(refused)}")
 
     def best_evaluation(self) -> dict[str, Any] | None:
         """Returns run.json's entry on the best evaluation, if any. `checkpoint`: None if none is kept."""
@@ -365,7 +365,7 @@ class Saver:
                 if self.saved is not self.place:
                     self.save()
             except CacheError as refused:
-                self.log.print(f"  Warning: the last step is not saved: {refused}")
+                self.setup.console.print(f"  Warning: the last step is not saved: {refused}")
             self.place = replace(self.place, step=step)  # the place whose parameters the policy has
         self.state.evaluation = load_trained(checkpoint_path(self.run.checkpoints, step), self.state.scorer)
         return step

@@ -52,9 +52,6 @@ class RunLog:
     file: MetricsLog | None = None
     step_begun: float = 0.0
 
-    def print(self, line: str) -> None:
-        self.setup.console.print(line)
-
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Opens metrics.jsonl for the `with` block, and first removes its lines after `offset` bytes."""
@@ -91,12 +88,12 @@ class RunLog:
         self._write(record | ({"warnings": warnings} if warnings else {}))
         self.lines.show(record)
         for warning in warnings:
-            self.print(f"  Warning: {warning}")
+            self.setup.console.print(f"  Warning: {warning}")
 
     def write_evaluation(self, step: int, name: str, result: Mapping[str, Any], sentence: str) -> None:
         """Writes the result of one held-out set to metrics.jsonl and trackers, and prints `sentence`."""
         self._write({"split": "eval", "source": name, "step": step, **result})
-        self.print(f"  held out ({name}) after step {step}: {sentence}")
+        self.setup.console.print(f"  held out ({name}) after step {step}: {sentence}")
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self.file is not None
@@ -115,7 +112,7 @@ class RunLog:
         for message in self.guard.report(self.run.root, self.setup.data.train, sources):
             if self.guard.stops:
                 raise RunError(message)
-            self.print(f"  {message}")
+            self.setup.console.print(f"  {message}")
 
     def totals(self, state: TrainState) -> dict[str, Any]:
         """Returns run.json's totals. All seconds except `train_seconds` are those of this process only."""

@@ -56,6 +56,7 @@ from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
 from dpo_pack.system.files import discard
 from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import keep_freed_memory
+from dpo_pack.system.process import has_accelerate_config
 from dpo_pack.training.optim import check_optimizer
 from dpo_pack.training.references import LiveReference
 
@@ -245,7 +246,8 @@ def prepare(
     if recipe.reference.path is not None:
         reference = resolve_model(recipe, device, recipe.reference.path, recipe_key="reference.path")
         reference = replace(reference, processor=policy.processor)
-    check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
+    if has_accelerate_config():
+        check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
     check_model(policy, device, is_trained=True)
     if reference is not policy:
         check_model(reference, device)

@@ -142,8 +142,3 @@ def held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def accept_stop_signals() -> None:
-    """Lets stop signals reach this process, including signals that `held_back` has delayed."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

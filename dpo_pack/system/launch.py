@@ -27,7 +27,7 @@ from dpo_pack.system.console import log_only, make_console
 from dpo_pack.system.endings import end_soon, ending_of, settle_failure
 from dpo_pack.system.errors import RecipeError, RunError, first_line
 from dpo_pack.system.machine import package_versions
-from dpo_pack.system.process import KEY, Placement, is_set, placement
+from dpo_pack.system.process import KEY, Placement, has_accelerate_config, is_set, placement
 from dpo_pack.system.process_starter import end_with_parent, start_ranks, usable_cores
 
 # The longest waits of a rank: until all ranks have started (nodes of a job start at different times), and in
@@ -54,7 +54,8 @@ def on_every_rank(
     runs the block alone. Raises RecipeError if the number of processes is wrong, RunError if the ranks cannot
     connect, or if their `settings` or package versions differ.
     """
-    _refuse_other_shards()
+    if has_accelerate_config():
+        _refuse_other_shards()
     place = placement(os.environ)
     num_processes = 1 if place is None and command is None else wanted_processes(wanted, place)
     if place is None and command is not None and num_processes > 1:

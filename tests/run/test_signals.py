@@ -166,14 +166,17 @@ def test_ranks_begin_no_step_after_one_of_them_got_a_signal(monkeypatch: pytest.
     monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
     monkeypatch.setattr(ranks, "largest_numbers", lambda signum, seconds: [float(TERM), seconds])
     interruption = Interruption()
+    batches: Iterator[Any] = iter(["the next step's"])
     trainer: Any = SimpleNamespace(
         interruption=interruption,
+        source=batches,
+        recipe=SimpleNamespace(train=SimpleNamespace(eval_every_steps=None)),
         state=SimpleNamespace(step=4),
+        log=SimpleNamespace(begin_step=lambda: None),
         evaluator=SimpleNamespace(ends_run=lambda state: False),
     )
-    batches: Iterator[Any] = iter(["the next step's"])
     with interruption.deferred(), pytest.raises(Interrupted):
-        train_module.Trainer.next_batch(trainer, batches)
+        train_module.Trainer.take_steps(trainer, None)
     assert list(batches) == ["the next step's"], "it was taken, though nobody would train on it"
 
 

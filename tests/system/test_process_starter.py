@@ -34,7 +34,7 @@ def stop(signum, frame):
 for number in interrupts.STOP_SIGNALS:
     signal.signal(number, stop)
 pathlib.Path(sys.argv[1], f"ready-{os.environ['RANK']}").touch()
-interrupts.accept_stop_signals()
+signal.pthread_sigmask(signal.SIG_UNBLOCK, interrupts.STOP_SIGNALS)
 while True:
     time.sleep(0.01)
 """
