@@ -107,8 +107,9 @@ def _load(
             f"{facts.recipe_key}: {facts.path}: {type(model).__name__} attends to later tokens of a prompt "
             "as well, as PaliGemma and embedding models do; give a causal model"
         )
-    for parameter in tower_parameters(model):
-        parameter.requires_grad_(False)
+    if config.get_text_config() is not config:
+        for parameter in tower_parameters(model):
+            parameter.requires_grad_(False)
     if adapter is not None:
         with quiet_transformers() as more:
             attached = attach_adapter(

@@ -97,6 +97,8 @@ class ModelFacts:
     @functools.cached_property
     def balance(self) -> RouterBalance | None:
         """The load-balancing loss of the policy's training; None: there is none. Raises RecipeError."""
+        if not (self.router_aux_coef or routes_tokens(self.config)):
+            return None
         return router_balance(self.architecture, self.router_aux_coef)
 
     @functools.cached_property

@@ -18,6 +18,15 @@ from dpo_pack.system.process import printable
 if TYPE_CHECKING:  # the page of a run is written without torch
     from dpo_pack.data.view import ShownRecipe
 
+_ENVIRONMENT = Environment(
+    loader=PackageLoader("dpo_pack.reports"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+
 
 def packing_page(report: PackingReport) -> str:
     """Returns the page that `inspect-packing --html` writes."""
@@ -51,14 +60,6 @@ def run_page(paths: Sequence[Path]) -> str:
 
 def render_page(template: str, **values: Any) -> str:
     """Returns the page from a template and its `values`; text in `values` is escaped."""
-    environment = Environment(
-        loader=PackageLoader("dpo_pack.reports"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    page = environment.get_template(template).render(**values)
+    page = _ENVIRONMENT.get_template(template).render(**values)
     # HTML allows no such characters, and a tokenizer may decode tokens to them.
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]", lambda control: printable(control[0]), page)

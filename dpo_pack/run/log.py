@@ -99,8 +99,9 @@ class RunLog:
         assert self.file is not None
         self.file.write(record)
         logging = self.setup.recipe.logging
-        sources = list(self.setup.data.eval_prompts or self.setup.data.eval)
-        track(self.setup.accelerator, record, held_out_names=sources, breakdowns=logging.breakdowns)
+        if logging.trackers:
+            sources = list(self.setup.data.eval_prompts or self.setup.data.eval)
+            track(self.setup.accelerator, record, held_out_names=sources, breakdowns=logging.breakdowns)
 
     def report_nonfinite(self) -> None:
         """Prints each step that made no update because of a non-finite value; writes its pairs to a file.

@@ -135,13 +135,13 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
 
     Raises RunError if the recipe cannot use `output_dir` or `checkpoint.resume`.
     """
-    root, resume, text = recipe.output_dir, recipe.checkpoint.resume, dump_recipe(recipe)
+    root, resume = recipe.output_dir, recipe.checkpoint.resume
     _refuse_to_replace_inputs(recipe)
     # None: the file is missing, or no run wrote it.
     info = None if read_json(root / INFO_FILE, _Info) is None else read_json(root / INFO_FILE)
     checkpoint = None if resume in ("auto", "never") else Path(resume)
     if info is None and (checkpoint is None or root.resolve() not in checkpoint.resolve().parents):
-        _refuse_to_replace_foreign_files(root, text, overwrite=overwrite)
+        _refuse_to_replace_foreign_files(root, lambda: dump_recipe(recipe), overwrite=overwrite)
     ways_out = "start again with --overwrite, or use another output_dir"
     if checkpoint is not None:
         if not (checkpoint / "checkpoint.json").is_file():
@@ -379,7 +379,7 @@ def _refuse_to_replace_inputs(recipe: Recipe) -> None:
                 )
 
 
-def _refuse_to_replace_foreign_files(root: Path, recipe_text: str, *, overwrite: bool) -> None:
+def _refuse_to_replace_foreign_files(root: Path, dump: Callable[[], str], *, overwrite: bool) -> None:
     """Raises RunError if the run would replace files, but no valid run.json shows that a run wrote them."""
     if (root / INFO_FILE).exists():
         if overwrite:
@@ -395,7 +395,7 @@ def _refuse_to_replace_foreign_files(root: Path, recipe_text: str, *, overwrite:
             continue
         # A process that is killed right after its start leaves its recipe alone, without run.json.
         with contextlib.suppress(OSError):
-            if name == RECIPE_FILE and path.read_bytes() == recipe_text.encode():
+            if name == RECIPE_FILE and path.read_bytes() == dump().encode():
                 continue
         raise RunError(
             f"output_dir: this run would replace {path}, and there is no {INFO_FILE} to show that an earlier "
