@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("default", deadline=None)  # shared machines stall
     settings.load_profile("default")
     torch.set_num_threads(1)  # tests run tiny models: more threads only wait for each other
+    vars(os)["fsync"] = lambda descriptor: None  # what a test writes need not survive the loss of power
 
 
 @pytest.fixture(scope="session")

@@ -161,8 +161,9 @@ def _change_layers(
         speed_up_linears(model)
     if facts.mlp_tile_tokens is not None:
         tile_feed_forwards(model, facts.mlp_tile_tokens, has_experts=routes_tokens(facts.config))
-    if facts.is_packed:
+    if facts.is_packed and scorer.num_recurrent_calls:
         wrap_recurrent_layers(model)
+    if facts.is_packed:
         trim_last_layer(model)
     # We train in evaluation mode: it allows gradients, and has no dropout and no noise in routers.
     scorer.eval()

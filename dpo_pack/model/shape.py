@@ -27,6 +27,7 @@ from dpo_pack.model.config import attention_needs, count_experts, layer_windows,
 from dpo_pack.model.fast_layers import last_feed_forward
 from dpo_pack.model.loading import auto_class, quiet_transformers
 from dpo_pack.model.recurrence import recurrence_sizes
+from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.vision import PixelProcessor
 from dpo_pack.packing.lengths import AttentionKind, ModelShape
 from dpo_pack.system.errors import RecipeError
@@ -62,7 +63,9 @@ def model_shape(model: PreTrainedModel, processor: PixelProcessor | None = None)
     text = model.config.get_text_config()
     experts = count_experts(text.to_dict())
     last = last_feed_forward(model)
-    recurrent = [recurrence_sizes(module) for module in text_model(model).modules()]
+    read, recurrent = text_model(model), list[tuple[float, float]]()
+    if KERNELS.keys() & vars(sys.modules[type(read).__module__]).keys():  # its code calls such functions
+        recurrent = [recurrence_sizes(module) for module in read.modules()]
     attention: tuple[AttentionKind, ...] = ()
     if "num_attention_heads" in text.to_dict().keys() | text.attribute_map.keys():  # not a state-space model
         needs = attention_needs(model.config)
@@ -72,7 +75,7 @@ def model_shape(model: PreTrainedModel, processor: PixelProcessor | None = None)
             AttentionKind(num_layers=number, width=width, window=window) for window, number in counts.items()
         )
     return ModelShape(
-        token_weights=_token_weights(text_model(model), experts, skipped),
+        token_weights=_token_weights(read, experts, skipped),
         head_weights=int(head.numel()),
         attention=attention,
         state_products=sum(products for products, _ in recurrent),

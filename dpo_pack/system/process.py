@@ -64,23 +64,27 @@ def placement(environ: Mapping[str, str]) -> Placement | None:
         )
     # A batch script has SLURM_PROCID and SLURM_NTASKS, too. Only srun starts a step of several tasks.
     if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        nodes = environ.get("SLURM_STEP_NODELIST") or _value(environ, "SLURM_JOB_NODELIST")
-        tasks = _value(environ, "SLURM_STEP_TASKS_PER_NODE")
-        # A job may run several steps at once, each with its port, below those of outgoing connections.
-        step = _number(environ, "SLURM_JOB_ID") + 127 * _number(environ, "SLURM_STEP_ID", 0)
-        return Placement(
-            rank=_number(environ, "SLURM_PROCID"),
-            num_ranks=_number(environ, "SLURM_STEP_NUM_TASKS"),
-            local_rank=_number(environ, "SLURM_LOCALID"),
-            num_local_ranks=tasks_on_node(tasks, _number(environ, "SLURM_NODEID")),
-            address=environ.get("MASTER_ADDR") or first_host(nodes),
-            port=_number(environ, "MASTER_PORT", 12_000 + step % 20_000),
-        )
+        return _placement_by_slurm(environ)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if _number(environ, name, 1) > 1:
             what = f"{name} is set, but dpo-pack does not read MPI's variables"
             raise RecipeError(f"{KEY}: {what}; {_LAUNCHERS}")
     return None
+
+
+def _placement_by_slurm(environ: Mapping[str, str]) -> Placement:
+    nodes = environ.get("SLURM_STEP_NODELIST") or _value(environ, "SLURM_JOB_NODELIST")
+    tasks = _value(environ, "SLURM_STEP_TASKS_PER_NODE")
+    # A job may run several steps at once, each with its port, below those of outgoing connections.
+    step = _number(environ, "SLURM_JOB_ID") + 127 * _number(environ, "SLURM_STEP_ID", 0)
+    return Placement(
+        rank=_number(environ, "SLURM_PROCID"),
+        num_ranks=_number(environ, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        num_local_ranks=tasks_on_node(tasks, _number(environ, "SLURM_NODEID")),
+        address=environ.get("MASTER_ADDR") or first_host(nodes),
+        port=_number(environ, "MASTER_PORT", 12_000 + step % 20_000),
+    )
 
 
 def first_host(node_list: str) -> str:
