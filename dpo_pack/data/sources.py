@@ -371,8 +371,8 @@ def load_source(
                 reads_all=next(rows, None) is None,
             )
         facts = _facts_of_tokens(ingestion, tokenizer_key)
-        if (images := settings.images) is not None:
-            facts["images"] = [images.fingerprint, str(images.folder), images.max_pixels]
+        if (reader := settings.images) is not None:
+            facts["images"] = [reader.fingerprint, str(reader.folder), reader.max_pixels]
         directory = cache_dir / "tokens" / content_key({**facts, "source": ingestion.located.fingerprint})
         store = open_store(directory)
         if store is not None and (ingestion.reads_more_than(store) or store.has_other_images()):
