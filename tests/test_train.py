@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 from support.device_reads import no_reads
 from support.family_errors import skip_unless_packed
-from support.marks import slow
 from support.run_files import assert_same_run, records, timeless, weights
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
@@ -150,7 +149,8 @@ def test_the_same_recipe_from_the_same_cache_is_bitwise_the_same(
 
 
 # After the last step of an epoch, and before the last step of all; tests/run/test_signals.py has others.
-@pytest.mark.parametrize("stop_at", [6, pytest.param(11, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop_at", [6, 11])
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     stop_at: int,
     straight: Path,
@@ -295,6 +295,7 @@ def test_a_reference_of_its_own_is_used_and_gone_before_training(
     assert first["split"] == "eval" and abs(first["rewards/margins"]) > 1e-3
 
 
+@pytest.mark.slow  # quick ones: tests/run/test_combinations.py
 def test_a_step_s_loss_is_the_mean_over_its_pairs_however_they_are_packed(
     assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -320,7 +321,8 @@ def test_a_step_s_loss_is_the_mean_over_its_pairs_however_they_are_packed(
     assert shared == [shared[0]] * 3 and padded == unshared  # padding is not counted
 
 
-@pytest.mark.parametrize("family", ["lfm2", *slow("mamba2", "zamba2")])
+@pytest.mark.slow  # quick ones, a row at a time: tests/model/test_families.py
+@pytest.mark.parametrize("family", ["lfm2", "mamba2", "zamba2"])
 def test_a_model_with_recurrent_layers_takes_the_same_steps_packed_as_padded(
     family: str, assets: Path, tmp_path: Path, console: Console
 ) -> None:

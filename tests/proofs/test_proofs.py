@@ -77,11 +77,8 @@ def failures(scorer: CompletionLogps) -> set[str]:
     "family",
     [
         "llama",
-        "gemma2",
-        "gpt_oss",
-        "deepseek_v3",
         *RECURRENT[:1],
-        *slow("mistral", "qwen3_moe", *RECURRENT[1:]),
+        *slow("gemma2", "gpt_oss", "deepseek_v3", "mistral", "qwen3_moe", *RECURRENT[1:]),
     ],
 )
 def test_an_honest_model_passes_every_proof(family: str, precision: str) -> None:

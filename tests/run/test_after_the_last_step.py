@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.full_disk import no_file_beyond
+from support.marks import slow
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
 from support.whole_runs import assert_same_run, at_step, checkpoint_steps, text, whole_run
@@ -98,13 +99,15 @@ FAILURES = {
     "a full disk": (export, "_write_model", raising(FULL), ()),
     "a library's error": (export, "save_model", raising(ValueError("no such type")), ()),
     "the last pairs": (records.PairLog, "_write", raising(FULL, where=once), ()),
-    "the last word of run.json": (RunDir, "update", FINISHED, ()),
+    "the last word on the run": (RunDir, "update", FINISHED, ()),
     "load_best": (checkpoint, "load_trained", raising(RunError("it cannot be read")), BEST),
     "a full disk after load_best": (export, "_write_model", raising(FULL), BEST),
 }
 
 
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if ".json" in name else ()) for name in FAILURES]
+)
 def test_the_same_command_finishes_what_failed_after_the_last_step(
     name: str,
     straight: Path,
@@ -219,9 +222,10 @@ MOUNTS = {
         for name in ("rename", "replace")
     },
 }
+SLOW_MOUNTS = slow("fsync", "rename across directories")
 
 
-@pytest.mark.parametrize("refused", MOUNTS)
+@pytest.mark.parametrize("refused", ["chmod", "fsync of directories", "rename of directories", *SLOW_MOUNTS])
 def test_a_run_goes_on_where_a_mount_refuses_a_call_and_says_so_once(
     refused: str,
     straight: Path,

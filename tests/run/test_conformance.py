@@ -43,12 +43,14 @@ def in_our_words(settings: dict[str, Any]) -> dict[str, Any]:
     return {"type": terms if len(terms) > 1 else types[0], **loss, **weighting}
 
 
-# Several rows a step, so that what couples pairs does so over rows. Every case meets it, in quick tests too.
+# Several rows a step, so that what couples pairs does so over rows. Every case meets it.
 COMMON = "shared, budget 512"
 # A layout changes log-probs and never what a loss makes of them. So one case of each kind meets every layout:
 # a sum of log-probs, a mean over tokens, pairs coupled over the step, tokens past the shorter completion's
 # end, weights by the policy.
 IN_EVERY_LAYOUT = ("sigmoid", "sigmoid_norm", "aot", "ld_alpha", "wpo")
+# Quick tests have them and one divergence. Every loss by hand, quick: tests/losses/test_losses.py.
+QUICK = (*IN_EVERY_LAYOUT, "alpha_divergence")
 OTHERS = [(case, layout) for layout in LAYOUTS for case in IN_EVERY_LAYOUT if layout != COMMON]
 
 
@@ -91,7 +93,7 @@ def assert_run_takes_trls_steps(
     assert_steps_equal_trl(directory, case, steps_of(recipe))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*QUICK, *slow(*(case for case in CASES if case not in QUICK))])
 def test_the_steps_of_each_setting_equal_trl_s(
     case: str, tmp_path: Path, cache: Path, console: Console
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.marks import slow
 from support.tiny_run import tiny_run
 from support.whole_runs import text
 
@@ -25,7 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 QUIET = Console(quiet=True)
 
 
-@pytest.fixture(scope="module", params=["", "model.lora={r: 4, alpha: 8}"], ids=["full", "lora"])
+@pytest.fixture(
+    scope="module", params=[*slow(""), "model.lora={r: 4, alpha: 8}"], ids=["full", "lora"]
+)  # what a full run leaves in a checkpoint: tests/run/test_resume.py
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without its model, which is in finished/; its last checkpoint is of the last step."""
     directory = tmp_path_factory.mktemp("stopped")

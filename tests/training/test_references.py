@@ -225,14 +225,13 @@ def biased(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("settings", "trained"),
     [
-        ({"use_dora": True}, "q_proj.lora_A"),
+        *slow(({"use_dora": True}, "q_proj.lora_A"), ({"bias": "lora_only"}, "q_proj.base_layer.bias")),
         pytest.param(
             {"lora_bias": True},
             "q_proj.lora_B.default.bias",
             # peft takes a bias for a part of a sharded weight when it saves.
             marks=pytest.mark.filterwarnings("ignore:Adapter 'default'. 2 LoRA tensor"),
         ),
-        ({"bias": "lora_only"}, "q_proj.base_layer.bias"),
         ({"bias": "all"}, ".bias"),
         ({"trainable_token_indices": [1]}, "embed_tokens"),
     ],
@@ -279,12 +278,14 @@ def test_a_reference_of_other_weights_becomes_the_policy_with_its_adapter(
 @pytest.mark.parametrize(
     ("family", "changes", "unlike"),
     [
-        ("llama", {"intermediate_size": 64}, "model.layers.0.mlp.gate_proj.weight"),
-        ("gpt2", {}, "model.embed_tokens.weight"),
         ("llama", {"tie_word_embeddings": True}, "lm_head.weight"),
-        ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight"),
+        ("llama", {"intermediate_size": 64}, "model.layers.0.mlp.gate_proj.weight"),
+        *slow(
+            ("gpt2", {}, "model.embed_tokens.weight"),
+            ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight"),
+        ),
     ],
-    ids=["wider", "gpt2", "tied", "deeper"],
+    ids=["tied", "wider", "gpt2", "deeper"],
 )
 def test_a_reference_of_another_architecture_is_refused(
     family: str, changes: dict[str, Any], unlike: str, make: Make, console: Console, tmp_path: Path
