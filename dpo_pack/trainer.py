@@ -215,7 +215,8 @@ class Trainer:
         self.objective = setup.objective
         print_columns_not_read(setup.data, console)
         self.selection = find_selection(recipe, list(setup.data.eval_prompts or setup.data.eval))
-        choose_checkpoint(run, recipe.checkpoint.resume, console.print)
+        if run.checkpoint is not None:
+            choose_checkpoint(run, recipe.checkpoint.resume, console.print)
         # Plan: which pairs share a step, a rank and a row.
         shards = setup.strategy.shards
         if recipe.online is None:
@@ -394,12 +395,16 @@ class Trainer:
     def write_first_files(self) -> None:
         """Writes the files that describe the run, cuts off what an earlier process wrote later than the
         checkpoint, and starts trackers. The other ranks go on when rank 0 has written the files."""
-        run, setup, recipe = self.run, self.setup, self.recipe
+        run, recipe = self.run, self.recipe
         with ranks.first_goes_first():
             ranks.only_first(self._describe_in_files)
-        ranks.require_shared(run.root, "output_dir")
-        if not recipe.logging.trackers:
-            return
+        if ranks.num_ranks() > 1:
+            ranks.require_shared(run.root, "output_dir")
+        if recipe.logging.trackers:
+            self.begin_tracking()
+
+    def begin_tracking(self) -> None:
+        run, setup, recipe = self.run, self.setup, self.recipe
         if "tracking_id" not in run.info:  # it stays the same each time the run resumes
             run.update(tracking_id=uuid.uuid4().hex[:8])
         mlflow_run = start_trackers(

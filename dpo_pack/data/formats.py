@@ -772,6 +772,8 @@ def _weight(row: Row) -> float:
 
 
 def _template_options(row: Row) -> dict[str, Any]:
+    if row.keys().isdisjoint(("tools", "chat_template_kwargs")):
+        return {}
     tools = _object_or_json(row, "tools", list)
     options = _object_or_json(row, "chat_template_kwargs", dict) or {}
     # An empty list is left out, because some templates (Llama's) announce tools even for an empty list.

@@ -131,7 +131,7 @@ def apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Token
     options = {**pair.template_options, "tokenize": False}
     goes_on = check_last_turn(pair, continues=True)
     end = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
-    wholes = [conversation(prompt, completion, goes_on) for completion in completions]
+    wholes = [_joined(prompt, part) if goes_on and part else prompt + part for part in completions]
     try:
         with rendering():
             return (
@@ -149,10 +149,8 @@ def apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Token
         raise BadRow(bad.reason, detail) from bad
 
 
-def conversation(prompt: list[Message], completion: list[Message], goes_on: bool) -> list[Message]:
-    """Returns the messages of both; with `goes_on`, the last one and the first one are one message."""
-    if not goes_on or not completion:
-        return prompt + completion
+def _joined(prompt: list[Message], completion: list[Message]) -> list[Message]:
+    """Returns the messages of both; the last one of the prompt and the completion's first are one message."""
     begun, rest = prompt[-1], completion[0]
     contents = [message["content"] for message in (begun, rest) if message["content"] is not None]
     repeated = {key for key in begun.keys() & rest.keys() - {"content"} if begun[key] != rest[key]}
@@ -196,7 +194,7 @@ def assistant_weights(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer) ->
                 "is needed to score only what the assistant says; set data.scored_turns: all"
             )
         options, goes_on = {**pair.template_options}, check_last_turn(pair, continues=True)
-        messages = conversation(prompt, completion, goes_on)
+        messages = _joined(prompt, completion) if goes_on and completion else prompt + completion
         with rendering():
             if _MARK.search(tokenizer.get_chat_template(None, options.get("tools"))):
                 encoding = tokenizer.apply_chat_template(

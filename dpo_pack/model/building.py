@@ -134,7 +134,7 @@ def _load(
         vision=vision,
     )
     _change_layers(facts, scorer, device, weights_on)
-    if tensors is None:
+    if tensors is None and (facts.compile is True or (facts.compile == "auto" and device.type == "cuda")):
         _compile(facts, scorer, device)
     return LoadedModel(scorer=scorer, attention=choice, replaced=replaced, notes=notes + said)
 
@@ -243,11 +243,9 @@ def _checkpoint_activations(
 
 def _compile(facts: ModelFacts, scorer: CompletionLogps, device: torch.device) -> None:
     falls_back = facts.compile == "auto"
-    is_asked = bool(facts.compile)
-    if falls_back:
-        is_asked = device.type == "cuda" and can_compile(scorer.model, device)
     # Selective checkpointing has to see each product.
-    if is_asked and facts.gradient_checkpointing != "selective" and facts.quantization is None:
+    is_plain = facts.gradient_checkpointing != "selective" and facts.quantization is None
+    if is_plain and (can_compile(scorer.model, device) or not falls_back):
         compile_layers(scorer.model, falls_back=falls_back)
         scorer.head_passes = compile_head(falls_back=falls_back)
         scorer.is_compiled = True

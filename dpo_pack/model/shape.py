@@ -61,7 +61,7 @@ def model_shape(model: PreTrainedModel, processor: PixelProcessor | None = None)
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     skipped = {id(weight) for weight in (*embeddings, head)}
     text = model.config.get_text_config()
-    experts = count_experts(text.to_dict())
+    experts = count_experts(text.to_dict()) if routes_tokens(model.config) else (1.0, 1.0)
     last = last_feed_forward(model)
     read, recurrent = text_model(model), list[tuple[float, float]]()
     if KERNELS.keys() & vars(sys.modules[type(read).__module__]).keys():  # its code calls such functions

@@ -86,15 +86,13 @@ class TransformersGenerator:
         ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")  # [B, longest]
         ones = [torch.ones_like(prompt) for prompt in prompts]
         mask = pad_sequence(ones, batch_first=True, padding_side="left")  # [B, longest]
-        uniforms = np.stack(
-            [completion_uniforms(self.seed, d.number, n, sampling.max_new_tokens) for d, n in sequences]
-        )
-        prompt_tokens = ids.shape[1]
-        drawing = _Drawing(
-            sampling=sampling,
-            uniforms=torch.from_numpy(uniforms).to(self.device),
-            prompt_tokens=prompt_tokens,
-        )
+        prompt_tokens, drawing = ids.shape[1], LogitsProcessorList()
+        if sampling.temperature > 0.0:
+            draws = (
+                completion_uniforms(self.seed, d.number, n, sampling.max_new_tokens) for d, n in sequences
+            )
+            uniforms = torch.from_numpy(np.stack(list(draws))).to(self.device)
+            drawing.append(_Drawing(sampling=sampling, uniforms=uniforms, prompt_tokens=prompt_tokens))
         stops = _StopStrings(
             tokenizer=self.tokenizer, stop=sampling.stop, prompt_tokens=prompt_tokens, ends=[None] * len(ids)
         )
@@ -104,12 +102,12 @@ class TransformersGenerator:
             attention_mask=mask.to(self.device),
             generation_config=GenerationConfig(
                 max_new_tokens=sampling.max_new_tokens,
-                do_sample=False,  # `drawing` draws, and leaves `generate` one possible token
+                do_sample=False,  # `drawing`, if any, draws and leaves `generate` one possible token
                 use_cache=True,
                 pad_token_id=pad,
                 eos_token_id=sorted(ends) or None,
             ),
-            logits_processor=LogitsProcessorList([drawing]),
+            logits_processor=drawing,
             stopping_criteria=StoppingCriteriaList([stops] if sampling.stop else []),
             # A rank with shorter completions goes on, because every forward needs all ranks.
             synced_gpus=is_sharded(model),

@@ -259,7 +259,7 @@ def prepare(
         )
     if num_ranks > 1:
         console.print(f"Strategy: {strategy.sentence()}")
-    ranks.require_shared(policy.cache_dir, "reference.cache_dir")
+        ranks.require_shared(policy.cache_dir, "reference.cache_dir")
     for leftover in ranks.of_first(find_leftovers(policy.cache_dir)) or ():
         discard(leftover)
     with ranks.first_goes_first():  # the other ranks then read rank 0's downloads and tokens from the caches
@@ -267,10 +267,11 @@ def prepare(
         data = prepare_data(
             recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts
         )
-    ranks.require_same(
-        {"the data": data.fingerprint, "the held-out data": data.eval_fingerprint},
-        "every node must see the same data files and the same reference.cache_dir",
-    )
+    if num_ranks > 1:
+        ranks.require_same(
+            {"the data": data.fingerprint, "the held-out data": data.eval_fingerprint},
+            "every node must see the same data files and the same reference.cache_dir",
+        )
     setup = Setup(
         recipe=recipe,
         console=console,
