@@ -26,8 +26,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
+import dpo_pack.model.building as building
 import dpo_pack.model.compiling as compiling
-import dpo_pack.model.loading as loading
 import dpo_pack.run.models as recipe_models
 import dpo_pack.run.pairs as prepare_reference
 from dpo_pack.commands.doctor import prove_recipe
@@ -125,7 +125,7 @@ def test_a_layer_with_torch_s_own_kernel_is_one_graph(
     scorer = load_scorer(model_path)
     scorer.backend, scorer.autocast = BACKENDS["torch_varlen"], torch.bfloat16
     if checkpoints:
-        loading._checkpoint_activations(scorer.model, keeps_products=False)
+        building._checkpoint_activations(scorer.model, keeps_products=False)
     expected = [logps_and_gradient(scorer, make_row(seed)) for seed in range(3)]
     compile_quickly(scorer.model)
     scorer.is_wired = False  # the operator counts its calls
@@ -199,7 +199,7 @@ def test_activations_are_recomputed_by_the_compiled_code(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scorer, calls = load_scorer(model_path), []
-    loading._checkpoint_activations(scorer.model, keeps_products=False)
+    building._checkpoint_activations(scorer.model, keeps_products=False)
     torch_compile: Any = torch.compile
 
     def counting(plain: Any, **options: Any) -> Any:
@@ -298,7 +298,7 @@ FAILING: dict[str, Any] = {
 
 def compile_where_auto(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     """On this CPU, as on CUDA: `load_model` compiles a model with `model.compile: auto`."""
-    load = recipe_models.load_model
+    load = building.load_model
 
     def load_model(model: ModelFacts, **options: Any) -> LoadedModel:
         loaded = load(model, **options)
@@ -342,10 +342,8 @@ def test_a_recipe_compiles_as_its_key_says_and_the_console_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(
-        recipe_models, "compile_layers", lambda model, *, falls_back: asked.append(falls_back)
-    )
-    monkeypatch.setattr(recipe_models, "compile_head", lambda *, falls_back: HeadPasses())
+    monkeypatch.setattr(building, "compile_layers", lambda model, *, falls_back: asked.append(falls_back))
+    monkeypatch.setattr(building, "compile_head", lambda *, falls_back: HeadPasses())
     recipe = tiny_run(tmp_path)
     for setting in ("auto", "true"):
         train(load_recipe(recipe, [f"model.compile={setting}"]), Console(width=200), dry_run=True)
@@ -359,8 +357,8 @@ def test_a_compiled_run_takes_the_steps_of_a_plain_one(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an adapter, gradient checkpointing and evaluation: all that calls the layers otherwise."""
-    monkeypatch.setattr(recipe_models, "compile_layers", compile_quickly)
-    monkeypatch.setattr(recipe_models, "compile_head", functools.partial(compile_head, backend="aot_eager"))
+    monkeypatch.setattr(building, "compile_layers", compile_quickly)
+    monkeypatch.setattr(building, "compile_head", functools.partial(compile_head, backend="aot_eager"))
     recipe, lines = tiny_run(tmp_path), []
     for setting in ("false", "true"):
         overrides = [f"model.compile={setting}", f"output_dir={tmp_path / setting}"]
@@ -377,8 +375,8 @@ def test_a_compiled_run_takes_the_steps_of_a_plain_one(
 def test_the_clock_of_a_benchmark_starts_when_everything_is_compiled(
     lora: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipe_models, "compile_layers", compile_quickly)
-    monkeypatch.setattr(recipe_models, "compile_head", functools.partial(compile_head, backend="aot_eager"))
+    monkeypatch.setattr(building, "compile_layers", compile_quickly)
+    monkeypatch.setattr(building, "compile_head", functools.partial(compile_head, backend="aot_eager"))
     num_compiled = []
 
     def watched(*arguments: Any, **options: Any) -> None:
