@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import dpo_pack.run.models as recipe_models
+import dpo_pack.model.building as building
 from dpo_pack.model import parallel
 from dpo_pack.model.building import load_model
 from dpo_pack.model.compiling import compile_layers
@@ -211,8 +211,8 @@ def test_shards_and_copies_have_the_log_probs_and_gradients_of_one_process(
     kind: str, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one process does not compile."""
-    monkeypatch.setattr(recipe_models, "compile_layers", partial(compile_layers, backend="aot_eager"))
-    monkeypatch.setattr(recipe_models, "compile_head", partial(compile_head, backend="aot_eager"))
+    monkeypatch.setattr(building, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    monkeypatch.setattr(building, "compile_head", partial(compile_head, backend="aot_eager"))
 
     def errors_of_all() -> dict[str, tuple[float, float]]:
         return {
@@ -378,7 +378,7 @@ def test_only_the_first_rank_reads_weights_and_it_gets_them_back_from_the_shards
         recipe = recipe_of(models / model, section)
         alone = loaded_policy(recipe, FLOAT32)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dpo_pack.run.models.shard_model", watched_shard)
+            patch.setattr("dpo_pack.model.building.shard_model", watched_shard)
             if not ranks.is_first():
                 reading = "transformers.AutoModelForCausalLM.from_pretrained"
                 patch.setattr(reading, lambda *_, **__: pytest.fail("weights were read"))
