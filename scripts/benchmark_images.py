@@ -45,6 +45,7 @@ def main(
     pairs_per_step: Annotated[int, typer.Option()] = 8,
     memory_pairs: Annotated[int, typer.Option(help="Pairs of the step whose memory is measured.")] = 64,
     repeats: Annotated[int, typer.Option(help="Turns.")] = 3,
+    sizes: Annotated[str, typer.Option(help="Pictures of the training runs.")] = ",".join(SIZES),
     prediction: Annotated[Path | None, typer.Option(help="A text for the page, committed before.")] = None,
 ) -> None:
     """Run all measurements and write the page; prints as it goes."""
@@ -53,16 +54,14 @@ def main(
     with tempfile.TemporaryDirectory(prefix="dpo-pack-benchmark-") as directory:
         make_assets(Path(directory), max(num_pairs, memory_pairs))
         for size in SIZES:
-            found[size] = {what: [] for what in ("pixels", *contenders)}
+            found[size] = {what: [] for what in ("pixels", *(contenders if size in sizes.split(",") else ()))}
             for turn in range(repeats):
                 for what, measured in found[size].items():
                     measured.append(in_new_process(directory, what, size, turn, num_pairs, pairs_per_step))
-        found["memory"] = {
-            what: [in_new_process(directory, what, LARGEST, repeats, memory_pairs, memory_pairs)]
-            for what in (FIRST, trl(1).name)
-        }
+        job = (FIRST, LARGEST, repeats, memory_pairs, memory_pairs)
+        peak = in_new_process(directory, *job)["peak_gb"]
     text = [] if prediction is None else ["## Expected", "", prediction.read_text().strip(), ""]
-    output.write_text("\n".join([*page_of(found, memory_pairs), *text]))
+    output.write_text("\n".join([*page_of(found), *of_memory(peak, memory_pairs), *text]))
 
 
 def in_new_process(directory: str, *job: str | int) -> dict[str, Any]:
@@ -277,7 +276,7 @@ def measure_pixels(recipe: Any, directory: Path, size: str, num_pairs: int) -> d
 # ---- The page
 
 
-def page_of(found: dict[str, Any], memory_pairs: int) -> list[str]:
+def page_of(found: dict[str, Any]) -> list[str]:
     about = machine()
     about["versions"] |= {name: version(name) for name in ("trl", "pillow", "torchvision")}
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
@@ -291,61 +290,59 @@ def page_of(found: dict[str, Any], memory_pairs: int) -> list[str]:
         "256; fp32; the tower is frozen) and its real processor; a JPEG in each prompt, no picture twice.",
         "Every turn is a process of its own. CPU seconds of dpo-pack are those of reading the data, of the",
         "reference pass and of the steps; of TRL those of `train`, with a live reference.",
-        "",
     ]
     for size, measured in found.items():
-        if size != "memory":
-            lines += of_size(size, measured)
-    peaks = [f"{name} {one['peak_gb']:.2f} GB" for name, [one] in found["memory"].items()]
-    lines += [
-        f"Peak memory of a process that takes a step of {memory_pairs} pairs with pictures of {LARGEST}:"
-    ]
-    return [*lines, f"{'; '.join(peaks)}.", ""]
+        lines += ["", f"## {size}", "", *of_size(measured)]
+    return lines
 
 
-def of_size(size: str, measured: dict[str, Any]) -> list[str]:
+def of_memory(peak: float, num_pairs: int) -> list[str]:
+    what = (
+        f"A process of dpo-pack that takes a step of {num_pairs} pairs with pictures of {LARGEST} has at most"
+    )
+    return ["", "## Memory", "", what, f"{peak:.2f} GB resident.", ""]
+
+
+def of_size(measured: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Medians, spreads and ratios turn by turn, for pictures of one size."""
-    tokens = measured["pixels"][0]["tokens"]
+    pixels, *tokens = measured["pixels"], *measured["pixels"][0]["tokens"]
+    milliseconds = {name: [turn["milliseconds"][name] for turn in pixels] for name in ("dpo-pack", "TRL")}
+    lines = [
+        f"The last pair has {tokens[0]:,} tokens in its prompt, {tokens[1]} and {tokens[2]} in its answers.",
+        "",
+        "| decoding and processing, CPU milliseconds a pair | median | spread | TRL's / this, turn by turn |",
+        "|---|---|---|---|",
+        *(row(name, values, milliseconds["TRL"], values) for name, values in milliseconds.items()),
+    ]
     rates = {
         name: [1 / turn["seconds_a_pair"] for turn in turns]
         for name, turns in measured.items()
         if name != "pixels"
     }
+    if not rates:
+        return lines
     best = max((name for name in rates if name.startswith("TRL")), key=lambda name: sum(rates[name]))
-    pixels = {
-        name: [turn["milliseconds"][name] for turn in measured["pixels"]] for name in ("dpo-pack", "TRL")
-    }
-    apart = max(
-        abs(ours - theirs)
-        for ours, theirs in zip(measured[FIRST][0]["losses"], measured[best][0]["losses"], strict=True)
-    )
+    losses = (measured[name][0]["losses"] for name in (FIRST, best))
+    apart = max(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True))
     if apart > TOLERANCES["fp32"].loss:
         sys.exit(f"dpo-pack and TRL do not do the same work: losses differ by {apart:.1e}")
-
-    def row(name: str, values: list[float], ratios: list[float]) -> str:
-        spread = f"{min(values):.3g} to {max(values):.3g}"
-        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        return f"| {name} | {statistics.median(values):.3g} | {spread} | {ratio} |"
-
-    def by_turn(above: list[float], below: list[float]) -> list[float]:
-        return [one / other for one, other in zip(above, below, strict=True)]
-
     return [
-        f"## {size}",
-        "",
-        f"The last pair has {tokens[0]:,} tokens in its prompt, {tokens[1]} and {tokens[2]} in its answers.",
+        *lines,
         "",
         "| pairs a CPU second | median | spread | times TRL's best, turn by turn |",
         "|---|---|---|---|",
-        *(row(name, values, by_turn(values, rates[best])) for name, values in rates.items()),
-        "",
-        "| decoding and processing, CPU milliseconds a pair | median | spread | TRL's / this, turn by turn |",
-        "|---|---|---|---|",
-        *(row(name, values, by_turn(pixels["TRL"], values)) for name, values in pixels.items()),
+        *(row(name, values, values, rates[best]) for name, values in rates.items()),
         "",
         f"Losses of the steps differ by at most {apart:.0e}.",
-        "",
     ]
+
+
+def row(name: str, values: list[float], above: list[float], below: list[float]) -> str:
+    """A line of a table: its last column has the ratios of two contenders, turn by turn."""
+    ratios = [one / other for one, other in zip(above, below, strict=True)]
+    spread = f"{min(values):.3g} to {max(values):.3g}"
+    ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"| {name} | {statistics.median(values):.3g} | {spread} | {ratio} |"
 
 
 if __name__ == "__main__":
