@@ -305,7 +305,8 @@ def of_memory(peak: float, num_pairs: int) -> list[str]:
 
 def of_size(measured: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Medians, spreads and ratios turn by turn, for pictures of one size."""
-    pixels, *tokens = measured["pixels"], *measured["pixels"][0]["tokens"]
+    pixels = measured["pixels"]
+    tokens = pixels[0]["tokens"]
     milliseconds = {name: [turn["milliseconds"][name] for turn in pixels] for name in ("dpo-pack", "TRL")}
     lines = [
         f"The last pair has {tokens[0]:,} tokens in its prompt, {tokens[1]} and {tokens[2]} in its answers.",
