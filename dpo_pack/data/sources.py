@@ -41,15 +41,16 @@ from dpo_pack.data.store import (
     TokenStore,
     content_key,
     directory_hash,
+    distinct_keys,
     file_hashes,
     join_stores,
+    key_heads,
     key_values,
     open_store,
     write_store,
 )
 from dpo_pack.data.tokenization import BEGINNINGS, TOKENIZATION_VERSION, Prompt, tokenizer_fingerprint
 from dpo_pack.data.tokenizer import Tokenizer
-from dpo_pack.packing.plan import epoch_order
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import CacheError, DataError, RecipeError, first_line
@@ -143,29 +144,33 @@ def load_data(
     sources, eval_sources = loaded["train"], loaded["eval"]
     train = PairTable.of([source.store for source in sources.values()])
     prompts = tuple(prompt for source in sources.values() for prompt in source.prompts)
-    held_out_by = None
+    is_pairs, held_out_by = max_new_tokens is None, None
+    numbers = _number(train)
+    described = [_describe(train, is_pairs, numbers)]  # of all pairs, then of those that are trained on
     if isinstance(data.eval, EvalFraction):
-        *parts, held_out_by = _split(train, sources, data.eval.fraction, seed)
+        *parts, held_out_by = _split(train, sources, data.eval.fraction, seed, numbers[0])
         train, held_out = (train.select(part) for part in parts)
+        numbers = numbers[:, parts[0]]
+        described.append(_describe(train, is_pairs, numbers))
         prompts, held_out_prompts = (tuple(prompts[n] for n in part) if prompts else () for part in parts)
         evals, eval_prompts = {HELD_OUT: held_out}, {HELD_OUT: held_out_prompts}
     else:
         evals = {name: PairTable.of([source.store]) for name, source in eval_sources.items()}
         eval_prompts = {name: source.prompts for name, source in eval_sources.items()}
     source_weights = np.array([source.weight for source in data.train], dtype=np.float64)
-    origins = train.source_indices
-    order = partial(epoch_order, shuffle=False, seed=0, epoch=0, source_indices=origins)
-    if not len(order(train.num_pairs, source_weights=source_weights)):
+    of_sources = np.bincount(train.source_indices, minlength=len(source_weights))
+    if (of_sources * source_weights < 0.5).all():  # as `epoch_order` rounds
         raise DataError(
             "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
         )
-    is_pairs = max_new_tokens is None
     weighted = content_key([train.fingerprint, source_weights.tolist()])
     return Data(
         train=train,
         eval=evals if is_pairs else {},
         source_weights=source_weights,
-        report=_report(train, evals, sources, eval_sources, held_out_by, is_pairs=is_pairs),
+        report=_report(
+            train, evals, sources, eval_sources, held_out_by, described, numbers[0], is_pairs=is_pairs
+        ),
         fingerprint=weighted if is_pairs else train.fingerprint,
         eval_fingerprint=content_key([[name, table.fingerprint] for name, table in evals.items()]),
         prompts=prompts,
@@ -174,13 +179,13 @@ def load_data(
 
 
 def _split(
-    train: PairTable, sources: dict[str, LoadedSource], fraction: float, seed: int
+    train: PairTable, sources: dict[str, LoadedSource], fraction: float, seed: int, prompt_numbers: Positions
 ) -> tuple[Positions, Positions, str]:
     """Returns the training pairs, the held-out pairs, and what pairs share that are held out together."""
     if any(part.images is not None for source in sources.values() for part in source.store.parts):
         return *split_by_prompt(keys_by_image(train), fraction, seed), "image"
     if not any(source.store.summary.get("prompts_inferred") for source in sources.values()):
-        return *split_by_prompt(train.whole_prompt_keys, fraction, seed), "prompt"
+        return *split_by_prompt(train.whole_prompt_keys, fraction, seed, prompt_numbers), "prompt"
     # Nobody knows where a prompt without a column ends, but pairs of one prompt begin alike. So pairs with
     # equal first characters are held out together. More characters may be a part of an answer: their number
     # is the smallest in BEGINNINGS that leaves (1 - fraction) / 2 of the pairs to train on.
@@ -223,18 +228,20 @@ def keys_by_image(pairs: PairTable) -> NDArray[np.uint8]:
 
 
 def split_by_prompt(
-    prompt_keys: NDArray[np.uint8], fraction: float, seed: int
+    prompt_keys: NDArray[np.uint8], fraction: float, seed: int, prompt_of_pair: Positions | None = None
 ) -> tuple[Positions, Positions]:
     """Returns the indices of the training pairs and of the held-out pairs (at least `fraction` of all pairs).
 
     Pairs with the same prompt stay together. `seed` and the prompts decide which prompts are held out; the
-    order of the data does not. Raises DataError if no pair is left to train on.
+    order of the data does not. `prompt_of_pair`: from `_number`. Raises DataError if none is left to train
+    on.
     """
-    prompts, prompt_of_pair, pairs_of_prompt = np.unique(
-        key_values(prompt_keys), return_inverse=True, return_counts=True
-    )
+    prompt_of_pair = distinct_keys(prompt_keys)[1] if prompt_of_pair is None else prompt_of_pair
+    pairs_of_prompt = np.bincount(prompt_of_pair)
+    prompts = np.zeros(len(pairs_of_prompt), dtype=np.int64)  # a pair of each
+    prompts[prompt_of_pair] = np.arange(len(prompt_keys))
     salt = seed.to_bytes(16, "little", signed=True)
-    keys, width = prompts.tobytes(), prompts.itemsize
+    keys, width = prompt_keys[prompts].tobytes(), prompt_keys.shape[1]
     starts = range(0, len(keys), width)
     ranks = [hashlib.blake2b(keys[at : at + width], key=salt, digest_size=8).digest() for at in starts]
     order = np.argsort(np.frombuffer(b"".join(ranks), dtype="<u8"), kind="stable")
@@ -256,17 +263,17 @@ def _report(
     sources: dict[str, LoadedSource],
     eval_sources: dict[str, LoadedSource],
     held_out_by: str | None,
+    described: Sequence[dict[str, Any]],
+    prompt_numbers: Positions,
     *,
     is_pairs: bool,
 ) -> dict[str, Any]:
-    of_train = _describe(train, is_pairs)
-    is_one = len(sources) == 1 and held_out_by is None  # then all pairs are those of the source
-    of_sources = [
-        _source_report(name, source, is_pairs, of_train if is_one else None)
-        for name, source in sources.items()
-    ]
+    """described: what `_describe` says of all pairs of the training sources, and last of the training pairs.
+    prompt_numbers: of the training pairs, from `_number`."""
+    of_one = described[0] if len(sources) == 1 else None
+    of_sources = [_source_report(name, source, is_pairs, of_one) for name, source in sources.items()]
     report: dict[str, Any] = {
-        "train": {**of_train, "sources": of_sources},
+        "train": {**described[-1], "sources": of_sources},
         "eval": {
             name: _describe(table, is_pairs) if is_pairs else {"prompts": table.num_pairs}
             for name, table in evals.items()
@@ -278,15 +285,30 @@ def _report(
     if is_pairs:
         report["train_pairs_in_eval"] = report["train_prompts_in_eval"] = 0
         if evals:
-            pairs = key_values(train.chosen_keys, train.rejected_keys)
-            prompts = np.unique(key_values(train.whole_prompt_keys))
-            eval_pairs = [key_values(table.chosen_keys, table.rejected_keys) for table in evals.values()]
-            eval_prompts = [key_values(table.whole_prompt_keys) for table in evals.values()]
-            report["train_pairs_in_eval"] = int(np.isin(pairs, np.concatenate(eval_pairs)).sum())
-            report["train_prompts_in_eval"] = int(np.isin(prompts, np.concatenate(eval_prompts)).sum())
+            pairs = _are_in(_pair_keys(train), [_pair_keys(table) for table in evals.values()])
+            report["train_pairs_in_eval"] = int(pairs.sum())
+            prompts = _are_in(train.whole_prompt_keys, [table.whole_prompt_keys for table in evals.values()])
+            report["train_prompts_in_eval"] = len(np.unique(prompt_numbers[prompts]))
         every = (*sources.values(), *eval_sources.values())
         report["rows_tokenized"] = sum(source.rows_tokenized for source in every)
     return report
+
+
+def _are_in(keys: NDArray[np.uint8], others: Sequence[NDArray[np.uint8]]) -> NDArray[np.bool_]:
+    """Returns for each of [P, 16] keys whether it is also in `others`, which are fewer keys."""
+    few, heads = np.concatenate(others), key_heads(keys)
+    known = np.sort(key_heads(few))
+    places = np.minimum(np.searchsorted(known, heads), len(known) - 1)
+    are_in: NDArray[np.bool_] = known[places] == heads  # most keys differ from all others in these
+    are_in[are_in] = np.isin(key_values(keys[are_in]), key_values(few))
+    return are_in
+
+
+def _pair_keys(pairs: PairTable) -> NDArray[np.uint8]:
+    """Returns [P, 16] keys of the pairs. They are sums of hashes, so as seldom equal by chance as hashes."""
+    chosen, rejected = (np.ascontiguousarray(k).view("<u8") for k in (pairs.chosen_keys, pairs.rejected_keys))
+    keys: NDArray[np.uint8] = (chosen + 3 * rejected).view(np.uint8)
+    return keys
 
 
 def _source_report(
@@ -302,18 +324,23 @@ def _source_report(
     return counts
 
 
-def _describe(pairs: PairTable, is_pairs: bool) -> dict[str, Any]:
+def _number(pairs: PairTable) -> Positions:
+    """Returns [2, P] numbers of prompts and of pairs, by their keys: equal ones have equal numbers."""
+    return np.stack([distinct_keys(keys)[1] for keys in (pairs.whole_prompt_keys, _pair_keys(pairs))])
+
+
+def _describe(pairs: PairTable, is_pairs: bool, numbers: Positions | None = None) -> dict[str, Any]:
     """Returns counts and length percentiles, JSON-able. Duplicate pairs are counted but not removed.
 
-    Percentiles are lengths that occur, not interpolated.
+    Percentiles are lengths that occur, not interpolated. numbers: of these pairs, from `_number`.
     """
-    num_prompts = len(np.unique(key_values(pairs.whole_prompt_keys)))
+    numbers = _number(pairs) if numbers is None else numbers
+    num_prompts, num_distinct = (int(np.count_nonzero(np.bincount(each))) for each in numbers)
     counts = {"prompts": pairs.num_pairs, "distinct_prompts": num_prompts}
     lengths = {"prompt": pairs.prompt_lengths}
     if is_pairs:
-        distinct = np.unique(key_values(pairs.chosen_keys, pairs.rejected_keys))
         counts = {"pairs": pairs.num_pairs, "prompts": num_prompts}
-        counts["duplicate_pairs"] = pairs.num_pairs - len(distinct)
+        counts["duplicate_pairs"] = pairs.num_pairs - num_distinct
         lengths |= {"chosen": pairs.chosen_lengths, "rejected": pairs.rejected_lengths}
         longer = np.maximum(pairs.chosen_lengths, pairs.rejected_lengths)
         lengths["longest_sequence"] = pairs.prompt_lengths + longer

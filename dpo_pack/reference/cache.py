@@ -41,6 +41,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dpo_pack.data.store import distinct_keys, key_heads
 from dpo_pack.packing.lengths import Bools, FloatArray, IntArray
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, writing, written_aside
@@ -56,6 +57,8 @@ _TEMPORARY = re.compile(
 # An older temporary file is the rest of a killed process, because no process writes a file for so long.
 _LEFTOVER_AFTER_SECONDS = 24 * 3600.0
 KEY, SUM, NUM_TOKENS, TOKENS = "key", "logps_sum", "num_tokens", "token_logps"
+# Hashes and log-probs cannot be compressed, and trying takes most of the time of a write or a read.
+UNPACKED: dict[str, Any] = {"use_dictionary": False, "compression": "none"}
 # A part must be small, because the check of its sha256 reads the whole part into memory.
 MAX_PART_SEQUENCES = 200_000
 UsedTimes = dict[str, float]  # path of a model -> seconds since 1970
@@ -69,37 +72,33 @@ Keys = npt.NDArray[np.uint8]  # [n, 16]
 class KeyIndex:
     """The different keys of an array, in ascending order of their bytes, so that binary search finds them."""
 
-    strings: npt.NDArray[np.bytes_]  # [U] the different keys as byte strings
-    keys: Keys  # [U, 16] the same
+    keys: Keys  # [U, 16] the different keys
+    heads: npt.NDArray[np.uint64]  # [U] their first bytes, which decide nearly every search
     first: IntArray  # [U] position of each key's first occurrence in the array
     inverse: IntArray  # [n] position in `keys` of each key of the array
 
     @staticmethod
     def of(keys: Keys) -> KeyIndex:
         """Makes an index of n keys, [..., 16], which may be in any order and repeat."""
-        strings = _as_strings(keys)
-        if (strings[1:] > strings[:-1]).all():  # they are keys of an index
-            first = inverse = np.arange(len(strings))
-        else:
-            strings, first, inverse = np.unique(strings, return_index=True, return_inverse=True)
-        whole = strings.view(np.uint8).reshape(-1, 16)
-        return KeyIndex(strings=strings, keys=whole, first=first, inverse=inverse)
+        keys = keys.reshape(-1, 16)
+        first, inverse = distinct_keys(keys)
+        keys = keys[first]
+        return KeyIndex(keys=keys, heads=key_heads(keys), first=first, inverse=inverse)
 
     def find(self, keys: Keys) -> IntArray:
         """Maps [n, 16] keys to their [n] positions in the index, -1 if a key is not there."""
-        if len(self.strings) == 0:
+        if len(self.keys) == 0:
             return np.full(len(keys), -1, dtype=np.int64)
-        wanted = _as_strings(keys)
-        order = np.argsort(wanted)  # five times as fast: sorted keys are found in one walk through memory
+        heads, tails, last = key_heads(keys), key_heads(keys, 8), len(self.keys) - 1
+        order = np.argsort(heads)  # five times as fast: sorted keys are found in one walk through memory
         places = np.empty(len(keys), dtype=np.int64)
-        places[order] = np.searchsorted(self.strings, wanted[order])
-        places = np.minimum(places, len(self.strings) - 1)
-        return np.where(self.strings[places] == wanted, places, -1)
-
-
-def _as_strings(keys: Keys) -> npt.NDArray[np.bytes_]:
-    """Turns [n, 16] keys into [n] byte strings. numpy compares them exactly, even with zeros at the end."""
-    return np.ascontiguousarray(keys, dtype=np.uint8).view("S16").reshape(-1)
+        places[order] = np.minimum(np.searchsorted(self.heads, heads[order]), last)
+        while True:
+            has_head, found = self.heads[places] == heads, key_heads(self.keys[places], 8)
+            is_before = has_head & (found < tails) & (places < last)
+            if not is_before.any():  # else different keys have the same head
+                return np.where(has_head & (found == tails), places, -1)
+            places += is_before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -119,7 +118,8 @@ class TokenLogps:
     @staticmethod
     def none(num_sequences: int) -> TokenLogps:
         """Returns sequences without values."""
-        return TokenLogps.of_lengths(np.zeros(0, dtype=np.float32), np.zeros(num_sequences, dtype=np.int64))
+        zeros = np.zeros(num_sequences + 1, dtype=np.int64)  # never written, so no memory
+        return TokenLogps(values=np.zeros(0, dtype=np.float32), lengths=zeros[1:], offsets=zeros)
 
     @staticmethod
     def join(parts: Sequence[TokenLogps]) -> TokenLogps:
@@ -149,7 +149,7 @@ def sequence_table(
     keys: [n, 16]. sums: [n], nats. `pa.array` would import pandas, which takes half a second.
     """
     data = np.ascontiguousarray(keys, dtype=np.uint8)
-    buffers = [None, pa.py_buffer(data.tobytes())]
+    buffers = [None, pa.py_buffer(data)]
     columns = {
         KEY: pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(data), buffers),
         SUM: _number_column(sums.astype(np.float64, copy=False)),
@@ -298,16 +298,19 @@ class ReferenceCache:
         """
         index = KeyIndex.of(keys)
         needs_tokens = np.broadcast_to(per_token, len(keys))[index.first]  # [U]
-        which = np.full(len(index.keys), -1)  # [U] position among the found sequences; -1 if not found
-        sums, tokens, num_found = [np.zeros(0)], [TokenLogps.none(0)], 0
+        sums, reads_tokens = np.full(len(index.keys), np.nan), bool(needs_tokens.any())
+        which = np.full(len(sums) if reads_tokens else 0, -1)  # position among the found `tokens`
+        tokens, num_tokens = [TokenLogps.none(0)], 0
         # A directory listing of a network file system may lack new files, so this job's own parts are opened
         # by name. If several parts have a sequence, the last part by name counts: always the same one.
         names = {part.name for part in self.directory.glob("part-*.parquet")} | self.named_parts
         names -= self.seen_parts if only_new else set()
         self.seen_parts |= names
-        for name in sorted(names) if len(which) else ():
+        for name in sorted(names, reverse=True):
+            if not np.isnan(sums).any():
+                break
             try:
-                table = read_part(self.directory / name, per_token=bool(needs_tokens.any()))
+                table = read_part(self.directory / name, per_token=reads_tokens)
             except DamagedPart as damage:
                 aside = (self.directory / name).with_suffix(".damaged")
                 with contextlib.suppress(OSError):  # another job has renamed it, or we may only read here
@@ -317,15 +320,17 @@ class ReferenceCache:
             if table is None:
                 continue
             has_tokens, places = TOKENS in table.column_names, index.find(keys_of(table))
-            rows = np.flatnonzero((places >= 0) & (has_tokens | ~needs_tokens[places]))
-            places = places[rows]
-            which[places] = np.arange(num_found, num_found + len(rows))
-            sums.append(numbers_of(table[SUM])[rows])
-            wanted = tokens_of(table) if has_tokens else TokenLogps.none(len(table))
-            tokens.append(wanted.take(np.where(needs_tokens[places], rows, -1)))
-            num_found += len(rows)
-        which = which[index.inverse]
-        return np.append(np.concatenate(sums), np.nan)[which], TokenLogps.join(tokens).take(which)
+            is_new = (places >= 0) & np.isnan(sums[places]) & (has_tokens | ~needs_tokens[places])
+            rows = np.flatnonzero(is_new)
+            sums[places[rows]] = numbers_of(table[SUM])[rows]
+            rows = rows[needs_tokens[places[rows]]]
+            if len(rows):
+                tokens.append(tokens_of(table).take(rows))
+                which[places[rows]] = np.arange(num_tokens, num_tokens + len(rows))
+                num_tokens += len(rows)
+        if not reads_tokens:
+            return sums[index.inverse], TokenLogps.none(len(keys))
+        return sums[index.inverse], TokenLogps.join(tokens).take(which[index.inverse])
 
     def append(self, table: pa.Table, metadata: Mapping[str, str] | None = None) -> list[Path]:
         """Adds the sequences of a `sequence_table`, in parts of bounded size; returns these.
@@ -336,7 +341,7 @@ class ReferenceCache:
         whole, parts = table.combine_chunks().replace_schema_metadata(described), []
         for begin in range(0, len(whole), MAX_PART_SEQUENCES):
             buffer = pa.BufferOutputStream()
-            pq.write_table(whole.slice(begin, MAX_PART_SEQUENCES), buffer, use_dictionary=False)
+            pq.write_table(whole.slice(begin, MAX_PART_SEQUENCES), buffer, **UNPACKED)
             content = buffer.getvalue().to_pybytes()
             parts.append(self.directory / f"part-{hashlib.sha256(content).hexdigest()}.parquet")
             with written_aside(parts[-1]) as temporary:

@@ -19,6 +19,7 @@ from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.reference.cache import (
     SUM,
     TOKENS,
+    UNPACKED,
     KeyIndex,
     Keys,
     ReferenceCache,
@@ -114,7 +115,7 @@ class FrozenReference:
         tokens = self.tokens if len(self.tokens.values) else None
         with written_aside(path) as temporary:
             table = sequence_table(self.keys, self.sums, None, tokens)
-            pq.write_table(table, temporary, write_page_checksum=True)
+            pq.write_table(table, temporary, write_page_checksum=True, **UNPACKED)
 
     @staticmethod
     def load(path: Path, *, per_token: bool = False) -> FrozenReference:

@@ -41,6 +41,18 @@ def test_a_part_that_no_listing_has_yet_is_read_by_its_name(
     assert np.isnan(here.lookup(keys)[0]).all()
 
 
+def test_a_look_up_reads_no_part_once_it_has_all_values(tmp_path: Path) -> None:
+    cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(2)
+    for value in range(2):
+        cache.append(sequence_table(keys, np.full(2, -1.0 - value), np.ones(2, dtype=np.int64)))
+    first, last = sorted(cache.directory.glob("part-*.parquet"))
+    expected = cache.lookup(keys)[0].tolist()
+    first.write_bytes(b"damaged")
+    assert cache.lookup(keys)[0].tolist() == expected and first.exists()
+    last.write_bytes(b"damaged")
+    assert np.isnan(cache.lookup(keys)[0]).all() and not first.exists()
+
+
 def test_lookup_finds_what_was_appended_in_any_order_and_nan_for_the_rest(tmp_path: Path) -> None:
     cache = ReferenceCache(tmp_path, NAMESPACE)
     keys = random_keys(5)
@@ -266,6 +278,10 @@ KEYS = st.lists(
 
 @given(KEYS, KEYS)
 @example([], [b"\x00" * 16])
+@example(
+    [b"head....tail...2", b"head....tail...1", b"head....tail...3"],
+    [b"head....tail...0", b"head....tail...4"],
+)
 def test_every_key_is_found_where_it_is_and_no_other(keys: list[bytes], others: list[bytes]) -> None:
     index = KeyIndex.of(as_keys(keys))
     distinct = sorted(set(keys))
