@@ -310,20 +310,19 @@ def test_without_peft_the_extra_is_named_before_anything_loads(
     check_environment(recipe_in(assets))
 
 
-def test_weights_that_another_method_has_quantised_are_refused(copy: Path, console: Console) -> None:
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [("gptq", "only bitsandbytes is supported"), ("bitsandbytes", "remove quantization_config")],
+)
+def test_settings_of_quantised_weights_that_do_not_fit_are_refused(
+    method: str, words: str, copy: Path, console: Console
+) -> None:
+    """Weights that another method has quantised; a config that says so of weights that are not quantised."""
     file = copy / "model" / "config.json"
-    settings = {"quant_method": "gptq", "load_in_4bit": True}
+    settings = {"quant_method": method, "load_in_4bit": True}
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": settings}))
     message = refusal(lambda: train(recipe_in(copy, LORA, at(copy / "next")), console))
-    assert message.startswith("model.path: ") and "only bitsandbytes is supported" in message
-
-
-def test_a_config_of_quantised_weights_beside_others_is_named(copy: Path, console: Console) -> None:
-    file = copy / "model" / "config.json"
-    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": settings}))
-    message = refusal(lambda: train(recipe_in(copy, LORA, at(copy / "next")), console))
-    assert message.startswith("model.path: ") and "remove quantization_config" in message
+    assert message.startswith("model.path: ") and words in message
 
 
 def test_weights_that_are_not_finite_are_named(copy: Path, console: Console) -> None:
