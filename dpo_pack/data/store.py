@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import io
 import json
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -231,6 +232,8 @@ class PairTable:
         columns["row_numbers"] += np.repeat(rows_before, [len(part.records) for part in parts])
         of_tokens = (np.concatenate(arrays) for arrays in zip(*map(_measure_tokens, parts), strict=True))
         offsets, has_token_weights, chosen_scored, rejected_scored = of_tokens
+        for part in parts:
+            _forget_pages(part.records)
         return PairTable(
             stores=tuple(stores),
             source_indices=np.repeat(np.arange(len(stores), dtype=np.int16), sizes),
@@ -500,11 +503,19 @@ def _measure_tokens(store: TokenStore) -> tuple[NDArray[Any], ...]:
     return offsets + store.tokens_before, differs[0::3] | differs[1::3], sums[0::3], sums[1::3]
 
 
+def _forget_pages(records: Records) -> None:
+    """Lets what was read of a mapped file leave the memory of this process."""
+    file: Any = records.base
+    if isinstance(file, np.memmap):
+        file._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+
+
 def _map_files(directory: Path, summary: dict[str, Any]) -> tuple[TokenStore, str]:
     """Returns a store and its checksum. Of the tokens only the count is hashed: records have their hashes."""
     tokens = np.asarray(np.memmap(directory / _TOKENS, dtype=TOKEN_DTYPE, mode="r"))
     records = np.asarray(np.memmap(directory / _RECORDS, dtype=RECORD_DTYPE, mode="r"))
     parts = [len(tokens), hashlib.blake2b(records.view(np.uint8).data).hexdigest(), summary]
+    _forget_pages(records)
     weights = None
     if (directory / _WEIGHTS).exists():
         weights = np.asarray(np.memmap(directory / _WEIGHTS, dtype=WEIGHT_DTYPE, mode="r"))

@@ -34,6 +34,7 @@ Bools = npt.NDArray[np.bool_]
 
 # Forward passes that a training step costs; a frozen model under adapters needs no gradients of its weights.
 TRAINING_PASSES, ADAPTER_PASSES = 3.0, 2.0
+_AT_ONCE = 2**14  # pairs whose FLOPs are counted together, in the processor's cache
 
 
 # ---- Tokens
@@ -90,20 +91,21 @@ class PairLengths:
 
         sides: [P, (chosen, rejected)] whether the row has this sequence of the pair; default: it has both.
         """
-        tokens: IntArray = self._sequences(sides).sum(axis=1)
+        chosen, rejected = self._sequences(sides)
+        tokens = chosen + rejected
         if share_prompt:
-            tokens = tokens - (self.shared if sides is None else self.shared * sides.all(axis=1))
+            tokens -= self.shared if sides is None else self.shared * sides.all(axis=1)
         return tokens
 
     def padded_tokens(self, *, sides: Bools | None = None) -> IntArray:
         """Returns each pair's tokens when it is alone in a padded row, [P]: twice its longest sequence."""
-        longest: IntArray = self._sequences(sides).max(axis=1)
+        longest: IntArray = np.maximum(*self._sequences(sides))
         return 2 * longest
 
-    def _sequences(self, sides: Bools | None) -> IntArray:
-        both = self.prompt.astype(np.int64)[:, None] + np.stack((self.chosen, self.rejected), axis=1)
-        masked: IntArray = both if sides is None else both * sides
-        return masked
+    def _sequences(self, sides: Bools | None) -> tuple[IntArray, IntArray]:
+        chosen = self.chosen.astype(np.int64) + self.prompt
+        rejected = self.rejected.astype(np.int64) + self.prompt
+        return (chosen, rejected) if sides is None else (chosen * sides[:, 0], rejected * sides[:, 1])
 
     def completion_tokens(self) -> IntArray:
         """Returns each pair's scored tokens, [P]: the output head computes logits for these tokens only."""
@@ -279,11 +281,15 @@ def pair_flops(
     Pairs of a row do not attend to each other, so a row, a rank or a step costs the sum over its pairs.
     sides: see `PairLengths.row_tokens`.
     """
-    completions = np.stack((lengths.chosen, lengths.rejected), axis=1)
-    is_there = np.ones(completions.shape, dtype=np.bool_) if sides is None else sides
-    repeats: IntArray = np.where(is_there.all(axis=1), int(share_prompt), 0)
-    forward = _group_flops(shape, lengths.prompt, completions, is_there, lengths.shared, repeats)
-    flops: FloatArray = passes * forward + lengths.tower * (is_there.sum(axis=1) - repeats)
+    flops = np.empty(len(lengths.prompt))
+    for begin in range(0, len(flops), _AT_ONCE):
+        block = np.arange(begin, min(begin + _AT_ONCE, len(flops)))
+        part = lengths.select(block)
+        completions = np.stack((part.chosen, part.rejected), axis=1)
+        is_there = np.ones(completions.shape, dtype=np.bool_) if sides is None else sides[block]
+        repeats: IntArray = np.where(is_there.all(axis=1), int(share_prompt), 0)
+        forward = _group_flops(shape, part.prompt, completions, is_there, part.shared, repeats)
+        flops[block] = passes * forward + part.tower * (is_there.sum(axis=1) - repeats)
     return flops
 
 

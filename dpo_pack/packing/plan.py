@@ -82,8 +82,7 @@ class PackingPlan:
     @property
     def oversize_pairs(self) -> IntArray:
         """The pairs of the epoch that exceed the token budget, ascending. Each is alone in its row."""
-        pairs = np.unique(self.order)
-        return pairs[self.sizes.tokens[pairs] > self.settings.token_budget]
+        return np.unique(self.order[self.sizes.tokens[self.order] > self.settings.token_budget])
 
     def _rank_times(self, ranks: StepRows) -> list[float]:
         """Returns each rank's costs and those of ROW_OVERHEAD_TOKENS tokens for each of its rows, [R]."""
@@ -162,7 +161,7 @@ class PlanSettings:
         digest = hashlib.blake2b(settings.encode(), digest_size=16)
         prompts = None if merging is None else merging.prompts
         for array in (epoch_pairs, step_begins, tokens, row_begins, prompts):
-            digest.update(b"" if array is None else array.astype("<i8").tobytes())
+            digest.update(b"" if array is None else np.ascontiguousarray(array, dtype="<i8").data)
         return PackingPlan(
             order=epoch_pairs,
             step_begins=step_begins,
@@ -218,7 +217,8 @@ def epoch_order(
         for source, weight in enumerate(source_weights):
             pairs = np.flatnonzero(source_indices == source)
             num_drawn = int(np.floor(len(pairs) * (weight - np.floor(weight)) + 0.5))
-            copies[pairs[np.argsort(keys[pairs], kind="stable")[:num_drawn]]] += 1
+            if num_drawn:
+                copies[pairs[np.argsort(keys[pairs], kind="stable")[:num_drawn]]] += 1
         order = np.repeat(order, copies)
     if shuffle:
         order = order[np.argsort(shuffle_stream.random_raw(len(order)), kind="stable")]

@@ -178,18 +178,23 @@ def _statistics(
     else:
         by_sharing, flops = unshared - computed, sum(plan.sizes.cost_of(row) for row in rows)
     flops *= scale
-    padded, merging = [], plan.sizes.merging
+    padded, merging, alone = [], plan.sizes.merging, lengths.padded_tokens()[order]
     for microbatch_pairs in PADDED_MICROBATCH_PAIRS:  # of the epoch's order; `plan.order` can be that of rows
         begins = np.arange(0, len(order), microbatch_pairs)
         num_pairs = np.diff(np.append(begins, len(order)))
-        longest = np.maximum.reduceat(lengths.padded_tokens()[order], begins)  # of two sequences
+        longest = np.maximum.reduceat(alone, begins)  # of two sequences
         padded_tokens = int(longest @ num_pairs)
+        pairs = np.bincount(longest, weights=num_pairs)  # by the longest sequence of their micro-batch
+        kinds = np.flatnonzero(pairs)
         comparison = PaddedComparison(
             microbatch_pairs=microbatch_pairs,
             tokens=padded_tokens,
             saved_by_packing_tokens=padded_tokens - computed - by_sharing,
             times_computed_tokens=padded_tokens / computed,
-            times_flops=(padded_flops(shape, longest // 2, 2 * num_pairs) + towers[order].sum()) / flops,
+            times_flops=(
+                padded_flops(shape, kinds // 2, 2 * pairs[kinds].astype(np.int64)) + towers[order].sum()
+            )
+            / flops,
         )
         padded.append(comparison)
     groups = [] if merging is None else [group for row in rows for group in merging.groups_of(row)]
@@ -242,15 +247,17 @@ def _compare_budgets(
     The time of a step, in tokens, is its tokens / `num_ranks`, plus ROW_OVERHEAD_TOKENS for each row of the
     rank with the most rows. That of a pair counts: in scope epoch a step has any number of pairs.
     """
-    sizes, settings, outcomes, pairs = plan.sizes, plan.settings, [], np.unique(order)
+    sizes, settings, outcomes = plan.sizes, plan.settings, []
+    is_drawn = np.bincount(order, minlength=len(sizes.tokens)) > 0
     for budget in sorted({settings.token_budget, *budgets}):
         rows = settings.rows_per_step
         if rows is not None:  # so that a step has about as many pairs under each budget
             rows = max(round(rows * settings.token_budget / budget), 1)
         # Scope epoch packs all pairs that it gets, so it gets those of the measured steps only.
         measured = order[: plan.step_begins[min(len(plan), MAX_BUDGET_STEPS)]] if rows is not None else order
-        changed, under = replace(settings, token_budget=budget, rows_per_step=rows), plan
-        if changed != settings:
+        changed = replace(settings, token_budget=budget, rows_per_step=rows)
+        under = replace(plan, settings=changed)  # in scope step, steps have the same pairs
+        if rows is not None and changed != settings:
             under = changed.plan(sizes.tokens, order=measured, row_costs=sizes.costs, merging=sizes.merging)
         steps = _spread_steps(under, MAX_BUDGET_STEPS)
         tokens = np.array([under.sizes.tokens_in(row) for step in steps for row in under.pack_step(step)[0]])
@@ -263,7 +270,7 @@ def _compare_budgets(
             full_step_rows=rows,
             budget_fill=float(np.minimum(tokens / budget, 1.0).mean()),
             max_row_tokens=int(tokens.max()),
-            num_oversize_pairs=int((sizes.tokens[pairs] > budget).sum()),
+            num_oversize_pairs=int((is_drawn & (sizes.tokens > budget)).sum()),
             relative_time=float(time / np.diff(under.step_begins)[steps].mean()),
             is_best=False,
         )

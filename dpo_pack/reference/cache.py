@@ -274,6 +274,7 @@ class ReferenceCache:
         self.directory = cache_dir / "reference" / namespace_digest(namespace)
         self.named_parts: set[str] = set()  # written by this job; a directory listing may lack them
         self.seen_parts: set[str] = set()  # read by a look-up of this job, or written by it
+        self.num_added = 0  # sequences that this job has added
         if not is_namespace(self.directory):
             write_json_atomically(self.directory / NAMESPACE_FILE, dict(namespace))
         if used_by is not None:
@@ -297,7 +298,14 @@ class ReferenceCache:
         With `only_new`, parts that this job has seen before are not read.
         """
         index = KeyIndex.of(keys)
-        needs_tokens = np.broadcast_to(per_token, len(keys))[index.first]  # [U]
+        needs_tokens = np.broadcast_to(per_token, len(keys))[index.first]
+        sums, tokens = self.find(index, needs_tokens, only_new=only_new)
+        return sums[index.inverse], tokens.take(index.inverse)
+
+    def find(
+        self, index: KeyIndex, needs_tokens: Bools, *, only_new: bool = False
+    ) -> tuple[FloatArray, TokenLogps]:
+        """Does what `lookup` does, for the U different keys of an index. needs_tokens: [U]."""
         sums, reads_tokens = np.full(len(index.keys), np.nan), bool(needs_tokens.any())
         which = np.full(len(sums) if reads_tokens else 0, -1)  # position among the found `tokens`
         tokens, num_tokens = [TokenLogps.none(0)], 0
@@ -328,9 +336,7 @@ class ReferenceCache:
                 tokens.append(tokens_of(table).take(rows))
                 which[places[rows]] = np.arange(num_tokens, num_tokens + len(rows))
                 num_tokens += len(rows)
-        if not reads_tokens:
-            return sums[index.inverse], TokenLogps.none(len(keys))
-        return sums[index.inverse], TokenLogps.join(tokens).take(which[index.inverse])
+        return sums, TokenLogps.join(tokens).take(which) if reads_tokens else TokenLogps.none(len(sums))
 
     def append(self, table: pa.Table, metadata: Mapping[str, str] | None = None) -> list[Path]:
         """Adds the sequences of a `sequence_table`, in parts of bounded size; returns these.
@@ -348,6 +354,7 @@ class ReferenceCache:
                 temporary.write_bytes(content)
             self.named_parts.add(parts[-1].name)
             self.seen_parts.add(parts[-1].name)
+        self.num_added += len(whole)
         return parts
 
 

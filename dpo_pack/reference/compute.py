@@ -33,7 +33,7 @@ from dpo_pack.packing.bin_packing import (
     split_over_ranks,
 )
 from dpo_pack.packing.lengths import Bools, FloatArray, Group, IntArray, ModelShape, pair_flops
-from dpo_pack.reference.cache import KeyIndex, Keys, ReferenceCache, TokenLogps, sequence_table
+from dpo_pack.reference.cache import KeyIndex, ReferenceCache, TokenLogps, sequence_table
 from dpo_pack.system.console import progress_bar
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.files import add_to_json, read_json
@@ -67,40 +67,41 @@ class ReferenceWork:
     table: PairTable  # [G] the pair of each group
     sides: Bools  # [G, (chosen, rejected)] True if this is the first of equal sequences
     missing: Bools  # [G, 2] True if `sides` is True and the cache lacks the sequence
-    found: tuple[Keys, FloatArray, TokenLogps]  # of all different sequences, with the values of the cache
+
+    @staticmethod
+    def of(tables: Sequence[PairTable], index: KeyIndex, is_missing: Bools) -> ReferenceWork:
+        """is_missing: for each different sequence of the tables whether the cache lacks it."""
+        table = join_tables(tables)
+        sides, missing = np.zeros((2, 2 * table.num_pairs), dtype=np.bool_)
+        sides[index.first], missing[index.first] = True, is_missing
+        sides, missing = sides.reshape(-1, 2), missing.reshape(-1, 2)
+        pairs = np.flatnonzero(sides.any(axis=1))
+        return ReferenceWork(table=table.select(pairs), sides=sides[pairs], missing=missing[pairs])
 
     def group(self, number: int) -> Group:
         """Returns a group with its missing sequences only."""
         return self.table.group(number, self.missing[number].tolist())
 
 
-def find_sequences(table: PairTable, *, per_token: bool = False) -> tuple[KeyIndex, Bools]:
-    """Returns an index of the sequences of all pairs (chosen, rejected, chosen, ...), and for each different
-    sequence whether its per-token values are needed: all with `per_token`, else where tokens have weights."""
-    index = KeyIndex.of(np.stack((table.chosen_keys, table.rejected_keys), axis=1))
+Found = tuple[KeyIndex, FloatArray, TokenLogps]  # different sequences, and their values; NaN: none
+
+
+def find_values(cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False) -> Found:
+    """Finds what a run needs of the sequences of all pairs (chosen, rejected, chosen, ...): sums, and values
+    per token: of all sequences with `per_token`, else where tokens have weights."""
+    index = KeyIndex.of(np.concatenate([np.stack((t.chosen_keys, t.rejected_keys), axis=1) for t in tables]))
     needs_tokens = np.full(len(index.keys), per_token)
-    needs_tokens[index.inverse[np.repeat(table.has_token_weights, 2)]] = True
-    return index, needs_tokens
+    has_weights = np.concatenate([table.has_token_weights for table in tables])
+    needs_tokens[index.inverse.reshape(-1, 2)[has_weights]] = True
+    return index, *cache.find(index, needs_tokens)
 
 
 def find_work(
     cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False
 ) -> ReferenceWork:
-    """Finds the sequences of which the cache lacks what a run needs, see `find_sequences`."""
-    table = join_tables(tables)
-    index, needs_tokens = find_sequences(table, per_token=per_token)
-    sums, tokens = cache.lookup(index.keys, per_token=needs_tokens)
-    sides, missing = np.zeros((2, 2 * table.num_pairs), dtype=np.bool_)
-    sides[index.first] = True
-    missing[index.first] = np.isnan(sums)
-    sides, missing = sides.reshape(-1, 2), missing.reshape(-1, 2)
-    pairs = np.flatnonzero(sides.any(axis=1))
-    return ReferenceWork(
-        table=table.select(pairs),
-        sides=sides[pairs],
-        missing=missing[pairs],
-        found=(index.keys, sums, tokens),
-    )
+    """Finds the sequences of which the cache lacks what a run needs, see `find_values`."""
+    index, sums, _ = find_values(cache, tables, per_token=per_token)
+    return ReferenceWork.of(tables, index, np.isnan(sums))
 
 
 def join_tables(tables: Sequence[PairTable]) -> PairTable:

@@ -29,10 +29,13 @@ from dpo_pack.reference.cache import (
     sequence_table,
     tokens_of,
 )
-from dpo_pack.reference.compute import find_sequences, join_tables
+from dpo_pack.reference.compute import Found, find_values
+from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import written_aside
 from dpo_pack.training.batches import PairReference
+
+_AT_ONCE = 2**16  # sequences that a hash copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,28 +46,48 @@ class FrozenReference:
     keys: Keys  # [U, 16], each key once, in ascending order
     sums: FloatArray  # [U]
     tokens: TokenLogps  # per-token values of the U sequences, where the run needs them
+    # Tables, and the [P, (chosen, rejected)] positions of their sequences in `keys`.
+    known: Sequence[tuple[PairTable, IntArray]] = ()
+
+    @staticmethod
+    def of_found(tables: Sequence[PairTable], found: Found) -> FrozenReference:
+        """Returns what `find_values` has found of these tables."""
+        index, sums, tokens = found
+        ends = np.cumsum([table.num_pairs for table in tables])
+        places = np.split(index.inverse.reshape(-1, 2), ends[:-1])
+        known = list(zip(tables, places, strict=True))
+        return FrozenReference(keys=index.keys, sums=sums, tokens=tokens, known=known)
 
     @staticmethod
     def take(
         cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False
     ) -> FrozenReference:
-        """Copies the values of the tables' sequences from `cache`, per token where `find_sequences` says so.
-        Raises CacheError if a value is missing."""
-        index, needs_tokens = find_sequences(join_tables(tables), per_token=per_token)
-        sums, tokens = cache.lookup(index.keys, per_token=needs_tokens)
-        if np.isnan(sums).any():
-            raise CacheError(
-                f"{int(np.isnan(sums).sum())} reference log-probs are no longer in {cache.directory}, "
-                "although they were computed; run the command again"
-            )
-        return FrozenReference(keys=index.keys, sums=sums, tokens=tokens)
+        """Copies the values of the tables' sequences from `cache`, per token where `find_values` says so.
+        Every rank must call it. Raises CacheError if a value is missing."""
 
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the sequences and of every bit of their values."""
-        digest = hashlib.blake2b(np.ascontiguousarray(self.keys).data, digest_size=16)
-        digest.update(np.ascontiguousarray(self.sums).data)
-        digest.update(np.ascontiguousarray(self.tokens.values).data)
+        def find() -> Found:
+            found = find_values(cache, tables, per_token=per_token)
+            if num_missing := int(np.isnan(found[1]).sum()):
+                raise CacheError(
+                    f"{num_missing} reference log-probs are no longer in {cache.directory}, "
+                    "although they were computed; run the command again"
+                )
+            return found
+
+        return FrozenReference.of_found(tables, ranks.of_node(find))
+
+    def fingerprint(self, table: PairTable | None = None) -> str:
+        """A hash of the sequences and of every bit of their values: of all, or those of a table."""
+        is_used = np.full(len(self.keys), table is None)
+        if table is not None:
+            is_used[self._places(table)] = True
+        digest = hashlib.blake2b(digest_size=16)
+        for values in (self.keys, self.sums):
+            for begin in range(0, len(values), _AT_ONCE):
+                block = slice(begin, begin + _AT_ONCE)
+                digest.update(values[block][is_used[block]].data)
+        if len(self.tokens.values):
+            digest.update(self.tokens.take(np.flatnonzero(is_used)).values.data)
         return digest.hexdigest()
 
     def covers(self, table: PairTable) -> bool:
@@ -73,20 +96,12 @@ class FrozenReference:
 
     def _places(self, table: PairTable) -> IntArray | None:
         """Returns the position in `keys` of each pair's (chosen, rejected), [P, 2]; None if a value lacks."""
-        index = KeyIndex.of(self.keys)
-        places = np.stack([index.find(keys) for keys in (table.chosen_keys, table.rejected_keys)], axis=1)
+        places = next((places for known, places in self.known if known is table), None)
+        if places is None:
+            index = KeyIndex.of(self.keys)
+            places = np.stack([index.find(k) for k in (table.chosen_keys, table.rejected_keys)], axis=1)
         is_there = (places >= 0).all() and self.tokens.lengths[places[table.has_token_weights]].all()
         return places if is_there else None
-
-    def only(self, table: PairTable) -> FrozenReference:
-        """Returns the values of the table's sequences only. This reference must have all of them."""
-        of_pairs, is_used = self._places(table), np.zeros(len(self.keys), dtype=np.bool_)
-        assert of_pairs is not None
-        is_used[of_pairs] = True
-        places = np.flatnonzero(is_used)
-        return FrozenReference(
-            keys=self.keys[places], sums=self.sums[places], tokens=self.tokens.take(places)
-        )
 
     def joined(self, other: FrozenReference) -> FrozenReference:
         """Returns the values of both references. If both have a sequence, this reference's value is used."""

@@ -185,10 +185,9 @@ def _texts(run: RunFiles, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, in
         rows = [row for name, row in keys if name == source["name"]]
         with contextlib.suppress(CacheError):
             store = open_store(Path(source.get("token_store", "None")))  # "None": tokens are not on disk
-            if store is None:
-                continue
-            table = PairTable.of([store])
-            for pair in np.flatnonzero(np.isin(table.row_numbers, rows)).tolist():
+            tables = () if store is None else (PairTable.of([part]) for part in store.parts)
+            places = ((table, np.flatnonzero(np.isin(table.row_numbers, rows)).tolist()) for table in tables)
+            for table, pair in ((table, pair) for table, pairs in places for pair in pairs):
                 group = table.group(pair)
                 parts = zip(
                     ("prompt", "chosen", "rejected"), (group.context, *group.completions), strict=True

@@ -102,7 +102,7 @@ def run_identity(
     fingerprints = {
         "data": data.fingerprint,
         "plan": source.steps_fingerprint,
-        "reference": "moving" if moves else "none" if frozen is None else frozen.only(data.train).fingerprint,
+        "reference": "moving" if moves else "none" if frozen is None else frozen.fingerprint(data.train),
         # A checkpoint holds weights only. The model's config says what is computed with them.
         "model config": namespace_digest(relevant_config(facts.config)),
     }

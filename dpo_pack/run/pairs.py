@@ -26,7 +26,7 @@ from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.packing.report import PackingReport, inspect_packing
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import ReferenceCache, namespace_digest
-from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache, find_work
+from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache, find_values
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.run.models import CPU
 from dpo_pack.run.setup import (
@@ -129,7 +129,7 @@ def packing_report(
         source.first_plan,
         pair_lengths(table, shape),
         shape,
-        order=source.order(0),
+        order=source.first_plan.order if source.first_plan.row_begins is None else source.order(0),
         share_prompt=source.builder.share_prompt,
         ranks=num_ranks or (ranks.num_ranks(),),
         budgets=budgets,
@@ -145,7 +145,9 @@ def trained_pair_sizes(setup: Setup, source: OfflineSource, *, trains_adapter: b
     table, shape = setup.data.train, setup.policy_facts.shape
     passes = ADAPTER_PASSES if trains_adapter else TRAINING_PASSES
     share_prompt = setup.policy_facts.is_packed and setup.recipe.shares_prompts
-    flops = pair_flops(shape, pair_lengths(table, shape), share_prompt=share_prompt, passes=passes)
+    flops = source.row_costs  # of full training
+    if flops is None or trains_adapter or not setup.policy_facts.is_packed:
+        flops = pair_flops(shape, pair_lengths(table, shape), share_prompt=share_prompt, passes=passes)
     merging = source.builder.merging
     if merging is not None and trains_adapter:  # `merging` counts the FLOPs of full training
         merging = prompt_merging(table, shape, passes=passes)
@@ -179,7 +181,7 @@ def resume_reference(setup: Setup, frozen: Path) -> tuple[FrozenReference, float
     file lacks need a reference pass. Raises CacheError if the file is missing or damaged.
     """
     per_token = setup.recipe.loss.ld_alpha is not None
-    reference = FrozenReference.load(frozen, per_token=per_token)
+    reference = ranks.of_node(lambda: FrozenReference.load(frozen, per_token=per_token))
     lacking = [pairs for pairs in setup.data.eval.values() if not reference.covers(pairs)]
     if not ranks.any_rank(bool(lacking)):
         return reference, 0.0
@@ -246,13 +248,13 @@ def prepare_reference(
     tables = setup.tables if tables is None else tables
     cache = ReferenceCache(facts.cache_dir, facts.namespace, used_by=facts.label)
     per_token = setup.recipe.loss.ld_alpha is not None  # LD-DPO weights tokens; sums are not enough
-    work = find_work(cache, tables, per_token=per_token)
-    keys, sums, of_tokens = work.found
-    has_all = not np.isnan(sums).any()
+    found = ranks.of_node(lambda: find_values(cache, tables, per_token=per_token))
+    index, sums, _ = found
+    has_all = not ranks.any_rank(bool(np.isnan(sums).any()))
     # All ranks use the list of rank 0. A rank that looks later could find more sequences in the cache.
-    work = replace(work, missing=ranks.first_says(work.missing))
-    todo = int(work.missing.sum())
-    num_cached = int(work.sides.sum()) - todo
+    is_missing = np.zeros(0, dtype=np.bool_) if has_all else ranks.first_says(np.isnan(sums))
+    todo = int(is_missing.sum())
+    num_cached = len(index.keys) - todo
     console.print(
         f"Reference log-probs of {sum(table.num_pairs for table in tables):,} "
         f"{'held-out pairs in float32' if in_float32 else 'pairs'}: "
@@ -260,21 +262,25 @@ def prepare_reference(
         f"{f', {todo:,} to compute' if todo else ''}"
         f"{f' (cache: {facts.cache_dir})' if num_cached else ''}"
     )
-    seconds = 0.0
+    num_computed, seconds = 0, 0.0
     if todo:
+        work = ReferenceWork.of(tables, index, is_missing)
         tokens = per_token or any(table.has_token_weights.any() for table in tables)
         begun = time.monotonic()
-        _compute_missing(setup, cache, facts, work, loaded, per_token=tokens)
+        num_computed = _compute_missing(setup, cache, facts, work, loaded, per_token=tokens)
         seconds = time.monotonic() - begun
-        rate = format_rate(todo / max(seconds, 1e-9), digits=0)
-        console.print(f"Reference pass: {todo:,} sequences in {format_seconds(seconds)}, {rate}/s")
+        rate = format_rate(num_computed / max(seconds, 1e-9), digits=0)
+        others = f"; another run computed {todo - num_computed:,}" if num_computed < todo else ""
+        console.print(
+            f"Reference pass: {num_computed:,} sequences in {format_seconds(seconds)}, {rate}/s{others}"
+        )
     return ReferencePass(
         cache=cache,
         tables=tables,
-        found=FrozenReference(keys=keys, sums=sums, tokens=of_tokens) if has_all else None,
+        found=FrozenReference.of_found(tables, found) if has_all else None,
         per_token=per_token,
-        num_computed=todo,
-        num_cached=num_cached,
+        num_computed=num_computed,
+        num_cached=num_cached + todo - num_computed,
         seconds=seconds,
     )
 
@@ -282,7 +288,8 @@ def prepare_reference(
 def _compute_missing(
     setup: Setup, cache: ReferenceCache, facts: ModelFacts, work: ReferenceWork,
     loaded: LoadedModel | None, *, per_token: bool,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
+    """Returns how many sequences all ranks have computed."""
     token_budget, is_exact = setup.reference_token_budget, facts.precision != setup.reference_facts.precision
     cache.check_writable()
     loaded = loaded or load_proved(setup, setup.reference_facts)
@@ -304,8 +311,9 @@ def _compute_missing(
     search = _budget_search(setup, facts)
     with loaded.as_reference(), loaded.scorer.in_float32() if is_exact else contextlib.nullcontext():
         fill_cache(cache, work, loaded.scorer, facts.shape, settings, search=search, console=setup.console)
-    for names in ranks.every_rank_says(cache.named_parts):  # all ranks' files are read next
-        cache.named_parts |= names
+    of_ranks = ranks.every_rank_says((cache.named_parts, cache.num_added))
+    cache.named_parts.update(*(names for names, _ in of_ranks))  # all ranks' files are read next
+    return sum(number for _, number in of_ranks)
 
 
 def _budget_search(setup: Setup, model: ModelFacts) -> BudgetSearch | None:

@@ -262,11 +262,13 @@ def prepare(
         ranks.require_shared(policy.cache_dir, "reference.cache_dir")
     for leftover in ranks.of_first(find_leftovers(policy.cache_dir)) or ():
         discard(leftover)
-    with ranks.first_goes_first():  # the other ranks then read rank 0's downloads and tokens from the caches
+    with ranks.first_goes_first():  # the other ranks then read rank 0's downloads from the cache
         tokenizer = prepare_tokenizer(recipe, policy.processor)
-        data = prepare_data(
+    data = ranks.of_node(
+        lambda: prepare_data(
             recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts
         )
+    )
     if num_ranks > 1:
         ranks.require_same(
             {"the data": data.fingerprint, "the held-out data": data.eval_fingerprint},

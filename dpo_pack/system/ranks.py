@@ -5,7 +5,9 @@ wait for no device. Tensors go from device to device.
 """
 
 import contextlib
+import pickle
 import socket
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from dpo_pack.system.errors import DpoPackError, RunError, first_line
 from dpo_pack.system.files import path_aside, writing
+from dpo_pack.system.machine import release_memory
 from dpo_pack.system.process import is_set
 
 Item = TypeVar("Item")
@@ -109,6 +112,59 @@ def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]
 def first_does(work: Callable[[], Value]) -> Value:
     """Runs `work` on rank 0 only; all ranks return its value, or raise the DpoPackError that it raises."""
     return every_rank_does(lambda: work() if is_first() else None)[0]  # type: ignore[return-value]
+
+
+def of_node(work: Callable[[], Value]) -> Value:
+    """Runs `work` on rank 0, then on the first rank of each other node; returns its value on every rank.
+
+    Ranks of a node share the memory of the value's large arrays, which nobody may write to: a file without a
+    name holds them, in the directory for temporary files ($TMPDIR). Raises DpoPackError on all ranks.
+    """
+    if num_ranks() == 1:
+        return work()
+    directory = Path(tempfile.gettempdir())
+    seen = directory.stat()  # ranks that see another directory are on another node
+    nodes = every_rank_says((socket.gethostname(), seen.st_dev, seen.st_ino))
+    first = nodes.index(nodes[rank()])
+
+    with contextlib.ExitStack() as stack:
+
+        def share() -> list[_Place]:
+            arrays: list[pickle.PickleBuffer] = []
+
+            def is_small(array: pickle.PickleBuffer) -> bool:
+                if array.raw().nbytes >= 2**16:
+                    arrays.append(array)
+                return array.raw().nbytes < 2**16
+
+            content = pickle.dumps(work(), protocol=5, buffer_callback=is_small)
+            parts: list[bytes | pickle.PickleBuffer] = [content, *arrays]
+            with writing(directory):
+                file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="dpo_pack-"))
+                places = [_place(file, part) for part in parts]
+                file.flush()
+            return places
+
+        of_first = first_does(share)
+        places = every_rank_does(lambda: share() if rank() == first > 0 else of_first)[first]
+        release_memory()
+        mapped = [np.memmap(path, np.uint8, "r", begin, (size,)) for path, begin, size in places]
+        value: Value = pickle.loads(mapped[0].data, buffers=mapped[1:])
+        wait_for_all()
+    return value
+
+
+_Place = tuple[str, int, int]  # file, first byte, number of bytes
+
+
+def _place(file: Any, part: bytes | pickle.PickleBuffer) -> _Place:
+    """Writes a part of a value into the file, unless another file has it: the tokens of a store."""
+    array: Any = memoryview(part).obj
+    mapped = getattr(array, "base", None)
+    if isinstance(mapped, np.memmap) and mapped.nbytes == array.nbytes:
+        return str(mapped.filename), mapped.offset, array.nbytes
+    begin = file.seek(-file.tell() % 64, 1)
+    return file.name, begin, file.write(part if isinstance(part, bytes) else part.raw())
 
 
 def of_first(value: Value) -> Value | None:

@@ -284,7 +284,7 @@ class OfflineSource:
     def plan(self, epoch: int) -> PackingPlan:
         """Returns the plan of an epoch: the pairs of each step, rank and row. The first epoch is 0."""
         return self.settings.plan(
-            self.builder.row_tokens(),
+            self.real_tokens if self.builder.is_packed else self.builder.row_tokens(),
             order=self.order(epoch),
             num_ranks=self.num_ranks,
             row_costs=self.row_costs,

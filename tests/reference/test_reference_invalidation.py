@@ -6,11 +6,14 @@ Each goes through the recipe: a filled cache, one change, and how many sequences
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +24,9 @@ from transformers.utils import logging as transformers_logging
 from dpo_pack.data import sources
 from dpo_pack.model import fingerprint
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.compute import ReferenceWork, fill_cache
+from dpo_pack.run import pairs
 from dpo_pack.run.pairs import prepare_reference
 from dpo_pack.run.setup import prepare
 from dpo_pack.system.console import make_console
@@ -105,6 +111,24 @@ def test_rows_that_are_added_to_a_file_with_ranges_are_the_only_new_ones(
     prepared = prepare(load_recipe(work / "recipe.yaml"), make_console(quiet=True))
     assert prepared.data.train.stores[0].ranges and prepared.data.report["rows_tokenized"] == 1
     assert prepare_reference(prepared).num_computed == 2
+
+
+def test_sequences_that_another_run_computes_meanwhile_are_not_counted_as_this_run_s(
+    filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Path(shutil.copytree(filled, tmp_path / "work"))
+    shutil.rmtree(work / "cache" / "reference")
+
+    def two_runs_fill(cache: ReferenceCache, work: ReferenceWork, *rest: Any, **options: Any) -> None:
+        of_this = work.missing.copy()
+        of_this[::2] = False
+        fill_cache(cache, replace(work, missing=of_this), *rest, **options)
+        other = copy.copy(cache)  # in the same directory
+        fill_cache(other, replace(work, missing=work.missing & ~of_this), *rest, **options)
+
+    monkeypatch.setattr(pairs, "fill_cache", two_runs_fill)
+    done = prepare_reference(prepare(load_recipe(work / "recipe.yaml"), make_console(quiet=True)))
+    assert 0 < done.num_computed < NUM_SEQUENCES == done.num_computed + done.num_cached
 
 
 def test_other_token_ids_are_other_sequences(filled: Path, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_a_run_of_a_million_pairs_reads_its_values_in_seconds_and_in_its_own_mem
     assert np.isfinite(sums).all() and len(sums) == 2_000_000
     assert np.isnan(cache.lookup(random_keys(10, seed=-1 % 10_000))[0]).all()
     frozen = FrozenReference(keys=wanted, sums=sums, tokens=TokenLogps.none(len(sums)))
-    assert len(frozen.fingerprint) == 32
+    assert len(frozen.fingerprint()) == 32
     print(f"lookup of 2M sequences among 4M: {seconds:.1f} CPU s, {peak_bytes / 2**20:.0f} MiB at the peak")
     # Keys and values are 48 MB. Sorting takes a few times that; the size of the cache adds nothing.
     assert seconds < 30 * slowness() and peak_bytes < 500 * 2**20

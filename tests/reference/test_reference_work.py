@@ -14,7 +14,7 @@ from support.reference_pairs import NAMESPACE, Pair, make_table
 
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.packing.lengths import AttentionKind, FloatArray, ModelShape, pair_flops
-from dpo_pack.reference.cache import ReferenceCache, TokenLogps, sequence_table
+from dpo_pack.reference.cache import ReferenceCache, sequence_table
 from dpo_pack.reference.compute import (
     PassPlan,
     PassSettings,
@@ -91,10 +91,7 @@ def random_work(num_pairs: int, missing: npt.NDArray[np.bool_] | None = None, se
 
     every = np.ones((num_pairs, 2), dtype=np.bool_)
     table = make_table([pair(number) for number in range(num_pairs)])
-    nothing = (np.zeros((0, 16), dtype=np.uint8), np.zeros(0), TokenLogps.none(0))
-    return ReferenceWork(
-        table=table, sides=every, missing=every if missing is None else missing, found=nothing
-    )
+    return ReferenceWork(table=table, sides=every, missing=every if missing is None else missing)
 
 
 def plan(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from support.two_ranks import run_on_ranks
 
 from dpo_pack.system import ranks
-from dpo_pack.system.errors import DataError, RunError
+from dpo_pack.system.errors import CacheError, DataError, RunError
 
 
 def test_one_process_says_nothing_and_agrees_with_itself(tmp_path: Path) -> None:
@@ -21,6 +24,7 @@ def test_one_process_says_nothing_and_agrees_with_itself(tmp_path: Path) -> None
     assert ranks.any_rank(True) and not ranks.any_rank(False)
     assert ranks.first_says("a") == ranks.first_does(lambda: "a") == "a"
     assert ranks.every_rank_says("a") == ["a"]
+    assert ranks.of_node(lambda: "a") == "a"
     assert ranks.share_out([1, 2, 3], _doubled) == [2, 4, 6] and ranks.share_out([], _doubled) == []
     ranks.require_same({"the data": "abc"}, "remedy")
     ranks.require_shared(tmp_path / "absent", "output_dir")
@@ -77,10 +81,13 @@ def _on_two(directory: Path) -> dict[str, Any]:
         RunError, lambda: ranks.require_same({"seed": 1, "optim.lr": 0.5 + rank, "a": rank}, "do so")
     )
     told["lacks"] = _message(RunError, lambda: ranks.require_same({} if rank else {"a": "x" * 99}, "do so"))
+    told["no value"] = _message(DataError, lambda: ranks.of_node(fail))
+    told["of node"] = _of_node(directory)
     ranks.require_shared(directory / str(rank), "output_dir")  # one host: nothing to ask
     with mock.patch.object(socket, "gethostname", lambda: f"host-{rank}"):
         ranks.require_shared(directory / "shared", "output_dir")
         ranks.wait_for_all()
+        told["of nodes"] = _of_nodes(directory)
         told["marks left"] = len(list((directory / "shared").iterdir()))
         with mock.patch.object(Path, "exists", lambda path: rank == 0):
             told["not shared"] = _message(
@@ -88,6 +95,53 @@ def _on_two(directory: Path) -> dict[str, Any]:
             )
     ranks.wait_for_all()
     return told
+
+
+def _of_node(directory: Path) -> list[Any]:
+    """Facts of a value that rank 0 made: all should be true."""
+    numbers, file = np.arange(2**14) + ranks.rank(), directory / "numbers"
+    ranks.first_does(lambda: numbers.tofile(file))
+    on_disk = np.asarray(np.memmap(file, dtype=np.int64, mode="r"))
+    with mock.patch.object(tempfile, "tempdir", str(directory)):
+        value = ranks.of_node(lambda: (numbers, {"again": numbers}, on_disk, numbers[:3], ranks.rank()))
+        later = ranks.of_node(lambda: value[0])
+        ranks.wait_for_all()  # for rank 0, which removes the files
+        return [
+            *(np.array_equal(array, np.arange(len(array))) for array in (value[0], *value[2:4], later)),
+            value[1]["again"] is value[0] and value[4] == 0 and not value[0].flags.writeable,
+            str(file) in Path("/proc/self/maps").read_text().splitlines()[_line_of(value[2])],
+            "(deleted)" in Path("/proc/self/maps").read_text().splitlines()[_line_of(value[0])],
+            not list(directory.glob("dpo_pack-*")),
+        ]
+
+
+def _line_of(array: Any) -> int:
+    """Returns the line of /proc/self/maps that has the array's memory."""
+    for number, line in enumerate(Path("/proc/self/maps").read_text().splitlines()):
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= array.ctypes.data < end:
+            return number
+    raise AssertionError
+
+
+def _of_nodes(directory: Path) -> list[Any]:
+    """Who did the work of two nodes, and what both raise if the second one fails."""
+
+    def fail_on_the_second() -> int:
+        if ranks.rank():
+            raise DataError("the second node has no such file")
+        return 0
+
+    work = ranks.every_rank_says(ranks.of_node(lambda: [ranks.rank(), np.arange(2**14)])[0])
+    failed = _message(DataError, lambda: ranks.of_node(fail_on_the_second))
+    is_full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch.object(tempfile, "tempdir", str(directory)),
+        mock.patch.object(ranks, "_place", side_effect=is_full if ranks.rank() else None, return_value=None),
+    ):
+        refused = _message(CacheError, lambda: ranks.of_node(ranks.rank))
+    ranks.wait_for_all()
+    return [work, failed, refused, list(directory.glob("dpo_pack-*"))]
 
 
 def _leave_a_file(directory: Path) -> int:
@@ -113,6 +167,14 @@ def test_over_two_processes_both_end_with_the_same(tmp_path: Path) -> None:
         "failed": "rank 0 found no such file",
         "differ": f"{both} differ in optim.lr and 1 more: 1.5 and 0.5; do so",
         "lacks": f"{both} differ in a: None and '{'x' * 39}; do so",
+        "no value": "rank 0 found no such file",
+        "of node": 8 * [True],
+        "of nodes": [
+            [0, 1],
+            "the second node has no such file",
+            f"cannot write {tmp_path}: No space left on device; free space or choose a writable directory",
+            [],
+        ],
         "marks left": 0,
         "not shared": "output_dir: host-1 does not see a file that rank 0 (on host-0) wrote in "
         f"{tmp_path / 'shared'}; use a directory on a file system that all nodes share",

@@ -216,7 +216,7 @@ def test_a_bare_sum_in_the_cache_is_computed_once_more_and_then_no_mask_needs_an
     frozen = FrozenReference.take(cache, [masked, other])
     frozen.save(tmp_path / "reference.parquet")
     again = FrozenReference.load(tmp_path / "reference.parquet")
-    assert again.fingerprint == frozen.fingerprint and again.covers(masked)
+    assert again.fingerprint() == frozen.fingerprint() and again.covers(masked)
     assert not FrozenReference.take(cache, [plain]).covers(masked)
     tokens = cache.lookup(masked.chosen_keys[:1], per_token=True)[1].of(0)
     assert again.of(masked).sums[0, 0] == pytest.approx(float(tokens[[0, 1, 4]].sum()))
