@@ -241,6 +241,7 @@ class Trainer:
         describe_run(setup, self.loaded, first_plan, num_steps=self.source.num_steps)
         self.measure_memory() if dry_run else self.write_first_files()
         self.make_evaluator_and_saver()
+        release_memory()
         self.log.reference_seconds = seconds
         self.log.startup_seconds = time.monotonic() - begun - seconds
 
@@ -277,7 +278,9 @@ class Trainer:
         lookup = None if self.frozen is None else self.frozen.of
         self.reference = moving or CachedReference(lookup=lookup, exact=exact)
         if self.frozen is not None:
-            pairs.builder = replace(pairs.builder, reference=self.frozen.of(setup.data.train))
+            reference = self.frozen.of(setup.data.train)
+            reference = replace(reference, sums=ranks.of_node(lambda: reference.sums))
+            pairs.builder = replace(pairs.builder, reference=reference)
             if starts_as_reference:
                 first_row = next(row for rows in pairs.first_plan.pack_step(0) for row in rows)
                 check_start(loaded.scorer, pairs.builder, first_row, dtype=dtype)

@@ -22,6 +22,7 @@ from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.packing.lengths import FloatArray, Group, IntArray, PromptMerging, common_prefix_length
 from dpo_pack.packing.plan import PackingPlan, PlanSettings, epoch_order
+from dpo_pack.system import ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +255,12 @@ class OfflineSource:
     def __post_init__(self) -> None:
         shares = self.builder.is_packed and self.builder.share_prompt
         self.real_tokens = pair_lengths(self.builder.table).row_tokens(share_prompt=shares)  # [all pairs]
-        self.first_plan = self.plan(0)
+        self.first_plan = ranks.of_node(lambda: self.plan(0))
+        sizes = self.first_plan.sizes  # the arrays that ranks share
+        if self.builder.is_packed:
+            self.real_tokens = sizes.tokens
+        if self.row_costs is not None:
+            self.row_costs = sizes.costs
         self._planned = (0, self.first_plan)  # the newest epoch and its plan
         self._ahead: tuple[int, GlobalBatch] | None = None  # a step and its batch, not handed out yet
         self._epoch_ends: list[int] = []  # the steps until the end of each epoch
