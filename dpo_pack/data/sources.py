@@ -435,15 +435,13 @@ def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]
     data, format = ingestion.data, FORMATS[ingestion.format]
     others = {option for other in FORMATS.values() for option in other.options}
     others.difference_update(format.options)
-    # Stores of earlier releases, which scored all turns, have no such keys.
     of_messages = {
-        "scored_turns": data.scored_turns if data.scored_turns == "assistant" else None,
+        "scored_turns": data.scored_turns,
         "chat_template_kwargs": {**data.chat_template_kwargs, **ingestion.source.chat_template_kwargs},
         "continue_final_message": data.continue_final_message,
     }
-    is_conversation = format.content == "messages"
     return {
-        **{key: value for key, value in of_messages.items() if value and is_conversation},
+        **(of_messages if format.content == "messages" else {}),
         "version": TOKENIZATION_VERSION,
         "tokenizer": tokenizer_key,
         **ingestion.source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS | others),
