@@ -255,8 +255,14 @@ class OfflineSource:
     def __post_init__(self) -> None:
         shares = self.builder.is_packed and self.builder.share_prompt
         self.real_tokens = pair_lengths(self.builder.table).row_tokens(share_prompt=shares)  # [all pairs]
-        self.first_plan = ranks.of_node(lambda: self.plan(0))
-        sizes = self.first_plan.sizes  # the arrays that ranks share
+
+        def arrays() -> PackingPlan:
+            plan = self.plan(0)
+            return replace(plan, sizes=replace(plan.sizes, merging=None))
+
+        plan = ranks.of_node(arrays)  # each rank merges prompts with its own `merging`
+        sizes = replace(plan.sizes, merging=self.builder.merging)
+        self.first_plan = replace(plan, sizes=sizes)
         if self.builder.is_packed:
             self.real_tokens = sizes.tokens
         if self.row_costs is not None:
