@@ -1,4 +1,5 @@
-"""Common faults of preference data and chat templates: RULES, at the end, each look at one tokenised pair."""
+"""Common faults of preference data and chat templates: SENTENCES, at the end, name them. `find_in` finds
+those of a tokenised pair, `explain` says more about one for `dpopack show`."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from dpo_pack.data.written import MESSAGE_KEY, THINKING, TOOL_KEY
 from dpo_pack.packing.lengths import AnyIntArray, Group
 
 SIDES = ("chosen", "rejected")
-Finding = tuple[str, str]  # what is wrong with a pair, and a remedy
+Finding = tuple[str, Any]  # the name of a fault, and what `explain` needs beside the pair
 _QUOTED_CHARACTERS = 40
 _LEAST_PROMPT_CHARACTERS = 8  # a shorter prompt may be in an answer by chance
 _EDGE_TOKENS = 4  # BOS and EOS at an edge are among so many tokens: a template may write line breaks there
@@ -35,12 +36,13 @@ class Origin:
     begins_with_bos: bool  # plain texts do, because the tokenizer adds it
     controls: re.Pattern[str]  # finds special tokens in a text
     controls_begin: frozenset[str]  # with these characters; empty: text never becomes such tokens
-    num_positions: int | None = None  # that the model computes exactly; None: not known
-    describes: bool = True  # False: findings are counted only, so no text is decoded
+    num_positions: int | None  # that the model computes exactly; None: not known
     opens_turn: dict[str, bool] = field(default_factory=dict)  # `template_opens_turn`, by role of the end
 
     @staticmethod
-    def of(key: str, settings: TokenizationSettings, tokenizer: Tokenizer, **more: Any) -> "Origin":
+    def of(
+        key: str, settings: TokenizationSettings, tokenizer: Tokenizer, *, num_positions: int | None = None
+    ) -> "Origin":
         tokens = tokenizer.added_tokens_decoder.values() if not tokenizer.split_special_tokens else ()
         special = [str(token.content) for token in tokens if token.special]
         controls = [token for token in special if token.strip() and not THINKING.fullmatch(token)]
@@ -56,13 +58,11 @@ class Origin:
             begins_with_bos=first == [bos],
             controls=re.compile("|".join(map(re.escape, controls))),
             controls_begin=frozenset(token[0] for token in controls),
-            **more,
+            num_positions=num_positions,
         )
 
     def text(self, ids: AnyIntArray, begin: int = 0) -> str:
         """Returns the text of the tokens from position `begin` on, with special tokens and all spaces."""
-        if not self.describes:
-            return ""
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         before, text = (str(self.tokenizer.decode(some.tolist(), **options)) for some in (ids[:begin], ids))
         return text[len(before) :]
@@ -85,15 +85,6 @@ def last_text(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def quoted(text: str) -> str:
-    """Returns the text in quotation marks, with escapes for line breaks, and without its middle if long."""
-    if len(text) > _QUOTED_CHARACTERS:
-        half = _QUOTED_CHARACTERS // 2
-        text = f"{text[:half]} ... {text[-half:]}"
-    return '"' + text.replace("\n", "\\n") + '"'
-
-
-_LABEL = "_is_a_label"
 _CHANGES = {
     "developer_as_system": "the role developer is written as system, which the chat template knows",
     "parts_joined": "parts of text are joined by a line break, because the chat template takes text",
@@ -104,33 +95,79 @@ _CHANGES = {
 }
 
 
-def faults_of(
-    pairs: Sequence[TokenizedPair], origin: Origin
-) -> dict[str, list[tuple[TokenizedPair, Finding]]]:
-    """Returns the pairs that have a fault, by its name, in the order of SENTENCES; labels come last."""
-    found: dict[str, list[tuple[TokenizedPair, Finding]]] = {name: [] for name in SENTENCES}
+_LABEL = "_is_a_label"
+
+
+def faults_of(pairs: Sequence[TokenizedPair], origin: Origin) -> dict[str, list[tuple[TokenizedPair, Any]]]:
+    """Returns by the name of each fault the pairs that have it, and what `explain` needs of each."""
+    found: dict[str, list[tuple[TokenizedPair, Any]]] = {name: [] for name in SENTENCES}
     for pair in pairs:
-        for name, finding in find_in(pair, origin):
-            found[name].append((pair, finding))
-    format = FORMATS[origin.settings.format]
-    rows = [pair.row.pair for pair in pairs]
-    parts = {
-        "prompt": [row.prompt for row in rows],
-        "chosen": [row.chosen for row in rows],
-        "rejected": [row.rejected for row in rows],
-    }
-    for part, contents in parts.items():
-        texts = [last_text(content).strip() for content in contents]
-        if not (all(texts) and are_labels(texts)):
-            continue
-        columns = format.completion_columns  # a row's preference may decide which of them is chosen
-        if part in ("prompt", *columns):
-            columns = ((format.prompt_column or part) if part == "prompt" else part,)
-        keys = " or ".join(f"{origin.key}.columns.{column}" for column in columns)
-        examples = ", ".join(map(quoted, texts[:3]))
-        finding = f"{examples}, and others", f"wrong column? Name the column of the texts in {keys}"
-        found[f"{part}{_LABEL}"] = [(pair, finding) for pair in pairs]
+        for name, evidence in find_in(pair, origin):
+            found[name].append((pair, evidence))
+    for part in ("prompt", *SIDES):
+        texts = [last_text(getattr(pair.row.pair, part)).strip() for pair in pairs]
+        if all(texts) and are_labels(texts):
+            found[f"{part}{_LABEL}"] = [(pair, texts[:3]) for pair in pairs]
     return {name: having for name, having in found.items() if having}
+
+
+def find_in(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
+    """Yields the faults of a pair."""
+    row = pair.row.pair
+    prompt, answers = last_text(row.prompt).strip(), (last_text(row.chosen), last_text(row.rejected))
+    begin = prompt[:_QUOTED_CHARACTERS]  # is found faster
+    repeating = [side for side, text in zip(SIDES, answers, strict=True) if begin in text and prompt in text]
+    # An answer may well quote a tool's result.
+    may_quote = origin.is_chat and row.prompt[-1].get("role") != "user"  # type: ignore[union-attr]
+    if repeating and not may_quote and len(prompt) >= _LEAST_PROMPT_CHARACTERS:
+        yield "prompt_in_completion", repeating
+    parts = ["\n".join(texts) for texts in pair.row.contents]
+    if any([begin in text for begin in origin.controls_begin for text in parts]):  # faster than to search
+        hits = zip(("prompt", *SIDES), map(origin.controls.search, parts), strict=True)
+        if found := [(part, hit[0]) for part, hit in hits if hit is not None]:
+            yield "control_tokens_in_text", found[0]
+    if "tools_not_written" in pair.row.counts:
+        yield "tools_not_written", None
+    if origin.is_chat and (answer := answers[0].strip()[:_QUOTED_CHARACTERS]):
+        before, whole = pair.row.texts[:2]
+        at = whole.find(answer, len(before))
+        header = whole[len(before) : at]
+        if at >= 0 and header.strip() and whole.startswith(before):
+            role = str(pair.row.written.prompt[-1]["role"])  # type: ignore[index]
+            if role not in origin.opens_turn:
+                origin.opens_turn[role] = template_opens_turn(pair.row.written, origin.tokenizer)
+            if not origin.opens_turn[role]:
+                yield "no_generation_prompt", header
+    yield from _find_in_tokens(pair, origin)
+
+
+def _find_in_tokens(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
+    whole, fitted = pair.whole, pair.fitted
+    begin, moved = whole.context[:_EDGE_TOKENS].tolist(), pair.alone[len(whole.context) :].tolist()
+    if moved and moved != [origin.eos]:  # some tokenizers add EOS to every text
+        yield "prompt_boundary_moved", None
+    if not all(pair.has_ends):
+        yield "no_eos", [side for side, has_end in zip(SIDES, pair.has_ends, strict=True) if not has_end]
+    if begin[0] == origin.bos and begin.count(origin.bos) > 1:
+        yield "bos_twice", None
+    if origin.begins_with_bos and begin[0] != origin.bos:
+        yield "bos_missing", None
+    has_inner_ends = origin.eos is None or (origin.is_chat and pair.row.has_other_turns)  # one for each turn
+    weights = whole.weights or (None, None)
+    for side, ids, of_side in () if has_inner_ends else zip(SIDES, whole.completions, weights, strict=True):
+        at = np.flatnonzero(ids == origin.eos)
+        at = at[:-1] if len(at) and at[-1] >= len(ids) - _EDGE_TOKENS else at
+        # After the EOS of an earlier turn come tokens that are not scored.
+        at = at if of_side is None else at[of_side[at + 1] > 0]
+        if len(at):
+            yield "eos_inside", (side, int(at[0]))
+            break
+    if origin.num_positions is not None and longest_length(fitted) > origin.num_positions:
+        yield "too_many_positions", None
+    if len(fitted.context) < len(whole.context):
+        yield "prompt_cut", None
+    if any(len(a) < len(b) for a, b in zip(fitted.completions, whole.completions, strict=True)):
+        yield "completion_cut", None
 
 
 def sentence_of(name: str) -> str:
@@ -179,146 +216,116 @@ def _image_notes(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"{num_rows:,} rows are too long; {remedy}"
 
 
-def find_in(pair: TokenizedPair, origin: Origin) -> Iterator[tuple[str, Finding]]:
-    """Yields the name of each fault that a pair has, and what is wrong with it."""
-    for check in (_check_texts, _check_boundary, _check_edges, _check_lengths):
-        yield from check(pair, origin)
+def quoted(text: str) -> str:
+    """Returns the text in quotation marks, with escapes for line breaks, and without its middle if long."""
+    if len(text) > _QUOTED_CHARACTERS:
+        half = _QUOTED_CHARACTERS // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    return '"' + text.replace("\n", "\\n") + '"'
 
 
-def _check_texts(pair: TokenizedPair, origin: Origin) -> Iterator[tuple[str, Finding]]:
-    row, format = pair.row.pair, FORMATS[origin.settings.format]
-    prompt, answers = last_text(row.prompt).strip(), (last_text(row.chosen), last_text(row.rejected))
-    begin = prompt[:_QUOTED_CHARACTERS]  # is found faster
-    both = zip(SIDES, answers, strict=True)
-    repeating = [side for side, text in both if begin in text and prompt in text]
-    # An answer may well quote a tool's result.
-    if origin.is_chat and row.prompt[-1].get("role") != "user":  # type: ignore[union-attr]
-        repeating = []
-    if repeating and len(prompt) >= _LEAST_PROMPT_CHARACTERS:
-        columns, theirs = f"{origin.key}.columns", " and ".join(format.completion_columns)
+def explain(name: str, evidence: Any, pair: TokenizedPair, origin: Origin) -> tuple[str, str]:
+    """Returns what is wrong with a pair that has the fault `name`, and a remedy."""
+    format, columns = FORMATS[origin.settings.format], f"{origin.key}.columns"
+    if name.endswith(_LABEL):
+        part, wanted = name.removesuffix(_LABEL), format.completion_columns
+        # Of answers under other names, a row's preference may decide which one is chosen.
+        wanted = (
+            (format.prompt_column or part,) if part == "prompt" else (part,) if part in wanted else wanted
+        )
+        keys = " or ".join(f"{columns}.{column}" for column in wanted)
+        examples = ", ".join(map(quoted, evidence))
+        return f"{examples}, and others", f"wrong column? Name the column of the texts in {keys}"
+    if name == "prompt_in_completion":
+        theirs = " and ".join(format.completion_columns)
         remedy = f"remove the prompt from {theirs}, or name other columns in {columns}"
         if format.infers_prompts:
             remedy = (
                 f"if {theirs} are prompt and answer together, set {columns}: {{prompt: null}}; if other "
                 f"columns have the answers alone, name them in {columns}"
             )
-        note = f"the prompt is again in {' and '.join(repeating)}: {quoted(prompt)}"
-        yield "prompt_in_completion", (note, remedy)
-    parts = ["\n".join(texts) for texts in pair.row.contents]
-    if any([begin in text for begin in origin.controls_begin for text in parts]):  # faster than to search
-        hits = zip(("prompt", *SIDES), map(origin.controls.search, parts), strict=True)
-        if found := [(part, quoted(hit[0])) for part, hit in hits if hit is not None]:
-            part, token = found[0]
-            remedy = "remove it from the texts: the chat template writes the special tokens"
-            yield "control_tokens_in_text", (f"a text of {part} has the special token {token}", remedy)
-    if "tools_not_written" in pair.row.counts:
+        prompt = last_text(pair.row.pair.prompt).strip()
+        return f"the prompt is again in {' and '.join(evidence)}: {quoted(prompt)}", remedy
+    if name == "control_tokens_in_text":
+        note = f"a text of {evidence[0]} has the special token {quoted(evidence[1])}"
+        return note, "remove it from the texts: the chat template writes the special tokens"
+    if name == "tools_not_written":
         note = "the chat template leaves out names or descriptions of the row's tools"
-        remedy = "name a template that writes tools in tokenizer.chat_template, or remove the column tools"
-        yield "tools_not_written", (note, remedy)
+        return (
+            note,
+            "name a template that writes tools in tokenizer.chat_template, or remove the column tools",
+        )
+    if name == "no_generation_prompt":
+        note = "the header of the assistant's turn is not in the prompt, but in the completions: "
+        return note + quoted(evidence), (
+            f"the template must write {quoted(evidence)} after the messages if add_generation_prompt "
+            "is true; mend it and name the file in tokenizer.chat_template"
+        )
+    if name in ("too_many_positions", "prompt_cut", "completion_cut"):
+        return _explain_length(name, pair, origin)
+    return _explain_tokens(name, evidence, pair, origin)
 
 
-def _check_boundary(pair: TokenizedPair, origin: Origin) -> Iterator[tuple[str, Finding]]:
-    answer = last_text(pair.row.pair.chosen).strip()[:_QUOTED_CHARACTERS]
-    if origin.is_chat and answer:
-        before, whole = pair.row.texts[:2]
-        at = whole.find(answer, len(before))
-        header = whole[len(before) : at]
-        written = pair.row.written
-        role = str(written.prompt[-1]["role"])  # type: ignore[index]
-        if at >= 0 and header.strip() and whole.startswith(before):
-            if role not in origin.opens_turn:
-                origin.opens_turn[role] = template_opens_turn(written, origin.tokenizer)
-            if not origin.opens_turn[role]:
-                note = "the header of the assistant's turn is not in the prompt, but in the completions: "
-                remedy = (
-                    f"the template must write {quoted(header)} after the messages if add_generation_prompt "
-                    "is true; mend it and name the file in tokenizer.chat_template"
-                )
-                yield "no_generation_prompt", (note + quoted(header), remedy)
-    added = pair.alone[len(pair.whole.context) :].tolist()
-    if added and added != [origin.eos]:  # some tokenizers add EOS to every text
-        end = quoted(origin.text(pair.alone, len(pair.whole.context)))
-        note = f"the end of the prompt, {end}, and the beginning of a completion become one token"
-        remedy = "if the prompts end with a space, move it to the beginning of the completions"
-        if origin.is_chat:
-            note = f"the prompt alone ends with {end}, which does not come before the completions"
-            remedy = (
-                "if the template has an option for this, set it in data.chat_template_kwargs; if not, name a "
-                "template that writes the same before an answer as for a generation prompt "
-                "(tokenizer.chat_template)"
-            )
-        yield "prompt_boundary_moved", (note, remedy)
-
-
-def _check_edges(pair: TokenizedPair, origin: Origin) -> Iterator[tuple[str, Finding]]:
-    if not all(pair.has_ends):
-        missing = [side for side, has_end in zip(SIDES, pair.has_ends, strict=True) if not has_end]
-        ends = (f"{side} ends with {quoted(origin.text(sequence(pair, side), -3))}" for side in missing)
+def _explain_tokens(name: str, evidence: Any, pair: TokenizedPair, origin: Origin) -> tuple[str, str]:
+    context, is_chat = pair.whole.context, origin.is_chat
+    begin = quoted(origin.text(context[:_EDGE_TOKENS]))
+    if name == "prompt_boundary_moved":
+        end = quoted(origin.text(pair.alone, len(context)))
+        if not is_chat:
+            note = f"the end of the prompt, {end}, and the beginning of a completion become one token"
+            return note, "if the prompts end with a space, move it to the beginning of the completions"
+        return f"the prompt alone ends with {end}, which does not come before the completions", (
+            "if the template has an option for this, set it in data.chat_template_kwargs; if not, name a "
+            "template that writes the same before an answer as for a generation prompt "
+            "(tokenizer.chat_template)"
+        )
+    if name == "no_eos":
+        ends = (f"{side} ends with {quoted(origin.text(sequence(pair, side), -3))}" for side in evidence)
         eos = f"{origin.tokenizer.eos_token} (id {origin.eos})"
         remedy = f"write EOS, {eos}, at the end of chosen_ids and rejected_ids"
-        if origin.is_chat:
+        if is_chat:
             remedy = (
                 f"the chat template must end each answer with EOS, {eos}, or another special token of this "
                 "tokenizer: mend it and name the file in tokenizer.chat_template"
             )
-        yield "no_eos", (f"EOS is missing: {'; '.join(ends)}", remedy)
-    begin = pair.whole.context[:_EDGE_TOKENS].tolist()
-    if begin[0] == origin.bos and begin.count(origin.bos) > 1:
-        token = quoted(origin.text(pair.whole.context[:1]))
-        remedy = f"remove {token} from the beginning of the rows: this tokenizer adds it to every text"
-        if not (origin.begins_with_bos and FORMATS[origin.settings.format].content == "text"):
-            remedy = (
-                f"write {token} once, either in the rows or in the chat template (tokenizer.chat_template)"
-            )
-        note = f"BOS is there twice: {quoted(origin.text(pair.whole.context[:_EDGE_TOKENS]))}"
-        yield "bos_twice", (note, remedy)
-    if origin.begins_with_bos and begin[0] != origin.bos:
+        return f"EOS is missing: {'; '.join(ends)}", remedy
+    if name == "bos_twice":
+        token = quoted(origin.text(context[:1]))
+        remedy = f"write {token} once, either in the rows or in the chat template (tokenizer.chat_template)"
+        if origin.begins_with_bos and FORMATS[origin.settings.format].content == "text":
+            remedy = f"remove {token} from the beginning of the rows: this tokenizer adds it to every text"
+        return f"BOS is there twice: {begin}", remedy
+    if name == "bos_missing":
         remedy = "write its id at the beginning of prompt_ids"
-        if origin.is_chat:
+        if is_chat:
             remedy = "write {{ bos_token }} at the beginning of the template (tokenizer.chat_template)"
-        text = quoted(origin.text(pair.whole.context[:_EDGE_TOKENS]))
-        note = f"BOS is missing: the prompt begins with {text}"
-        yield "bos_missing", (note, f"if the model was trained with BOS, {remedy}")
-    # In a dialogue each turn ends with EOS.
-    if origin.eos is None or (origin.is_chat and pair.row.has_other_turns):
-        return
-    for side, ids, weights in zip(
-        SIDES, pair.whole.completions, pair.whole.weights or (None, None), strict=True
-    ):
-        at = np.flatnonzero(ids == origin.eos)
-        if not len(at) or (len(at) == 1 and at[0] >= len(ids) - _EDGE_TOKENS):
-            continue
-        # After the EOS of an earlier turn come tokens that are not scored.
-        at = at[:-1] if at[-1] >= len(ids) - _EDGE_TOKENS else at
-        at = at if weights is None else at[weights[at + 1] > 0]
-        if len(at):
-            text = quoted(origin.text(sequence(pair, side), len(pair.whole.context) + int(at[0])))
-            note = f"EOS is in {side} before its end, and then follows: {text}"
-            yield "eos_inside", (note, "leave EOS out of the rows: it is written once, at each answer's end")
-            return
+        note = f"BOS is missing: the prompt begins with {begin}"
+        return note, f"if the model was trained with BOS, {remedy}"
+    side, at = evidence  # eos_inside
+    text = quoted(origin.text(sequence(pair, side), len(context) + at))
+    note = f"EOS is in {side} before its end, and then follows: {text}"
+    return note, "leave EOS out of the rows: it is written once, at each answer's end"
 
 
-def _check_lengths(pair: TokenizedPair, origin: Origin) -> Iterator[tuple[str, Finding]]:
+def _explain_length(name: str, pair: TokenizedPair, origin: Origin) -> tuple[str, str]:
     whole, fitted, limits = pair.whole, pair.fitted, origin.settings.limits
-    length, positions = longest_length(fitted), origin.num_positions
-    if positions is not None and length > positions:
+    if name == "too_many_positions":
+        positions, length = origin.num_positions, longest_length(fitted)
         note = f"prompt and completion have {length:,} tokens, and the model is exact for {positions:,}"
-        yield "too_many_positions", (f"{note} positions", f"set data.max_length: {positions}")
-    if fitted is whole:
-        return
+        return f"{note} positions", f"set data.max_length: {positions}"
     lengths = {
         "data.max_length": (longest_length(whole), limits.max_length),
         "data.max_prompt_length": (len(whole.context), limits.max_prompt_length),
     }
     keys = [f"{key}: {length}" for key, (length, limit) in lengths.items() if limit and length > limit]
     remedy = f"{' with '.join(keys)} keeps these pairs whole; data.truncation: drop leaves them out"
-    if cut := len(whole.context) - len(fitted.context):
-        note = f"{cut:,} of the prompt's {len(whole.context):,} tokens are cut, the oldest ones"
-        yield "prompt_cut", (note, remedy)
+    if name == "prompt_cut":
+        num_tokens = len(whole.context)
+        note = f"{num_tokens - len(fitted.context):,} of the prompt's {num_tokens:,} tokens are cut"
+        return f"{note}, the oldest ones", remedy
     cuts = [len(b) - len(a) for b, a in zip(whole.completions, fitted.completions, strict=True)]
-    if any(cuts):
-        parts = [f"{cut:,} tokens of {side}" for side, cut in zip(SIDES, cuts, strict=True) if cut]
-        yield "completion_cut", (f"{' and '.join(parts)} are cut, and EOS with them", remedy)
+    parts = [f"{cut:,} tokens of {side}" for side, cut in zip(SIDES, cuts, strict=True) if cut]
+    return f"{' and '.join(parts)} are cut, and EOS with them", remedy
 
 
 # What each fault means for the model, by its name.

@@ -177,7 +177,7 @@ class Ingestion:
             max_pairs=self.num_missing,
             submit=submit,
         )
-        origin = Origin.of(self.located.key, settings, self.tokenizer, describes=False)
+        origin = Origin.of(self.located.key, settings, self.tokenizer)
         with closing(batches):
             for batch in batches:
                 found = faults_of(batch.kept, origin)

@@ -11,6 +11,7 @@ from dpo_pack.data.faults import (
     SENTENCES,
     SIDES,
     Origin,
+    explain,
     faults_of,
     find_in,
     longest_length,
@@ -137,16 +138,14 @@ class ShownRecipe:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """A dict for each pair: source, row, warnings, and as texts prompt, chosen and rejected."""
+
+        def text(tokens: Sequence[Token], part: str) -> str:
+            return "".join(token.text for token in tokens if token.part == part)
+
         return [
             {"source": source.name, "row": pair.row, "warnings": list(pair.warnings)}
-            | {
-                name: "".join(token.text for token in tokens if token.part == part)
-                for name, tokens, part in (
-                    ("prompt", pair.chosen, "prompt"),
-                    ("chosen", pair.chosen, "completion"),
-                    ("rejected", pair.rejected, "completion"),
-                )
-            }
+            | {"prompt": text(pair.chosen, "prompt"), "chosen": text(pair.chosen, "completion")}
+            | {"rejected": text(pair.rejected, "completion")}
             for source in self.sources
             for pair in source.pairs
         ]
@@ -161,7 +160,8 @@ def find_faults(pairs: Sequence[TokenizedPair], origin: Origin) -> Iterator[Faul
     for name, found in faults_of(pairs, origin).items():
         if name == "prompt_in_completion" and len(found) < FEW * len(pairs):
             continue  # a few answers may well repeat it
-        _, (note, remedy) = max(found, key=lambda one: longest_length(one[0].whole))
+        pair, evidence = max(found, key=lambda one: longest_length(one[0].whole))
+        note, remedy = explain(name, evidence, pair, origin)
         yield Fault(
             name=name,
             sentence=sentence_of(name) if name in SENTENCES else f"{sentence_of(name)}: {note}",
@@ -207,18 +207,16 @@ def shown_pair(pair: TokenizedPair, origin: Origin, content: Any, faults: Sequen
         rejected=sides["rejected"],
         shared_tokens=len(fitted.context) + common_prefix_length(fitted.completions),
         ends_with=ends_with,
-        warnings=[found[fault.name][0] for fault in faults if fault.name in found],
+        warnings=[
+            explain(fault.name, found[fault.name], pair, origin)[0] for fault in faults if fault.name in found
+        ],
     )
 
 
 def _with_images(
     texts: list[str], ids: AnyIntArray, pair: TokenizedPair, origin: Origin
 ) -> tuple[list[str], set[int]]:
-    """Returns the texts with `[image 640x480, 391 tokens]` for the first placeholder of each image.
-
-    The others have no text. Also returns the positions of all. The tokens of an image are those from its
-    first to its last placeholder.
-    """
+    """Returns the texts with `[image 640x480, 391 tokens]` in place of each image, and all placeholders."""
     if not pair.row.images or origin.settings.images is None:
         return texts, set()
     processor, begin = origin.settings.images.processor, 0
@@ -249,10 +247,7 @@ def shown_image(image: ReadImage, pairs: Sequence[str], processor: ImageProcesso
 
 
 def token_texts(ids: AnyIntArray, origin: Origin) -> list[str]:
-    """Returns the text of each token; joined, they are the text of the sequence.
-
-    Alone, a token may decode to another text: without a space at its beginning, or to a part of a character.
-    """
+    """Returns the texts of the tokens, which are those of the sequence: alone, some decode to others."""
     texts: list[str] = []
     begin = known = 0  # `ids[begin:known]` gave the last text that is not empty
     for end in range(1, len(ids) + 1):
