@@ -1,8 +1,7 @@
 """Images of prompts: how they are found, read, refused, named and stored, and the text that stands for them.
 
-An image is decoded once while its row is tokenised, and again whenever its row is computed. Neither its
-pixels nor its features are kept. Its key is a hash of its pixels as the processor gets them: upright, RGB,
-scaled to `data.max_pixels`. Pillow is imported where an image is read, so runs without images need none.
+An image is decoded once while its row is tokenised, and again whenever its row is computed. Its key is a hash
+of its pixels as the processor gets them: upright, RGB, scaled to `data.max_pixels`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -72,7 +72,7 @@ class ImageProcessor:
         self.token_id: int = processor.image_token_id
         self._texts: dict[tuple[int, int], str] = {}
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of all that decides pixel values: classes, settings, versions of the libraries."""
         classes = [type(part).__name__ for part in (self.processor, self.processor.image_processor)]
@@ -159,15 +159,12 @@ class ImageReader:
     """Reads the images of a source's rows."""
 
     processor: ImageProcessor
-    fingerprint: str  # of the processor
     folder: Path | None  # of the paths in rows; None: a hub data set without data.*.image_folder
     max_pixels: int | None
 
     def of_pair(self, pair: Pair, given: Sequence[Any]) -> tuple[Pair, tuple[ReadImage, ...]]:
-        """Returns the pair with a part {type: image} for each image, and the images in their order.
-
-        `given` are the images beside the messages. Raises BadRow.
-        """
+        """Returns the pair with a part {type: image} for each image, and the images in order; `given` are
+        those beside the messages. Raises BadRow."""
         for completion in (pair.chosen, pair.rejected):
             if any(_holds_image(part) for message in completion for part in _parts(message)):
                 raise BadRow("media", "a completion has images, video or audio; only prompts may")
@@ -334,11 +331,8 @@ def _holds_image(part: Any) -> bool:
 
 
 def _placed(prompt: Any, given: Sequence[Any]) -> tuple[list[Message], list[Any]]:
-    """Returns the prompt with parts {type: image}, and the images that they stand for.
-
-    A part may have its image. Other images are those of `given`, in order, at parts without an image and at
-    each MARK in a text; if there are none of these places, before the first text of the user.
-    """
+    """Returns the prompt with parts {type: image}, and their images. Those of `given` are at parts without
+    one and at each MARK in a text, or before the first text of the user."""
     images: list[Any] = []
     placed: list[Message] = []
     for message in prompt:
@@ -394,19 +388,20 @@ class StoredImages:
     fingerprint: str  # of the processor
 
     @staticmethod
-    def of(
-        images: Sequence[Sequence[ReadImage]], begins: Sequence[int], fingerprint: str
-    ) -> StoredImages | None:
-        """Puts the images of pairs, whose first tokens are `begins`, into memory. None: there are none."""
-        joined = ImageJoiner(io.BytesIO(), fingerprint)
-        for of_pair, begin in zip(images, begins, strict=True):
-            for image in of_pair:
-                key = np.frombuffer(image.key, dtype=np.uint8)
-                shape, size = (image.width, image.height), len(image.content)
-                record = (key, *shape, 0, size, image.changed, image.file_size)
-                stored = joined.add_image(np.array(record, dtype=_RECORD_DTYPE), image.content)
-                joined.pairs.append(np.array([(begin, stored)], dtype=_PAIR_DTYPE))
-        return joined.in_memory()
+    def of(images: Sequence[Sequence[ReadImage]], begins: Sequence[int], fingerprint: str) -> StoredImages:
+        """Puts the images of pairs, whose first tokens are `begins`, into memory."""
+        every = [(begin, image) for of_pair, begin in zip(images, begins, strict=True) for image in of_pair]
+        records, offset = list[Any](), 0
+        for _, image in every:
+            key, size = np.frombuffer(image.key, dtype=np.uint8), len(image.content)
+            records.append((key, image.width, image.height, offset, size, image.changed, image.file_size))
+            offset += size
+        return StoredImages(
+            records=np.array(records, dtype=_RECORD_DTYPE),
+            content=np.frombuffer(b"".join(image.content for _, image in every), dtype=np.uint8),
+            pairs=np.array([(begin, at) for at, (begin, _) in enumerate(every)], dtype=_PAIR_DTYPE),
+            fingerprint=fingerprint,
+        )
 
     @staticmethod
     def open(directory: Path, fingerprint: str) -> StoredImages:
@@ -451,11 +446,8 @@ class StoredImages:
         return pixels_of(ReadImage(bytes(key), width, height, content, changed, file_size, False))
 
     def have_changed(self, folders: dict[str, int]) -> bool:
-        """Returns True if a file is not as it was, as far as _CHECKED_STAMPS files say.
-
-        All files are compared of a folder that has another time of change than in `folders`: a file was added
-        to it, removed or replaced.
-        """
+        """Returns True if a file is not as it was: all files are compared of a folder that has another time
+        of change than in `folders`, else _CHECKED_STAMPS files."""
         files = np.flatnonzero(self.records["changed"] >= 0)
         changed = {folder for folder, time in folders.items() if _stamp(folder)[0] != time}
         drawn = np.random.default_rng(0).permutation(files)[:_CHECKED_STAMPS].tolist()
@@ -475,7 +467,15 @@ class ImageJoiner:
         self.folders: dict[str, int] = {}  # when each folder changed
         self._found: dict[tuple[bytes, bytes], int] = {}
 
-    def add_image(self, record: NDArray[np.void], content: bytes) -> int:
+    def add(self, images: StoredImages, num_tokens: int) -> None:
+        """Adds the images of a store, before whose tokens come `num_tokens` others."""
+        records, pairs = enumerate(images.records), images.pairs.copy()
+        stored = np.array([self._add_image(record.copy(), images.content_of(at)) for at, record in records])
+        pairs["begin"] += num_tokens
+        pairs["image"] = stored[pairs["image"]]
+        self.pairs.append(pairs)
+
+    def _add_image(self, record: NDArray[np.void], content: bytes) -> int:
         """Returns the position of an image among the records; `content` is written if it is a new one."""
         is_file = int(record["changed"]) >= 0
         name = (record["key"].tobytes(), content if is_file else b"")
@@ -489,39 +489,15 @@ class ImageJoiner:
                 self.folders[folder] = _stamp(folder)[0]
         return self._found[name]
 
-    def add(self, images: StoredImages, num_tokens: int) -> None:
-        """Adds the images of a store, before whose tokens come `num_tokens` others."""
-        records = enumerate(images.records)
-        stored = np.array([self.add_image(record.copy(), images.content_of(at)) for at, record in records])
-        pairs = images.pairs.copy()
-        pairs["begin"] += num_tokens
-        pairs["image"] = stored[pairs["image"]]
-        self.pairs.append(pairs)
-
     def write(self, directory: Path) -> dict[str, Any]:
         """Writes what is not in `content`, and returns what the store's summary has of images."""
         np.array(self.records, dtype=_RECORD_DTYPE).tofile(directory / RECORDS)
         np.concatenate(self.pairs).tofile(directory / PAIRS)
         return {"image_processor": self.fingerprint, "image_folders": self.folders}
 
-    def in_memory(self) -> StoredImages | None:
-        """Returns the images, whose content is in an io.BytesIO; None if there are none."""
-        if not self.pairs:
-            return None
-        assert isinstance(self.content, io.BytesIO)
-        return StoredImages(
-            records=np.array(self.records, dtype=_RECORD_DTYPE),
-            content=np.frombuffer(self.content.getvalue(), dtype=np.uint8),
-            pairs=np.concatenate(self.pairs),
-            fingerprint=self.fingerprint,
-        )
-
 
 def _stamp(path: str) -> tuple[int, int]:
-    """Returns when a file changed, in ns, and its size; (-1, -1): it is not there.
-
-    Every change of content changes ctime, even if a program sets mtime back.
-    """
+    """Returns when a file changed, in ns, and its size; (-1, -1): it is not there."""
     try:
         status = os.stat(path)
     except OSError:

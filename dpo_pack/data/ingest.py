@@ -86,24 +86,22 @@ class Ingestion:
     first_rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple  # of the source, see OpenRows
     rows_in_all: int | None = None  # None if it is not known before the end
     infers_prompts: bool = False  # the prompts are what chosen and rejected begin with
-    # A row must have the column prompt, unless its columns with texts are among these; None: rows are not
-    # checked.
+    # A row must have the column prompt, unless all its columns with texts are among these; None: unchecked.
     known_columns: Sequence[str] | None = None
-    num_rows: int = 0
-    num_cached: int = 0  # of these, rows whose tokens were in the cache
-    num_kept: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    faults: dict[str, dict[str, int]] = field(default_factory=dict)  # by name: `pairs`, `first_row`
-    dropped_counts: Counter[str] = field(default_factory=Counter)
-    dropped_rows: dict[str, list[int]] = field(default_factory=dict)
-    first_dropped: dict[str, DroppedRow] = field(default_factory=dict)  # the first row of each reason
+    # The counts, which a copy by `replace` does not have.
+    num_rows: int = field(init=False, default=0)
+    num_cached: int = field(init=False, default=0)  # rows whose tokens were in the cache
+    num_kept: int = field(init=False, default=0)
+    counts: Counter[str] = field(init=False, default_factory=Counter)
+    faults: dict[str, dict[str, int]] = field(init=False, default_factory=dict)  # name: pairs, first_row
+    dropped_counts: Counter[str] = field(init=False, default_factory=Counter)
+    dropped_rows: dict[str, list[int]] = field(init=False, default_factory=dict)
+    first_dropped: dict[str, DroppedRow] = field(init=False, default_factory=dict)  # of each reason
 
     @contextmanager
     def start(self) -> Iterator[tuple[Iterator[NumberedRow], TokenizationSettings]]:
-        """Opens the source, finds the format; gives all rows and how to tokenise them.
-
-        Raises DataError, and ModelError if the tokenizer lacks a feature that the format needs.
-        """
+        """Opens the source, finds the format; gives all rows and how to tokenise them. Raises DataError, and
+        what `check_tokenizer` raises."""
         opened = self.located.open()
         self.row_word, self.rows_in_all = opened.row_word, opened.num_rows
         self.mapping, self.columns = opened.mapping, opened.columns
@@ -134,7 +132,7 @@ class Ingestion:
 
     @property
     def num_missing(self) -> int | None:
-        """The pairs that are still missing; None: all that come are wanted."""
+        """How many more pairs are wanted; None: all."""
         return None if self.source.max_pairs is None else self.source.max_pairs - self.num_kept
 
     @property
@@ -147,7 +145,6 @@ class Ingestion:
             folder = path if path.is_dir() else path.parent
         return ImageReader(
             processor=processor,
-            fingerprint=processor.fingerprint,
             folder=folder and Path(os.path.abspath(folder)),  # without `..`, as the paths of images
             max_pixels=self.data.max_pixels,
         )
@@ -192,35 +189,26 @@ class Ingestion:
                     progress(f"Tokenizing {self.located.label}", self.num_rows, self.rows_in_all)
                 yield batch
 
-    def of_part(self, opened: OpenRows) -> "Ingestion":
-        """Returns the counts of a part of the rows, which are none yet, and of their columns in `opened`."""
-        return Ingestion(
-            located=self.located,
-            source=self.source,
-            data=self.data,
-            tokenizer=self.tokenizer,
-            images=self.images,
-            columns=opened.columns,
-            mapping=opened.mapping,
-        )
-
     def check_end(self) -> None:
         """Raises DataError if the source has changed, if bad rows stop the run, or if no row is kept."""
         self.located.check_unchanged()
         which = "the first " if self.num_rows == self.max_rows else ""
         if self.first_dropped:
             self._check_rows(which)
-        if self.num_rows == 0:
-            raise DataError(f"{self.located.label} has no rows; correct or remove {self.located.key}")
         if self.num_kept == 0:
-            kept = "pairs" if self.completion_tokens is None else "prompts"
-            number, bad = next(iter(self.first_dropped.values()))
-            remedy = self.remedy(bad) or f"mend the rows, or remove {self.located.key}"
-            reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped_counts.most_common())
-            raise DataError(
-                f"{self.located.label}: no {kept} left of {which}{self.num_rows} rows ({reasons}); "
-                f"the first: {self.row_word} {number}: {bad.detail}; {remedy}"
-            )
+            raise self._nothing_kept(which)
+
+    def _nothing_kept(self, which: str) -> DataError:
+        if self.num_rows == 0:
+            return DataError(f"{self.located.label} has no rows; correct or remove {self.located.key}")
+        kept = "pairs" if self.completion_tokens is None else "prompts"
+        number, bad = next(iter(self.first_dropped.values()))
+        remedy = self.remedy(bad) or f"mend the rows, or remove {self.located.key}"
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped_counts.most_common())
+        return DataError(
+            f"{self.located.label}: no {kept} left of {which}{self.num_rows} rows ({reasons}); "
+            f"the first: {self.row_word} {number}: {bad.detail}; {remedy}"
+        )
 
     def reads_more_than(self, store: TokenStore) -> bool:
         """Says if an earlier release wrote the store and did not read a column that is read now."""
@@ -252,10 +240,8 @@ class Ingestion:
         }
 
     def _known_format(self, rows: Iterator[NumberedRow]) -> tuple[str, Iterator[NumberedRow]]:
-        """Returns the format and all rows of the source.
-
-        With `auto`, the first readable row decides, or one with images that is among the first rows.
-        """
+        """Returns the format and all rows. With `auto`, the first readable row decides, or one with images
+        that is among the first rows."""
         if self.source.format != "auto":
             return self.source.format, rows
         seen = list(islice(rows, 0 if self.images is None else FIRST_ROWS))
@@ -329,10 +315,7 @@ class Ingestion:
         return {field: column for field, column in columns if column is not None and column in self.columns}
 
     def _find_prompts(self, opened: OpenRows) -> None:
-        """Finds out which rows of texts have a certain prompt, see `known_columns`.
-
-        Without a prompt column, it is what chosen and rejected begin with, if no other column may be it.
-        """
+        """Finds out which rows of texts have a certain prompt, see `known_columns`."""
         format, prompt = FORMATS[self.format], self.source.columns.get("prompt", "prompt")
         if prompt is None:
             return
@@ -403,10 +386,7 @@ class Ingestion:
         )
 
     def advice(self, bad: BadRow) -> str:
-        """Returns the remedy, with `skip` if rows like this one stop a run and are fewer than half of all.
-
-        To skip most rows would hide what is wrong. "": the recipe leaves them out and no key keeps them.
-        """
+        """Returns the remedy, with `skip` if such rows stop a run and are not most of all; "": none."""
         remedy = self.remedy(bad) or ("mend the rows" if self.stops_run(bad.reason) else "")
         may_skip = bad.reason not in _TRUNCATION_REASONS and not self._is_in_most_rows(bad.reason)
         if may_skip and self.stops_run(bad.reason):
@@ -484,10 +464,7 @@ class Ingestion:
 
 
 def _refuse_without_prompt(numbered: NumberedRow, known: Collection[str]) -> NumberedRow:
-    """Returns the row, or a BadRow if it lacks the column `prompt` and another column than `known` has texts.
-
-    `known` is empty if other rows have the column `prompt`: then it must not be missing.
-    """
+    """Returns a BadRow if a row lacks the column prompt, see `Ingestion.known_columns`."""
     number, row = numbered
     if isinstance(row, BadRow) or "prompt" in row:
         return numbered

@@ -1,20 +1,18 @@
 """Tokenises a large source in ranges of rows, so that no row is tokenised twice.
 
-Each range has a store of its own, whose name is a hash of the range's rows, as the file has them, and of all
-else that decides their token ids. So a stopped pass goes on with the first range that has no store, and a
-source that has changed costs the ranges with changed rows. A range ends after a row whose hash says so: rows
-that come or go in the middle leave the ranges before and after them as they were. The last range ends with
-the source; if rows are added there, the new range begins with a copy of the old one.
+Each range has a store of its own, whose name is a hash of its rows, as the file has them, and of all else
+that decides their token ids. So a stopped pass goes on, and a source that has changed costs the ranges with
+changed rows. A range ends after a row whose hash says so: rows that come or go leave other ranges as they
+were. If rows are added at the end, the new last range begins with a copy of the old one.
 
-The rows are read twice: to cut them into ranges, and to tokenise those of missing ranges. JSON lines are
-parsed in the second pass only.
+The rows are read twice: to cut them into ranges, and to tokenise those of missing ranges.
 """
 
 import hashlib
 import pickle
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Container, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -30,7 +28,7 @@ from dpo_pack.data.store import (
     write_ranged_store,
     write_store,
 )
-from dpo_pack.data.tokenization import TokenizationSettings, TokenizedBatch, tokenizing_workers
+from dpo_pack.data.tokenization import Submit, TokenizationSettings, TokenizedBatch, tokenizing_workers
 from dpo_pack.system.errors import CacheError
 
 SMALLEST_RANGE, LARGEST_RANGE = 1 << 14, 1 << 18  # rows; the last range of a source may be smaller
@@ -62,13 +60,13 @@ def write_ranges(
     progress: Progress | None,
 ) -> None:
     """Writes the store of a source, which `ingestion` has started; `facts` decide the ids of given rows.
-
-    Raises DataError if bad rows stop the run or if no row is kept, and CacheError.
-    """
+    Raises DataError if bad rows stop the run or if no row is kept, and CacheError."""
     stored = {path.name for path in directory.parent.glob("*")}
     ranges: list[TokenStore] = []
     scanned, opened = ingestion.located.open(), ingestion.located.open()
-    workers = tokenizing_workers(settings, ingestion.tokenizer, ingestion.num_workers)
+    workers: AbstractContextManager[Submit | None] = nullcontext()
+    if (num_workers := ingestion.num_workers) > 1:
+        workers = tokenizing_workers(settings, ingestion.tokenizer, num_workers)
     with closing(scanned.unparsed), closing(opened.rows), workers as submit:
         rows = ingestion.checked(opened.rows)
         while (max_pairs := ingestion.num_missing) != 0:
@@ -81,7 +79,7 @@ def write_ranges(
                 break
             opened.columns.clear()
             opened.mapping.clear()
-            part = ingestion.of_part(opened)
+            part = replace(ingestion, columns=opened.columns, mapping=opened.mapping)  # with its own counts
             store = _usable(directory.with_name(found.known), ingestion)
             num_known = 0 if store is None else found.num_known
             deque(islice(opened.unparsed, num_known), maxlen=0)  # `rows` goes on after them
@@ -101,10 +99,8 @@ def write_ranges(
 
 
 def next_range(rows: Iterator[tuple[int, Any]], decided: str, stored: Container[str]) -> RowRange | None:
-    """Takes the next range from rows as their file has them. Returns None if there are no more.
-
-    `decided` names all else that decides token ids; `stored` has the names of stores.
-    """
+    """Takes the next range from rows as their file has them; None: there are no more. `decided` names all
+    else that decides token ids, `stored` has the names of stores."""
     digest = hashlib.blake2b(decided.encode(), digest_size=KEY_BYTES)
     first = num_rows = num_known = 0
     name = known = ""
@@ -164,14 +160,14 @@ def _write(
 def _usable(path: Path, ingestion: Ingestion) -> TokenStore | None:
     """Opens the store of a range. If its bad rows stop the run, they are read again, for the message."""
     store = open_store(path)
-    if store is not None and store.has_other_images():
-        store.forget()
-        store = None
     if store is None:
         return None
-    dropped = Counter[str](store.summary["dropped_counts"])
-    counted = replace(ingestion, num_rows=store.summary["num_rows"], dropped_counts=dropped)
-    return None if any(map(counted.stops_run, dropped)) else store
+    if store.has_other_images():
+        store.forget()
+        return None
+    counted = replace(ingestion)
+    counted.num_rows, counted.dropped_counts = store.summary["num_rows"], store.summary["dropped_counts"]
+    return None if any(map(counted.stops_run, counted.dropped_counts)) else store
 
 
 def _add(ingestion: Ingestion, saved: Mapping[str, Any], rows_before: int) -> None:

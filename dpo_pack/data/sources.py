@@ -1,8 +1,7 @@
 """Loads the sources of a recipe: pairs or prompts for training and evaluation, and a report about rows.
 
-A source is a file, a directory or a hub id. The token ids of its pairs are kept in a directory on disk, its
-store, so the next run need not tokenise them. Prompts are kept in memory only, because judges read their
-text, which a store does not have.
+A source is a file, a directory or a hub id. The token ids of its pairs are kept on disk, in its store.
+Prompts are kept in memory only, because judges read their text, which a store does not have.
 """
 
 import hashlib
@@ -40,13 +39,11 @@ from dpo_pack.data.store import (
     PairTable,
     TokenStore,
     content_key,
-    directory_hash,
     distinct_keys,
-    file_hashes,
-    join_stores,
     key_heads,
     key_values,
     open_store,
+    path_hash,
     write_store,
 )
 from dpo_pack.data.tokenization import BEGINNINGS, TOKENIZATION_VERSION, Prompt, tokenizer_fingerprint
@@ -61,21 +58,14 @@ DEFAULT_SPLIT = "train"
 Positions = NDArray[np.int64]
 _HUB_KEYS = {"config": "name", "data_dir": "data_dir", "revision": "revision"}  # ours -> of `datasets`
 _MEDIA_TYPE = re.compile(r"\b(Image|Video|Audio|Pdf|Nifti)\(")  # column types of `datasets` that are refused
-
 _OTHER_MEDIA_TYPE = re.compile(_MEDIA_TYPE.pattern.replace("Image|", ""))
 
 # The recipe keys that do not change a source's tokens. The name of a store is a hash of the other keys. So if
 # somebody forgets to list a key here, a new value makes a new store; it never finds tokens of an old value.
 # A hub data set's content, which `datasets` names, depends on config, data_dir and revision.
 _SOURCE_KEYS_BESIDE_TOKENS = {
-    "path",
-    "name",
-    "weight",
-    "config",
-    "data_dir",
-    "revision",
-    "chat_template_kwargs",
-    "image_folder",  # see _facts_of_tokens
+    *("path", "name", "weight", "config", "data_dir", "revision"),
+    *("chat_template_kwargs", "image_folder"),  # see _facts_of_tokens
 }
 _DATA_KEYS_BESIDE_TOKENS = {
     *("train", "eval", "shuffle", "num_workers"),
@@ -120,12 +110,9 @@ def load_data(
     progress: Progress | None = None,
     max_new_tokens: int | None = None,
 ) -> Data:
-    """Reads and tokenises the sources, unless their tokens are in `cache_dir` already.
-
-    `seed` decides which pairs a held-out fraction takes. With `max_new_tokens`, the rows are prompts, each
-    with room for so many more tokens; their completions are not used. Raises DataError, ModelError (the
-    tokenizer lacks a feature), RecipeError and CacheError.
-    """
+    """Reads and tokenises the sources, unless their tokens are in `cache_dir` already. `seed` decides which
+    pairs a held-out fraction takes. With `max_new_tokens`, the rows are prompts, each with room for so many
+    more tokens. Raises DataError, ModelError, RecipeError and CacheError."""
     load = partial(
         load_source,
         data=data,
@@ -181,7 +168,7 @@ def load_data(
 def _split(
     train: PairTable, sources: dict[str, LoadedSource], fraction: float, seed: int, prompt_numbers: Positions
 ) -> tuple[Positions, Positions, str]:
-    """Returns the training pairs, the held-out pairs, and what pairs share that are held out together."""
+    """Returns the training pairs, the held-out pairs, and what pairs have in common that stay together."""
     if any(part.images is not None for source in sources.values() for part in source.store.parts):
         return *split_by_prompt(keys_by_image(train), fraction, seed), "image"
     if not any(source.store.summary.get("prompts_inferred") for source in sources.values()):
@@ -202,10 +189,8 @@ def _split(
 
 
 def keys_by_image(pairs: PairTable) -> NDArray[np.uint8]:
-    """Returns [P, 16] keys: pairs that share an image have one key, also by way of other pairs.
-
-    Many pairs have the question "What is in this image?". A pair without images has the key of its prompt.
-    """
+    """Returns [P, 16] keys: pairs that share an image, also by way of other pairs, have one key, because many
+    ask "What is in this image?". A pair without images has the key of its prompt."""
     owners, images = [], []
     for number, store in enumerate(pairs.stores):
         of_store = np.flatnonzero(pairs.source_indices == number)
@@ -230,12 +215,8 @@ def keys_by_image(pairs: PairTable) -> NDArray[np.uint8]:
 def split_by_prompt(
     prompt_keys: NDArray[np.uint8], fraction: float, seed: int, prompt_of_pair: Positions | None = None
 ) -> tuple[Positions, Positions]:
-    """Returns the indices of the training pairs and of the held-out pairs (at least `fraction` of all pairs).
-
-    Pairs with the same prompt stay together. `seed` and the prompts decide which prompts are held out; the
-    order of the data does not. `prompt_of_pair`: from `_number`. Raises DataError if none is left to train
-    on.
-    """
+    """Returns the indices of the training pairs and of the held-out pairs, at least `fraction` of all,
+    whatever their order. Pairs of one prompt stay together. Raises DataError if none is left to train on."""
     prompt_of_pair = distinct_keys(prompt_keys)[1] if prompt_of_pair is None else prompt_of_pair
     pairs_of_prompt = np.bincount(prompt_of_pair)
     prompts = np.zeros(len(pairs_of_prompt), dtype=np.int64)  # a pair of each
@@ -268,8 +249,7 @@ def _report(
     *,
     is_pairs: bool,
 ) -> dict[str, Any]:
-    """described: what `_describe` says of all pairs of the training sources, and last of the training pairs.
-    prompt_numbers: of the training pairs, from `_number`."""
+    """described: of all training sources, then of the training pairs; prompt_numbers: of these."""
     of_one = described[0] if len(sources) == 1 else None
     of_sources = [_source_report(name, source, is_pairs, of_one) for name, source in sources.items()]
     report: dict[str, Any] = {
@@ -295,7 +275,6 @@ def _report(
 
 
 def _are_in(keys: NDArray[np.uint8], others: Sequence[NDArray[np.uint8]]) -> NDArray[np.bool_]:
-    """Returns for each of [P, 16] keys whether it is also in `others`, which are fewer keys."""
     few, heads = np.concatenate(others), key_heads(keys)
     known = np.sort(key_heads(few))
     places = np.minimum(np.searchsorted(known, heads), len(known) - 1)
@@ -305,7 +284,7 @@ def _are_in(keys: NDArray[np.uint8], others: Sequence[NDArray[np.uint8]]) -> NDA
 
 
 def _pair_keys(pairs: PairTable) -> NDArray[np.uint8]:
-    """Returns [P, 16] keys of the pairs. They are sums of hashes, so as seldom equal by chance as hashes."""
+    """Returns [P, 16] keys: sums of hashes, which are as seldom equal by chance."""
     chosen, rejected = (np.ascontiguousarray(k).view("<u8") for k in (pairs.chosen_keys, pairs.rejected_keys))
     keys: NDArray[np.uint8] = (chosen + 3 * rejected).view(np.uint8)
     return keys
@@ -330,10 +309,7 @@ def _number(pairs: PairTable) -> Positions:
 
 
 def _describe(pairs: PairTable, is_pairs: bool, numbers: Positions | None = None) -> dict[str, Any]:
-    """Returns counts and length percentiles, JSON-able. Duplicate pairs are counted but not removed.
-
-    Percentiles are lengths that occur, not interpolated. numbers: of these pairs, from `_number`.
-    """
+    """Returns counts and percentiles of lengths. numbers: of these pairs, from `_number`."""
     numbers = _number(pairs) if numbers is None else numbers
     num_prompts, num_distinct = (int(np.count_nonzero(np.bincount(each))) for each in numbers)
     counts = {"prompts": pairs.num_pairs, "distinct_prompts": num_prompts}
@@ -346,9 +322,9 @@ def _describe(pairs: PairTable, is_pairs: bool, numbers: Positions | None = None
         lengths["longest_sequence"] = pairs.prompt_lengths + longer
     tokens: dict[str, dict[str, float]] = {}
     for name, values in lengths.items():
-        p50, p90, p99 = np.percentile(values, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
-        tokens[name] = {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
-        tokens[name]["max"] = int(values.max())
+        parts = {"p50": 50, "p90": 90, "p99": 99, "max": 100}  # lengths that occur, not interpolated
+        found = np.percentile(values, [*parts.values()], method="inverted_cdf").astype(int).tolist()
+        tokens[name] = {"mean": float(values.mean()), **dict(zip(parts, found, strict=True))}
     return {**counts, "lengths_tokens": tokens}
 
 
@@ -366,11 +342,8 @@ def load_source(
     max_new_tokens: int | None = None,
     max_rows: int | None = None,
 ) -> LoadedSource:
-    """Returns the pairs of one source; `key` is its recipe key, "data.train.0".
-
-    With `max_new_tokens`, rows are prompts that leave room for so many tokens in data.max_length. With
-    `max_rows`, only so many rows are read, and nothing is written. Raises DataError and ModelError.
-    """
+    """Returns the pairs of one source; `key` is its recipe key. With `max_new_tokens`, rows are prompts; with
+    `max_rows`, only so many are read, and nothing is written. Raises DataError and ModelError."""
     is_prompts = max_new_tokens is not None
     hash_memo = cache_dir / "file_hashes.json" if max_rows is None else None
     ingestion = Ingestion(
@@ -391,7 +364,7 @@ def load_source(
             read = list(batches)
             return LoadedSource(
                 recipe=source,
-                store=join_stores([batch.pairs for batch in read], ingestion.summary()),
+                store=TokenStore.of_parts((batch.pairs for batch in read), ingestion.summary()),
                 rows_tokenized=ingestion.num_rows,
                 prompts=tuple(prompt for batch in read for prompt in batch.prompts),
                 columns_read=ingestion.columns_read,
@@ -399,7 +372,7 @@ def load_source(
             )
         facts = _facts_of_tokens(ingestion, tokenizer_key)
         if (reader := settings.images) is not None:
-            facts["images"] = [reader.fingerprint, str(reader.folder), reader.max_pixels]
+            facts["images"] = [reader.processor.fingerprint, str(reader.folder), reader.max_pixels]
         directory = cache_dir / "tokens" / content_key({**facts, "source": ingestion.located.fingerprint})
         store = open_store(directory)
         if store is not None and (ingestion.reads_more_than(store) or store.has_other_images()):
@@ -428,13 +401,10 @@ def _has_ranges(ingestion: Ingestion) -> bool:
 
 
 def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]:
-    """Returns all that decides the token ids of given rows. The name of a store is a hash of it and of rows.
-
-    Options of other formats are not hashed. So a new option of one format leaves other formats' stores valid.
-    """
+    """Returns all that decides the token ids of given rows; a store's name is a hash of this and of rows."""
     data, format = ingestion.data, FORMATS[ingestion.format]
-    others = {option for other in FORMATS.values() for option in other.options}
-    others.difference_update(format.options)
+    # A new option of one format leaves the stores of other formats valid.
+    others = {option for other in FORMATS.values() for option in other.options} - {*format.options}
     of_messages = {
         "scored_turns": data.scored_turns,
         "chat_template_kwargs": {**data.chat_template_kwargs, **ingestion.source.chat_template_kwargs},
@@ -458,12 +428,9 @@ def locate_source(
     prompts_suffice: bool = False,
     reads_images: bool = False,
 ) -> LocatedSource:
-    """Finds a source and computes a key of its content. `hash_memo` is a file that keeps the hashes of files.
-
-    If it is None, the key is empty. If `prompts_suffice`, the rows need no completions. Raises DataError if
-    the source or split does not exist, RecipeError if keys of the recipe do not fit the source.
-    """
-    label = source.path
+    """Finds a source and computes a key of its content, "" without `hash_memo`, a file of hashes. Raises
+    DataError if the source or split does not exist, RecipeError if keys of the recipe do not fit it."""
+    label, path = source.path, Path(source.path)
     names = ColumnNames(
         mapping=source.columns,
         label=label,
@@ -471,61 +438,57 @@ def locate_source(
         prompts_suffice=prompts_suffice,
         reads_images=reads_images,
     )
-    path = Path(label)
     hub_options = {name: value for name in _HUB_KEYS if (value := getattr(source, name)) is not None}
-    hash_source: Callable[[], str] = str  # no key
-    open_source: Callable[[], OpenRows]
     unread: list[str] = []
     try:
-        if path.exists() and hub_options:
+        if not path.exists():
+            return _find_on_hub(path, source.split, names, hub_options)
+        if hub_options:
             name = next(iter(hub_options))
             raise RecipeError(
                 f"{key}.{name}: only data sets of the hub have one, and {label} is a local path; "
                 f"leave {name} out, or name the files in {key}.path"
             )
-        if path.is_file():
+        if path.is_dir():
+            path, open_source, unread = _find_directory(path, source.split, names)
+        else:
             if source.split != DEFAULT_SPLIT:
                 raise RecipeError(f"{key}.split: {label} is a file, which has no splits; leave split out")
             reader = READERS.get(data_suffix(path))
             if reader is None:
                 raise DataError(f"{label}: no reader for this kind of file; there are: {', '.join(READERS)}")
             check_start(path, label)
-            if hash_memo is not None:
-                hash_source = partial(_file_hash, path, hash_memo)
             open_source = partial(reader, path, names)
-        elif path.is_dir():
-            hash_source, open_source, unread = _find_directory(path, source.split, names, hash_memo)
-        elif data_suffix(path) in READERS or label.startswith((".", "/", "~")) or label.count("/") > 1:
-            raise DataError(f"{label}: no such file or directory in {Path.cwd()}; correct {key}.path")
-        else:  # a hub id is "name" or "owner/name"
-            check_dataset(label, f"{key}.path")
-            options = {_HUB_KEYS[name]: value for name, value in hub_options.items()}
-            dataset = _load_dataset(label, source.split, names, **options)
-            hash_source, open_source = (
-                partial(str, dataset._fingerprint),
-                partial(_open_dataset, dataset, names),
-            )
-        fingerprint = hash_source()
+        hash_source: Callable[[], str] = str if hash_memo is None else partial(path_hash, path, hash_memo)
+        return LocatedSource(
+            label=label,
+            key=key,
+            fingerprint=hash_source(),
+            hash=hash_source,
+            open=open_source,
+            files_not_read=unread,
+        )
     except OSError as error:
         raise DataError(f"{label}: {error.strerror or error}; check the path and its permissions") from error
+
+
+def _find_on_hub(path: Path, split: str, names: ColumnNames, options: Mapping[str, Any]) -> LocatedSource:
+    label, key = names.label, names.key
+    if data_suffix(path) in READERS or label.startswith((".", "/", "~")) or label.count("/") > 1:
+        raise DataError(f"{label}: no such file or directory in {Path.cwd()}; correct {key}.path")
+    check_dataset(label, f"{key}.path")
+    theirs = {_HUB_KEYS[name]: value for name, value in options.items()}
+    dataset = _load_dataset(label, split, names, **theirs)
+    fingerprint, open_source = str(dataset._fingerprint), partial(_open_dataset, dataset, names)
     return LocatedSource(
-        label=label,
-        key=key,
-        fingerprint=fingerprint,
-        hash=hash_source,
-        open=open_source,
-        files_not_read=unread,
+        label=label, key=key, fingerprint=fingerprint, hash=lambda: fingerprint, open=open_source
     )
 
 
-def _file_hash(path: Path, memo: Path) -> str:
-    return file_hashes([path], memo)[0]
-
-
 def _find_directory(
-    path: Path, split: str, names: ColumnNames, hash_memo: Path | None
-) -> tuple[Callable[[], str], Callable[[], OpenRows], list[str]]:
-    # `datasets` saved the directory, with or without splits, or it has data files.
+    path: Path, split: str, names: ColumnNames
+) -> tuple[Path, Callable[[], OpenRows], list[str]]:
+    """Returns the directory of the split, saved by `datasets` or not, how to open it, and unread files."""
     files, unread, is_saved = list[Path](), list[str](), True
     if (path / "dataset_dict.json").is_file():
         splits = sorted(child.name for child in path.iterdir() if (child / "state.json").is_file())
@@ -542,23 +505,20 @@ def _find_directory(
         for file in files:
             check_start(file, str(file))
     else:
-        suffixes = ", ".join(READERS)
-        raise DataError(f"{names.label}: no data files in it ({suffixes}); correct {names.key}.path")
-    hash_source: Callable[[], str] = str if hash_memo is None else partial(directory_hash, path, hash_memo)
+        raise DataError(
+            f"{names.label}: no data files in it ({', '.join(READERS)}); correct {names.key}.path"
+        )
 
     def open_source() -> OpenRows:
         opened = open_directory(files, names)
         return opened or _open_dataset(_load_dataset(str(path), split, names, is_saved=is_saved), names)
 
-    return hash_source, open_source, unread
+    return path, open_source, unread
 
 
 def _files_of_split(path: Path, split: str) -> tuple[list[Path], list[str]]:
-    """Returns the files of a directory's split as `datasets` finds them; none if `datasets` must read them.
-    Also returns the names of data files that it finds for no split, because of their names or suffixes.
-
-    `datasets` guesses types: of texts that look like dates in JSON, and of all values in CSV.
-    """
+    """Returns the files of a directory's split, none if `datasets` must read them, and the names of those in
+    no split. We read JSON and CSV ourselves, because `datasets` guesses the types of values."""
     import datasets
 
     try:
@@ -607,13 +567,10 @@ def _load_dataset(
         return datasets.load_dataset(path, split=split, **hub_options)
     except Exception as error:  # the library raises errors of HTTP, Arrow, JSON and of its own
         if "Unknown split" in str(error):
-            raise DataError(
-                f"{names.label}: {_cause(error)}; set {names.key}.split to the split you want"
-            ) from error
+            raise DataError(f"{names.label}: {_cause(error)}; correct {names.key}.split") from error
         if "BuilderConfig" in str(error) or "Config name is missing" in str(error):
-            raise DataError(
-                f"{names.label}: {' '.join(str(error).split())[:500]}; set {names.key}.config to one of them"
-            ) from error
+            known = " ".join(str(error).split())[:500]
+            raise DataError(f"{names.label}: {known}; set {names.key}.config to one of them") from error
         remedy = f"no local file has this name: correct {names.key}.path, or check the network and HF_TOKEN"
         if Path(path).is_dir():
             remedy = f"mend the files or name one of them in {names.key}.path"

@@ -1,20 +1,14 @@
 """Hashes of content; stores, which are tokenised pairs on disk; and tables of the pairs of several stores.
 
-The caches find their entries by keys that depend on content only, not on a location or a time.
-
-A store is a directory with the token ids, one record for each pair, and a manifest. If a token has another
-weight than 1, there is also a file with the weights of all tokens. A store is written under a temporary name
-and then renamed, so it is whole or absent. A changed byte is noticed: opening a store compares its manifest,
-records and weights with a checksum. The tokens of a pair are compared with their hash only when they are
-read, so a store of gigabytes opens at once. P is the number of pairs; lengths are in tokens.
-
-The store of a large source has only a manifest, which names the stores of its ranges of rows, see ranges.py.
+A store is a directory with the token ids, one record for each pair, a manifest, and the weights of all tokens
+if one is not 1. It is written under a temporary name and then renamed, so it is whole or absent. Opening it
+compares manifest, records and weights with a checksum; the tokens of a pair are compared with their hash when
+they are read. A large source's store names those of its ranges of rows, see ranges.py. P: number of pairs.
 """
 
 import bisect
 import contextlib
 import hashlib
-import io
 import json
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -63,18 +57,12 @@ def content_key(content: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FileHash:
-    stamp: str  # identifies one state of the file
-    sha256: str
-
-
-_FileHashes = dict[str, _FileHash]  # by path
+_FileHashes = dict[str, tuple[str, str]]  # path -> a stamp of the file's state, sha256
 
 
 def file_hashes(paths: Iterable[Path], memo_path: Path) -> list[str]:
     """Returns sha256 of each file's bytes, in hex. The JSON file `memo_path` keeps them for later calls."""
-    memo: dict[str, _FileHash] = read_json(memo_path, _FileHashes) or {}
+    memo: _FileHashes = read_json(memo_path, _FileHashes) or {}
     hashes, added = [], _FileHashes()
     try:
         for path in paths:
@@ -82,32 +70,29 @@ def file_hashes(paths: Iterable[Path], memo_path: Path) -> list[str]:
             # Every change of content changes ctime, even if a program sets mtime back (cp -p, rsync -t).
             stamp = f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
             name = str(path.resolve())
-            if name not in memo or memo[name].stamp != stamp:
+            if name not in memo or memo[name][0] != stamp:
                 with path.open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                memo[name] = added[name] = _FileHash(stamp=stamp, sha256=digest)
-            hashes.append(memo[name].sha256)
+                    memo[name] = added[name] = stamp, hashlib.file_digest(file, "sha256").hexdigest()
+            hashes.append(memo[name][1])
     finally:  # after Ctrl-C the files that were read are not read again
         if added:
             add_to_json(memo_path, _FileHashes, added)
     return hashes
 
 
-def directory_hash(directory: Path, memo_path: Path) -> str:
-    """Returns one key for the relative names and contents of files below `directory`, except hidden files."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    names = [path.relative_to(directory) for path in files]
-    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    hashes = file_hashes((directory / name for name in visible), memo_path)
-    return content_key([[name.as_posix(), digest] for name, digest in zip(visible, hashes, strict=True)])
+def path_hash(path: Path, memo_path: Path) -> str:
+    """Returns sha256 of a file, or a key of names and contents of a directory's files, except hidden ones."""
+    if path.is_file():
+        return file_hashes([path], memo_path)[0]
+    files = (file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file())
+    names = [name for name in files if not any(part.startswith(".") for part in name.parts)]
+    hashes = file_hashes((path / name for name in names), memo_path)
+    return content_key([[name.as_posix(), digest] for name, digest in zip(names, hashes, strict=True)])
 
 
 def sequence_key(prompt_ids: AnyIntArray, completion_ids: AnyIntArray, images: bytes = b"") -> bytes:
-    """Returns 16 bytes that name a sequence: its token ids and the position where its completion begins.
-
-    The bytes are blake2b over the prompt's length as int64, all ids as int32, both little-endian, and
-    `images`, see `StoredImages.keys_of`.
-    """
+    """Returns 16 bytes that name a sequence: blake2b over the prompt's length as int64, all ids as int32,
+    both little-endian, and `images`, see `StoredImages.keys_of`."""
     digest = hashlib.blake2b(len(prompt_ids).to_bytes(8, "little"), digest_size=KEY_BYTES)
     digest.update(np.ascontiguousarray(prompt_ids, dtype="<i4").data)
     digest.update(np.ascontiguousarray(completion_ids, dtype="<i4").data)
@@ -132,11 +117,26 @@ class TokenStore:
     rows_before: int = 0  # of a range: rows of the source before it; its records count rows from here
     tokens_before: int = 0  # of a range: tokens of the ranges before it
 
+    @staticmethod
+    def of_parts(parts: Iterable["TokenStore"], summary: Mapping[str, Any], **more: Any) -> "TokenStore":
+        """Joins the pairs of stores, which become its `ranges`."""
+        ranges, num_tokens = list[TokenStore](), 0
+        for part in parts:
+            ranges.append(replace(part, tokens_before=num_tokens))
+            num_tokens += len(part.tokens)
+        empty = np.zeros(0, dtype=RECORD_DTYPE)
+        return TokenStore(tokens=NO_TOKENS, records=empty, summary=summary, ranges=tuple(ranges), **more)
+
     @property
     def largest_token_id(self) -> int:
         """Reads all tokens if the store is in memory only, or if an earlier release wrote it."""
         known: int | None = self.summary.get(_LARGEST)
-        return int(self.tokens.max(initial=0)) if known is None else known
+        return max(int(part.tokens.max(initial=0)) for part in self.parts) if known is None else known
+
+    @property
+    def all_weights(self) -> TokenWeights:
+        weights = self.token_weights
+        return np.ones(len(self.tokens), dtype=WEIGHT_DTYPE) if weights is None else weights
 
     @property
     def parts(self) -> tuple["TokenStore", ...]:
@@ -167,10 +167,7 @@ class TokenStore:
         return False
 
     def read_image(self, image: int, label: str) -> Pixels:
-        """Returns an image of the store, [height, width, 3]. Raises DataError if it has changed.
-
-        Then the store's manifest is removed: the next run writes the store again. `label` names the source.
-        """
+        """Returns [height, width, 3]. Raises DataError, and forgets the store, if the image has changed."""
         assert self.images is not None
         try:
             return self.images.read(image)
@@ -257,25 +254,19 @@ class PairTable:
         for store in self.stores:
             if any(part.token_weights is not None for part in store.parts):
                 for part in store.parts:
-                    ones = np.ones(len(part.tokens), dtype=WEIGHT_DTYPE)
-                    digest.update((ones if part.token_weights is None else part.token_weights).data)
+                    digest.update(part.all_weights.data)
                 digest.update(self.offsets.data)
         return digest.hexdigest()
 
-    def group(self, pair: int, sides: Sequence[bool] = (True, True)) -> Group:
+    def group(self, pair: int, sides: Iterable[bool] = (True, True)) -> Group:
         """Returns the token ids, as views, of the prompt and of the completions that are True in `sides`.
-
-        Raises CacheError if they do not have the keys that the record has, so the file has changed.
-        """
+        Raises CacheError if they do not have the keys that the record has."""
         source = self.stores[self.source_indices[pair]]
         store, begin = source.part_at(int(self.offsets[pair]))
         middle = begin + int(self.prompt_lengths[pair])
         end = middle + int(self.chosen_lengths[pair])
-        prompt = store.tokens[begin:middle]
-        chosen, rejected = (
-            store.tokens[middle:end],
-            store.tokens[end : end + int(self.rejected_lengths[pair])],
-        )
+        prompt, chosen = store.tokens[begin:middle], store.tokens[middle:end]
+        rejected = store.tokens[end : end + int(self.rejected_lengths[pair])]
         both = ((self.chosen_keys, chosen), (self.rejected_keys, rejected))
         read = [one for one, is_read in zip(both, sides, strict=True) if is_read]
         images = b"" if store.images is None else store.images.keys_of(begin)
@@ -313,10 +304,7 @@ def join_pairs(
     images: Sequence[Sequence[ReadImage]] = (),
     processor: str = "",
 ) -> TokenStore:
-    """Puts pairs into a store in memory. `whole_prompt_keys` are not needed for uncut prompts.
-
-    images: those of each pair, if rows may have images; `processor` is then its fingerprint.
-    """
+    """Puts pairs into a store in memory; images: those of each pair, read for `processor`, a fingerprint."""
     parts = [(pair.context, *pair.completions) for pair in pairs]  # (prompt, chosen, rejected)
     records = np.zeros(len(pairs), dtype=RECORD_DTYPE)
     for position, name in enumerate(("prompt_length", "chosen_length", "rejected_length")):
@@ -327,56 +315,33 @@ def join_pairs(
     begins = [0, *np.cumsum([sum(map(len, of_pair)) for of_pair in parts]).tolist()][:-1]
     stored = StoredImages.of(images, begins, processor) if any(images) else None
     seen = [b"" if stored is None else stored.keys_of(begin) for begin in begins]
-    prompt_keys = [sequence_key(of[0], NO_TOKENS, keys) for of, keys in zip(parts, seen, strict=True)]
-    keys = {
-        "prompt_key": prompt_keys,
-        "chosen_key": [sequence_key(of[0], of[1], keys) for of, keys in zip(parts, seen, strict=True)],
-        "rejected_key": [sequence_key(of[0], of[2], keys) for of, keys in zip(parts, seen, strict=True)],
-        "whole_prompt_key": prompt_keys if whole_prompt_keys is None else whole_prompt_keys,
-    }
+    keys: dict[str, list[bytes]] = {"prompt_key": [], "chosen_key": [], "rejected_key": []}
+    for (prompt, chosen, rejected), image_keys in zip(parts, seen, strict=True):
+        for of_pairs, completion in zip(keys.values(), (NO_TOKENS, chosen, rejected), strict=True):
+            of_pairs.append(sequence_key(prompt, completion, image_keys))
+    keys["whole_prompt_key"] = list(whole_prompt_keys or keys["prompt_key"])
     for name, of_pairs in keys.items():
         records[name] = np.frombuffer(b"".join(of_pairs), dtype=np.uint8).reshape(-1, KEY_BYTES)
-    token_weights = None
-    if any(pair.weights is not None for pair in pairs):
-        ones = [[np.ones(len(ids), dtype=WEIGHT_DTYPE) for ids in of_pair] for of_pair in parts]
-        both = zip(pairs, ones, strict=True)
-        given = [(one[0], *(one[1:] if pair.weights is None else pair.weights)) for pair, one in both]
-        token_weights = np.concatenate([of_part for of_pair in given for of_part in of_pair])
-        token_weights = None if (token_weights == 1).all() else token_weights
+    is_weighted = any(pair.weights is not None for pair in pairs)
     tokens = np.concatenate([NO_TOKENS, *(ids for of_pair in parts for ids in of_pair)])
+    token_weights = _join_weights(pairs) if is_weighted else None
     return TokenStore(tokens=tokens, records=records, token_weights=token_weights, images=stored)
 
 
-def join_stores(stores: Sequence[TokenStore], summary: Mapping[str, Any]) -> TokenStore:
-    """Puts the pairs of stores into one store in memory."""
-    weights = None
-    if any(store.token_weights is not None for store in stores):
-        ones = (np.ones(len(store.tokens), dtype=WEIGHT_DTYPE) for store in stores)
-        both = zip(stores, ones, strict=True)
-        weights = np.concatenate([one if s.token_weights is None else s.token_weights for s, one in both])
-    joined, num_tokens = None, 0
-    for store in stores:
-        if store.images is not None:
-            joined = joined or ImageJoiner(io.BytesIO(), store.images.fingerprint)
-            joined.add(store.images, num_tokens)
-        num_tokens += len(store.tokens)
-    return TokenStore(
-        tokens=np.concatenate([store.tokens for store in stores]),
-        records=np.concatenate([store.records for store in stores]),
-        token_weights=weights,
-        images=None if joined is None else joined.in_memory(),
-        summary=summary,
-    )
+def _join_weights(pairs: Sequence[Group]) -> TokenWeights | None:
+    weights: list[TokenWeights] = []
+    for pair in pairs:
+        ones = [np.ones(len(ids), dtype=WEIGHT_DTYPE) for ids in (pair.context, *pair.completions)]
+        weights += [ones[0], *(pair.weights or ones[1:])]
+    joined = np.concatenate(weights)
+    return None if (joined == 1).all() else joined
 
 
 def write_store(
     directory: Path, batches: Iterable[TokenStore], summarize: Callable[[], dict[str, Any]]
 ) -> None:
-    """Writes each batch when `batches` yields it. Calls `summarize` after the final batch.
-
-    If another process has written this store in the meantime, its store stays. If `batches` raises
-    an error, no file stays on the disk. Raises CacheError if the disk refuses the files.
-    """
+    """Writes each batch when `batches` yields it, then `summarize()`, unless another process has written the
+    store meanwhile. If `batches` raises an error, no file stays on the disk. Raises CacheError."""
     with contextlib.suppress(_WrittenMeanwhile), written_aside(directory) as temporary:
         temporary.mkdir()
         with contextlib.ExitStack() as files:
@@ -389,8 +354,7 @@ def write_store(
                     weights = files.enter_context((temporary / _WEIGHTS).open("wb"))
                     weights.write(np.ones(num_tokens, dtype=WEIGHT_DTYPE).data)
                 if weights is not None:
-                    ones = np.ones(len(batch.tokens), dtype=WEIGHT_DTYPE)
-                    weights.write((ones if batch.token_weights is None else batch.token_weights).data)
+                    weights.write(batch.all_weights.data)
                 if batch.images is not None:
                     if images is None:
                         content = files.enter_context((temporary / CONTENT).open("wb"))
@@ -409,10 +373,7 @@ def write_store(
 
 
 def write_ranged_store(directory: Path, ranges: Sequence[TokenStore], summary: dict[str, Any]) -> None:
-    """Writes the store of a source that has these ranges, which are on disk. Raises CacheError.
-
-    If another process has written it in the meantime, its store stays.
-    """
+    """Writes the store of a source that has these ranges, if nobody else has done so. Raises CacheError."""
     summary = {**summary, _LARGEST: max(one.largest_token_id for one in ranges)}
     names = [[one.directory.name, one.rows_before] for one in ranges if one.directory is not None]
     with contextlib.suppress(_WrittenMeanwhile), written_aside(directory) as temporary:
@@ -429,20 +390,9 @@ def open_store(directory: Path) -> TokenStore | None:
     summary = manifest.get("summary") if isinstance(manifest, dict) else None
     if not isinstance(summary, dict):
         return None
-    if names := manifest.get("ranges"):
-        if manifest.get("checksum") != content_key([names, summary]):
-            return None
-        ranges: list[TokenStore] = []
-        for name, rows_before in names:
-            one, last = open_store(directory.with_name(name)), ranges[-1:]
-            if one is None:
-                return None
-            before = sum(other.tokens_before + len(other.tokens) for other in last)
-            ranges.append(replace(one, rows_before=rows_before, tokens_before=before))
-        empty = np.zeros(0, dtype=RECORD_DTYPE)
-        return TokenStore(
-            tokens=NO_TOKENS, records=empty, summary=summary, directory=directory, ranges=tuple(ranges)
-        )
+    if "ranges" in manifest:
+        is_whole = manifest.get("checksum") == content_key([manifest["ranges"], summary])
+        return _open_ranges(directory, manifest["ranges"], summary) if is_whole else None
     try:
         store, checksum = _map_files(directory, summary)
     except (FileNotFoundError, ValueError):  # ValueError: a file is empty or ends within an entry
@@ -450,6 +400,16 @@ def open_store(directory: Path) -> TokenStore | None:
     except OSError as error:
         raise CacheError(f"cannot read {directory}: {error.strerror}; check its permissions") from error
     return store if manifest.get("checksum") == checksum else None
+
+
+def _open_ranges(directory: Path, names: list[tuple[str, int]], summary: dict[str, Any]) -> TokenStore | None:
+    ranges = list[TokenStore]()
+    for name, rows_before in names:
+        one = open_store(directory.with_name(name))
+        if one is None:
+            return None
+        ranges.append(replace(one, rows_before=rows_before))
+    return TokenStore.of_parts(ranges, summary, directory=directory)
 
 
 class _WrittenMeanwhile(Exception):
@@ -468,8 +428,8 @@ def key_heads(keys: NDArray[np.uint8], begin: int = 0) -> NDArray[np.uint64]:
 
 
 def distinct_keys(keys: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns of [P, bytes] keys the first position of each different key, in the order of their bytes, [U];
-    and the position of each key among those, [P]."""
+    """Returns of [P, bytes] keys the first position of each different one, [U], in the order of their bytes,
+    and each key's position among those, [P]."""
     if len(keys) and keys.shape[1] == KEY_BYTES:
         heads = key_heads(keys)
         if (heads[1:] > heads[:-1]).all():  # they are distinct and in order already
@@ -487,7 +447,7 @@ def distinct_keys(keys: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def _measure_tokens(store: TokenStore) -> tuple[NDArray[Any], ...]:
-    """Returns four [P]: offsets, whether a weight is not 1, sums of the weights of chosen and of rejected."""
+    """Returns four [P]: offsets, whether a weight is not 1, sums of the weights of both completions."""
     records, weights = store.records, store.token_weights
     chosen, rejected = (records[name].astype(np.float64) for name in ("chosen_length", "rejected_length"))
     sizes = records["prompt_length"].astype(np.int64) + records["chosen_length"] + records["rejected_length"]
@@ -536,21 +496,20 @@ def _map_files(directory: Path, summary: dict[str, Any]) -> tuple[TokenStore, st
 
 
 def pair_lengths(table: PairTable, shape: ModelShape | None = None) -> PairLengths:
-    """Returns the lengths of a table's pairs in the form that the planner needs.
-
-    With `shape`, also the FLOPs of images, for which it reads the tokens of the prompts.
-    """
-    tower: Any = 0.0
-    if shape is not None and shape.image_flops:
-        tower = np.zeros(table.num_pairs)
-        for pair, source in enumerate(table.source_indices):
-            part, begin = table.stores[source].part_at(int(table.offsets[pair]))
-            prompt = part.tokens[begin : begin + int(table.prompt_lengths[pair])]
-            tower[pair] = shape.image_flops * np.count_nonzero(prompt == shape.image_token)
+    """Returns lengths for the planner, with `shape` also the FLOPs of images. Reads prompts with images."""
     return PairLengths(
         prompt=table.prompt_lengths,
         chosen=table.chosen_lengths,
         rejected=table.rejected_lengths,
         shared=table.shared_lengths,
-        tower=tower,
+        tower=_tower_flops(table, shape) if shape is not None and shape.image_flops else 0.0,
     )
+
+
+def _tower_flops(table: PairTable, shape: ModelShape) -> NDArray[np.float64]:
+    flops = np.zeros(table.num_pairs)
+    for pair, source in enumerate(table.source_indices):
+        part, begin = table.stores[source].part_at(int(table.offsets[pair]))
+        prompt = part.tokens[begin : begin + int(table.prompt_lengths[pair])]
+        flops[pair] = shape.image_flops * np.count_nonzero(prompt == shape.image_token)
+    return flops

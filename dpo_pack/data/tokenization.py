@@ -1,8 +1,7 @@
 """Turns rows into token ids: chat templates, EOS, the boundary between prompt and completion, truncation.
 
 The ids are those of TRL 1.16 (`DPOTrainer._prepare_dataset`): the prompt, and the prompt with each
-completion, are tokenised as whole texts. The completions begin where these three sequences first differ.
-Rows are tokenised in this process or in several processes; the result is the same. Lengths are in tokens.
+completion, are tokenised as whole texts. The completions begin where these three first differ.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -28,14 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from dpo_pack.data.formats import (
-    FORMATS,
-    BadRow,
-    Message,
-    Pair,
-    check_last_turn,
-    with_system_message,
-)
+from dpo_pack.data.formats import FORMATS, BadRow, Message, Pair, check_last_turn, with_system_message
 from dpo_pack.data.images import ImageReader, ReadImage
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.store import (
@@ -66,8 +58,7 @@ TOKENIZATION_VERSION = 5
 _ENCODE_CHARS = 1 << 21
 # A longer text is refused, because encoding takes a second and 200 MB for a million characters.
 _MAX_TEXT_CHARS = 1 << 22
-# Byte n of the key of an inferred prompt hashes the first BEGINNINGS[n] characters. Steps are small, so that
-# a split takes few characters more than it needs: those after a short prompt are an answer's.
+# Byte n of an inferred prompt's key hashes its first BEGINNINGS[n] characters, of which a split needs few.
 BEGINNINGS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 Truncation = Literal["drop", "prompt_left", "completion_right", "error"]
 DroppedRow = tuple[int, BadRow]  # the number of a row without a pair or prompt, and the reason
@@ -158,10 +149,7 @@ class TokenizedBatch:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """Returns a key of all parts of a tokenizer that change token ids, templates included, but not its path.
-
-    The versions of the libraries are part of the key, because fixes in the libraries change ids.
-    """
+    """Returns a key of all that decides token ids: a tokenizer with its template, versions of libraries."""
     settings = {
         "class": type(tokenizer).__name__,
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
@@ -169,23 +157,24 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
         "split_special_tokens": tokenizer.split_special_tokens,
         "versions": [version("tokenizers"), version("transformers")],
     }
-    if tokenizer.is_fast:
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Every call of the tokenizer sets and unsets these two entries. Our calls neither truncate nor pad.
-        del backend["truncation"], backend["padding"]
-        return content_key([settings, backend])
+    if not tokenizer.is_fast:
+        return content_key([settings, _file_hashes(tokenizer)])
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    # Every call of the tokenizer sets and unsets these two entries. Our calls neither truncate nor pad.
+    del backend["truncation"], backend["padding"]
+    return content_key([settings, backend])
+
+
+def _file_hashes(tokenizer: Tokenizer) -> list[list[str]]:
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
         files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
-        hashes = [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files]
-    return content_key([settings, hashes])
+        return [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files]
 
 
 def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label: str) -> None:
-    """Checks that the tokenizer has the template or the token that the format needs; else raises ModelError.
-
-    Raises RecipeError if the recipe has a system prompt that no row of this format can use.
-    """
+    """Raises ModelError if the tokenizer lacks the template or the token that the format needs, RecipeError
+    if the recipe has a system prompt or options that no row of this format can use."""
     content = FORMATS[settings.format].content
     if content == "messages":
         if tokenizer.chat_template is None:
@@ -268,8 +257,7 @@ def tokenize_batch(
             kept.append((row, fitted))
             for ids_of in () if knows_all else (fitted.context, *fitted.completions):
                 counts["unknown_tokens"] += int((ids_of == unknown).sum())
-            for name, count in row.counts.items():
-                counts[name] += count
+            counts.update(row.counts)
             counts["prompts_inferred"] += pair.has_inferred_prompt
             if row.has_other_turns:
                 counts["pairs_with_other_turns"] += 1
@@ -281,7 +269,7 @@ def tokenize_batch(
             [row.number for row, _ in kept],
             [_whole_prompt_key(row) for row, _ in kept],
             [row.images for row, _ in kept],
-            settings.images.fingerprint if settings.images is not None else "",
+            settings.images.processor.fingerprint if settings.images is not None else "",
         ),
         prompts=tuple(prompts),
         dropped=tuple(sorted(dropped, key=lambda row: row[0])),
@@ -343,11 +331,8 @@ def read_row(
 
 
 def _with_one_eos(completion: str, tokenizer: Tokenizer) -> str:
-    """Returns the text with EOS at its end, also if its end was `...<|im_end|>\\n` already."""
-    eos = tokenizer.eos_token
-    if not eos:
-        return completion
-    if eos in completion:
+    eos = tokenizer.eos_token or ""
+    if eos and eos in completion:  # its end may be `...<|im_end|>\n` already
         completion = re.sub(rf"({re.escape(eos)}\s*)+\Z", "", completion)
     return completion + eos
 
@@ -363,18 +348,12 @@ def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
 
 
 def _whole_prompt_key(row: ReadRow) -> bytes:
-    """Returns 16 bytes that name a whole prompt of a source: a text, messages with images, or token ids.
-
-    The tokenizer and the chat template do not change the key, so all models hold out the same prompts. Of an
-    inferred prompt, each byte names a beginning, see BEGINNINGS.
-    """
+    """Returns 16 bytes that name a prompt before it is tokenised, or the BEGINNINGS of an inferred one."""
     pair = row.pair
     if pair.has_inferred_prompt:
         parts = (str(pair.prompt)[:length].encode(errors="surrogatepass") for length in BEGINNINGS)
         return b"".join(hashlib.blake2b(part, digest_size=1).digest() for part in parts)
-    text = json.dumps(
-        pair.prompt, sort_keys=True, default=str
-    )  # Arrow has values that JSON lacks, such as dates
+    text = json.dumps(pair.prompt, sort_keys=True, default=str)  # Arrow has dates, which JSON lacks
     digest = hashlib.blake2b(text.encode(), digest_size=KEY_BYTES)
     digest.update(b"".join(image.key for image in row.images))
     return digest.digest()
@@ -414,10 +393,7 @@ def _encode(
 
 
 def _border_token(texts: Sequence[str], tokenizer: Tokenizer) -> str:
-    """Returns the last added token in what a row's texts share, if text before and after it is encoded apart.
-
-    A fast tokenizer finds added tokens first and encodes what is between them. "": there is no such token.
-    """
+    """Returns the last added token that a row's texts share, if text around it is encoded apart, or ""."""
     if not tokenizer.is_fast or tokenizer.split_special_tokens:
         return ""
     shared, added = os.path.commonprefix(list(texts)), list(tokenizer.added_tokens_decoder.values())
@@ -454,7 +430,6 @@ def _encode_texts(texts: list[str], tokenizer: Tokenizer, *, is_text: bool) -> I
 
 
 def _given_ids(parsed: Sequence[ReadRow], settings: TokenizationSettings) -> Iterator[TokenIds]:
-    """Yields the same sequences as `_encode`, for rows that are token ids already."""
     for _, pair, *_ in parsed:
         prompt = np.array(pair.prompt, dtype=np.int32)
         yield prompt
@@ -464,11 +439,8 @@ def _given_ids(parsed: Sequence[ReadRow], settings: TokenizationSettings) -> Ite
 
 
 def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: TokenIds) -> Group:
-    """Splits the sequences where one of the two longer sequences first differs from the prompt's tokens.
-
-    This boundary is before the end of the prompt if a token covers the end of the prompt and the beginning of
-    a completion, or if a template renders the prompt alone differently. Raises BadRow if a part is empty.
-    """
+    """Splits the sequences where one of the two longer ones first differs from the prompt's tokens, maybe
+    before its end. Raises BadRow if a part is empty or if the completions are equal."""
     boundary = common_prefix_length((prompt, with_chosen, with_rejected))
     if boundary == 0:
         raise BadRow("empty_prompt", "no prompt token comes before the completions")
@@ -482,11 +454,7 @@ def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: To
 
 
 def _with_weights(ids: Group, pair: Pair, of_turns: Sequence[TokenWeights | None] | None) -> Group:
-    """Returns the token ids with the weights of the row, or with those of its turns.
-
-    `of_turns` has the weights of all tokens of prompt + chosen and of prompt + rejected, or None. Raises
-    BadRow if a completion has no token that is scored.
-    """
+    """of_turns: of all tokens of both sequences, or None. Raises BadRow if no token is scored."""
     given: Sequence[Any] = (pair.chosen_weights, pair.rejected_weights)
     if of_turns is not None:
         given = [None if of_side is None else of_side[len(ids.context) :] for of_side in of_turns]
@@ -500,16 +468,9 @@ def _with_weights(ids: Group, pair: Pair, of_turns: Sequence[TokenWeights | None
 
 
 def truncate(pair: Group, limits: LengthLimits, bos_token_id: int | None) -> Group:
-    """Returns the pair, cut to the limits by one of these rules (`limits.truncation`).
-
-    - `prompt_left` cuts the oldest prompt tokens. One or more stay; if two or more stay, BOS stays first.
-    - `completion_right` cuts the ends of completions, never a prompt.
-    - `drop` and `error` cut nothing.
-
-    Raises BadRow `prompt_too_long` or `too_long` for a pair that still does not fit,
-    `identical_after_truncation` if cutting makes the completions equal, and `unscored_after_truncation` if it
-    leaves a completion without a token that is scored.
-    """
+    """Returns the pair, cut to the limits: the oldest prompt tokens, of which one or more stay, after BOS
+    (`prompt_left`), or the ends of completions (`completion_right`). Raises BadRow if it does not fit, or if
+    what is left of the completions is equal or not scored."""
     cuts_prompt = limits.truncation == "prompt_left"
     prompt_limit, max_length = limits.max_prompt_length, limits.max_length
     if prompt_limit is not None and len(pair.context) > prompt_limit:
@@ -584,14 +545,13 @@ class EndTokens:
         return EndTokens(ids=eos | special, window=TURN_END_TOKENS)
 
     def found_in(self, completion: AnyIntArray) -> list[int]:
-        """Returns the end tokens that the completion has at its end; an empty list if it has no end."""
+        """Returns the end tokens at the completion's end."""
         return [token for token in completion[-self.window :].tolist() if token in self.ids]
 
 
 def _count_cut(
     counts: Counter[str], row: ReadRow, whole: Group, fitted: Group, ends: EndTokens, tokenizer: Tokenizer
 ) -> None:
-    """Adds what truncation cut off a kept pair to the report's counts."""
     cut = [whole.context[: len(whole.context) - len(fitted.context)]] * 2  # once for each side
     counts["prompt_truncated"] += len(cut[0]) > 0
     for before, after in zip(whole.completions, fitted.completions, strict=True):
@@ -611,15 +571,16 @@ def tokenize_rows(
     max_pairs: int | None,
     submit: Submit | None = None,
 ) -> Generator[TokenizedBatch, None, None]:
-    """Yields batches in row order, until the rows end or `max_pairs` pairs are kept.
-
-    To read no rows in vain, a batch never has more rows than pairs are still missing. `submit` is what
-    `tokenizing_workers` gives; None: the workers are started here.
-    """
+    """Yields batches in row order, until the rows end or `max_pairs` pairs are kept. No row is read in vain.
+    `submit`: of `tokenizing_workers` that run already."""
+    workers: AbstractContextManager[Submit]
+    if submit is None and num_workers > 1:
+        workers = tokenizing_workers(settings, tokenizer, num_workers)
+    else:
+        workers = nullcontext(submit or (lambda batch: partial(tokenize_batch, batch, settings, tokenizer)))
     wanted = sys.maxsize if max_pairs is None else max_pairs
     most_under_way = num_workers * _BATCHES_PER_WORKER if num_workers > 1 else 1
     under_way: deque[tuple[int, _Result]] = deque()
-    workers = nullcontext(submit) if submit else tokenizing_workers(settings, tokenizer, num_workers)
     with workers as submit:
         while True:
             while len(under_way) < most_under_way:
@@ -646,9 +607,6 @@ def tokenizing_workers(
     settings: TokenizationSettings, tokenizer: Tokenizer, num_workers: int
 ) -> Iterator[Submit]:
     """Gives a function that starts to tokenise a batch and returns a function that waits for the result."""
-    if num_workers < 2:
-        yield lambda batch: partial(tokenize_batch, batch, settings, tokenizer)
-        return
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks of the tokenizer's threads

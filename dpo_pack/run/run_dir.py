@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 import dpo_pack
-from dpo_pack.data.store import content_key, directory_hash, file_hashes
+from dpo_pack.data.store import content_key, file_hashes, path_hash
 from dpo_pack.model.fingerprint import weights_fingerprint
 from dpo_pack.model.shape import router_balance
 from dpo_pack.recipe.changes import changed_values, only_goes_on
@@ -342,10 +342,8 @@ def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> d
         elif key == "tokenizer.path":
             files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
             found[key] = content_key(file_hashes(files, hashes)) if files else None
-        elif path.is_dir():
-            found[key] = directory_hash(path, hashes)
         else:
-            found[key] = file_hashes([path], hashes)[0] if path.is_file() else None
+            found[key] = path_hash(path, hashes) if path.exists() else None
     return found
 
 

@@ -571,8 +571,8 @@ def test_a_directory_of_many_files_reads_and_writes_its_memo_of_hashes_once(
 
     for name in ("read_json", "add_to_json"):
         monkeypatch.setattr(store, name, count(name, getattr(store, name)))
-    first = store.directory_hash(directory, memo)
-    assert store.directory_hash(directory, memo) == first
+    first = store.path_hash(directory, memo)
+    assert store.path_hash(directory, memo) == first
     assert calls == ["read_json", "add_to_json", "read_json"]
     (directory / "7.jsonl").write_text("other")
-    assert store.directory_hash(directory, memo) != first
+    assert store.path_hash(directory, memo) != first
