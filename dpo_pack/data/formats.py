@@ -1,9 +1,7 @@
-"""The formats of data sources. A format turns the rows of a data file into pairs or prompts.
+"""The formats of data sources: FORMATS, at the end. A format turns rows of a data file into pairs or prompts.
 
-A row is a mapping from column names to values. A format gets rows whose columns are already renamed as the
-recipe's `data.*.columns` says. A format is one value in FORMATS, at the end of this file; the columns that
-its functions read are in FIELDS_OF_FORMAT of recipe/data.py. A new format needs its functions and an entry
-in both. An option of a format is a key of SourceRecipe, in recipe/data.py too.
+A row maps column names, which are already renamed as the recipe's `data.*.columns` says, to values. The
+columns that a format reads are in FIELDS_OF_FORMAT of recipe/data.py.
 """
 
 import ast
@@ -21,14 +19,12 @@ from typing import Any, Literal
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT, SourceRecipe
 
 Message = dict[str, Any]
+Answers = tuple[list[Message], list[Message]]  # chosen and rejected
 Row = Mapping[str, Any]
-
-
 _ASSISTANT_TURN = "\n\nAssistant:"
 _COMPLETIONS = ("chosen", "rejected")
 _BEGINS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
-# The largest size of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV. A
-# parsed row can take 25 times as much memory.
+# Of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV; parsed, it takes more.
 MAX_ROW_SIZE = 1 << 24
 _MIN_FLOAT32, _MAX_FLOAT32 = 1.1754944e-38, 3.4028234e38
 
@@ -74,10 +70,8 @@ class Format:
 
 
 class BadRow(Exception):
-    """A row cannot become a pair or prompt. `data.on_bad_row` or `data.truncation` decides: skip it or stop.
-
-    Reports count rows by `reason`, a snake_case word. Error messages quote `detail`, a clause.
-    """
+    """A row cannot become a pair or prompt. Reports count rows by `reason`, a snake_case word; messages quote
+    `detail`, a clause."""
 
     def __init__(self, reason: str, detail: str, content: Any = None) -> None:
         super().__init__(reason, detail, content)
@@ -120,13 +114,10 @@ def transcript(row: Row) -> Pair:
 
 
 def conversational(row: Row, *, names_system: bool = False) -> Pair:
-    """Reads lists of `{role, content}` messages. The column `prompt` may be missing.
-
-    In some data sets `chosen` and `rejected` contain the prompt too: a text prompt is one of their user
-    messages (UltraFeedback binarized), a list prompt is the beginning of both. The pair has the prompt once.
-    The column `system` is read only if the recipe names it (`names_system`), because earlier versions did not
-    read it, and their token stores have the same names.
-    """
+    """Reads lists of `{role, content}` messages. The column `prompt` may be missing, or be in chosen and
+    rejected once more: a text as one of their user messages (UltraFeedback binarized), a list as their
+    beginning."""
+    # Without `names_system` the column system is not read: stores of earlier versions have the same names.
     chosen, rejected = _messages(row, "chosen"), _messages(row, "rejected")
     common = _implicit_prompt_length(chosen, rejected)
     prompt = chosen[:common]
@@ -165,10 +156,7 @@ def swift(row: Row) -> Row:
 
 
 def tokenized(row: Row) -> Pair:
-    """Reads the user's own token ids: `prompt_ids`, `chosen_ids` and `rejected_ids`. No EOS is added.
-
-    `chosen_weights` and `rejected_weights` may have a weight for each token of a completion.
-    """
+    """Reads the user's own token ids, to which no EOS is added, and weights of the completions' tokens."""
     prompt, chosen, rejected = (_token_ids(row, f"{part}_ids") for part in ("prompt", "chosen", "rejected"))
     return Pair(
         prompt=prompt,
@@ -180,12 +168,9 @@ def tokenized(row: Row) -> Pair:
     )
 
 
-def compared(row: Row) -> tuple[list[Message], list[Message]]:
-    """Returns the better and the worse of two answers. Raises BadRow for a tie.
-
-    `preference` below 0 says that `first` is better, above 0 that `second` is (as in HelpSteer 2 and 3).
-    `better` is 0 if `first` is better, and 1 if `second` is (PKU-SafeRLHF). Both may be words (model_a, tie).
-    """
+def compared(row: Row) -> Answers:
+    """Returns the better and the worse of two answers: `first` where `preference` is below 0 or `better` is
+    0. Both may be words (model_a, tie). Raises BadRow for a tie."""
     preference, better = _comparison(row, "preference"), _comparison(row, "better")
     if preference is None and better is None:
         detail = "neither the column preference nor the column better says which answer is better"
@@ -223,12 +208,9 @@ _FIRST_OR_SECOND = re.compile(  # model_a, [[B]], Response B
 _TIES = ("tie", "both", "neither", "equal", "draw", "same")
 
 
-def ranked(row: Row) -> tuple[list[Message], list[Message]]:
-    """Returns the best and the worst answer of `answers`, a list of `{answer, rank}`; the lowest is the best.
-
-    NeMo RL has `completion` in place of `answer`. Of answers with the same rank the first one in the list is
-    taken. Raises BadRow if all ranks are equal.
-    """
+def ranked(row: Row) -> Answers:
+    """Returns the best and the worst answer of `answers`, a list of `{answer, rank}`, or `{completion,
+    rank}`; the lowest rank is the best. Raises BadRow if all ranks are equal."""
     answers = _as_list(_value(row, "answers"))
     if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
         raise BadRow("wrong_type", "answers is not a list of {answer, rank} objects")
@@ -240,11 +222,6 @@ def ranked(row: Row) -> tuple[list[Message], list[Message]]:
     best, worst = (answers[ranks.index(rank)] for rank in (min(ranks), max(ranks)))
     column = "completion" if "completion" in best and "answer" not in best else "answer"
     return _answer(best, column), _answer(worst, column)
-
-
-def chosen_and_rejected(row: Row) -> tuple[list[Message], list[Message]]:
-    """Returns the answers, each of which may be a text, a message or a list of messages."""
-    return _answer(row, "chosen"), _answer(row, "rejected")
 
 
 def alpaca_prompt(row: Row) -> list[Message]:
@@ -274,11 +251,8 @@ def dialogue_prompt(row: Row, column: str) -> list[Message]:
 
 
 def check_last_turn(pair: Pair, *, continues: bool = False, is_asked: bool = False) -> bool:
-    """Returns True if the completions go on with the prompt's last turn, which is the assistant's.
-
-    Raises BadRow if they would and may not (`continues`: data.continue_final_message), or if the prompt must
-    end with what somebody else says (`is_asked`).
-    """
+    """Returns True if the completions go on with the prompt's last turn, the assistant's. Raises BadRow if
+    they would and may not (`continues`), or if somebody else must have the last turn (`is_asked`)."""
     last: Any = pair.prompt[-1] if isinstance(pair.prompt, list) and pair.prompt else None
     if not isinstance(last, dict) or last.get("role") != "assistant":
         return False
@@ -286,9 +260,7 @@ def check_last_turn(pair: Pair, *, continues: bool = False, is_asked: bool = Fal
     goes_on = not completions or any(message["role"] == "assistant" for message in completions)
     goes_on = goes_on and not last.get("tool_calls")
     if (goes_on and not continues) or (is_asked and not goes_on):
-        detail = (
-            "the prompt ends with an answer already, so chosen and rejected cannot answer its last message"
-        )
+        detail = "the prompt ends with an answer, so chosen and rejected cannot answer its last message"
         raise BadRow("answered_prompt", detail)
     return goes_on
 
@@ -310,10 +282,8 @@ def conversational_prompt(row: Row, *, names_system: bool = False) -> Pair:
 
 
 def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
-    """Returns the names of the formats that a row may have, for `format: auto`, in the order of FORMATS.
-
-    `columns` are those that the recipe names: a format that does not read one of them is not possible.
-    """
+    """Returns the formats that a row may have, in the order of FORMATS. A format that does not read one of
+    `columns`, which the recipe names, is not possible."""
     lists = {column for column, value in row.items() if isinstance(_as_list(value), list)}
     texts = {column for column, value in row.items() if isinstance(value, str)}
     has_ids, has_both = "prompt_ids" in row, row.keys() >= {*_COMPLETIONS}
@@ -360,10 +330,7 @@ def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
 
 
 def texts_of_columns(rows: Sequence[Row], *, beside: Container[str | None]) -> dict[str, list[str]]:
-    """Returns the texts of each column that has texts, except the columns in `beside`.
-
-    Texts are found at any depth of lists and objects. A text that is a number or is blank does not count.
-    """
+    """Returns the texts of each column that has some, except of `beside`; no numbers and no blanks."""
     texts: dict[str, list[str]] = {}
     for row in rows:
         for column, value in row.items():
@@ -419,12 +386,10 @@ def _with_system(row: Row, pair: Pair) -> Pair:
 
 def _as_messages(
     prompt: Callable[[Row], list[Message] | None],
-    completions: Callable[..., tuple[list[Message], list[Message]]] = chosen_and_rejected,
+    completions: Callable[..., Answers] = lambda row: (_answer(row, "chosen"), _answer(row, "rejected")),
 ) -> dict[str, Any]:
-    """Makes the functions of a `Format` whose parts become messages. Only `completions` gets its options.
-
-    `prompt` returns None if the completions begin with the prompt.
-    """
+    """Makes the functions of a `Format` whose parts become messages. Only `completions` gets its options;
+    `prompt` returns None if the completions begin with the prompt."""
 
     def read_pair(row: Row, **options: Any) -> Pair:
         chosen, rejected = completions(row, **options)
@@ -444,6 +409,7 @@ def _as_messages(
 
 
 def _answer(row: Row, column: str) -> list[Message]:
+    """Returns the messages of an answer: a text, a message or a list of messages."""
     value = _value(row, column)
     if isinstance(value, str):
         if not _holds_messages(value):
@@ -478,10 +444,7 @@ def _as_numpy_prints(text: str) -> Any:
 
 
 def _as_list(value: Any) -> Any:
-    """Returns the list that a text is (see `_parsed`), or that an object of lists is; others unchanged.
-
-    `datasets` once stored a list of messages as an object of lists, {role: [...], content: [...]}.
-    """
+    """Returns the list that a text is (see `_parsed`), or that an object of lists is; others unchanged."""
     parsed = _parsed(value) if isinstance(value, str) else value
     if isinstance(parsed, dict) and not {"role", "from", "rank"}.isdisjoint(parsed):
         columns = {name: column for name, column in parsed.items() if column is not None}
@@ -517,10 +480,8 @@ def _message(value: Any, column: str) -> Any:
 
 
 def _turns(text: str) -> list[Message]:
-    """Returns the messages of a text prompt: one of the user, or those of a dialogue with marks.
-
-    In HH-RLHF and Nectar the last mark has no answer. In HelpSteer 2 the first turn has no mark.
-    """
+    """Returns the messages of a text prompt: one of the user, or those of a dialogue with marks (HH-RLHF,
+    Nectar, HelpSteer 2, where the first turn has no mark)."""
     if text.startswith("\n\nHuman:") and text.rstrip().endswith(_ASSISTANT_TURN):
         parts = re.split(r"\n\n(Human|Assistant):", text.rstrip())[1:-2]
         parts = [part.strip() for part in parts]
@@ -543,10 +504,9 @@ _ROLES = {*_SHAREGPT_ROLES, "developer", "function", "ipython"}
 def _pair(row: Row, prompt: Any, chosen: Any, rejected: Any) -> Pair:
     is_text = isinstance(prompt, str)
     for column, completion in (("chosen", chosen), ("rejected", rejected)):
-        # Of a message, what counts is all but its role and name: content, tool calls, ...
-        values = (
-            [completion] if is_text else [m[key] for m in completion for key in m.keys() - {"role", "name"}]
-        )
+        values = [completion]
+        if not is_text:  # what counts is all but role and name: content, tool calls, ...
+            values = [m[key] for m in completion for key in m.keys() - {"role", "name"}]
         if not any(value.strip() if isinstance(value, str) else value for value in values):
             raise BadRow("empty_completion", f"the {column} completion is empty")
     return Pair(
@@ -559,25 +519,18 @@ def _pair(row: Row, prompt: Any, chosen: Any, rejected: Any) -> Pair:
 
 
 def _implicit_prompt_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """Returns the length of the common prompt in characters or messages, as TRL's `extract_prompt` finds it.
-
-    A space at the end of the common beginning belongs to the completions. If one sequence is the beginning of
-    the other, the shorter sequence's completion is its last element.
-    """
+    """Returns the length of the common prompt in characters or messages, as TRL's `extract_prompt` finds it:
+    a space at its end belongs to the completions, and each completion has an element."""
     shorter = min(len(chosen), len(rejected))
     for length in range(shorter):
         if chosen[length] != rejected[length]:
-            ends_in_space = length > 0 and chosen[length - 1] == " "
-            return length - 1 if ends_in_space else length
+            return length - (length > 0 and chosen[length - 1] == " ")
     return max(shorter - 1, 0)
 
 
 def _check_last_turns(chosen: list[Message], rejected: list[Message]) -> None:
-    """Raises BadRow unless chosen and rejected are equal before their last assistant turns.
-
-    If they differ there, their common beginning may be shorter than the prompt that was answered. A turn is
-    an answer with the tool calls and tool results before it.
-    """
+    """Raises BadRow unless chosen and rejected are equal before their last turns of the assistant, to which
+    tool calls and results belong. Else the prompt is longer than their common beginning."""
     prompts = []
     for column, messages in (("chosen", chosen), ("rejected", rejected)):
         roles = [message["role"] for message in messages]
@@ -619,13 +572,13 @@ def _messages(row: Row, column: str) -> list[Message]:
     if not value:
         kind = "empty_prompt" if column == "prompt" else "empty_completion"
         raise BadRow(kind, f"{column} has no messages")
-    if all(
-        [
-            type(m) is dict and len(m) == 2 and type(m.get("content")) is type(m.get("role")) is str
-            for m in value
-        ]
-    ):
+    is_plain = [type(m) is dict and type(m.get("content")) is type(m.get("role")) is str for m in value]
+    if all(is_plain) and max(map(len, value)) == 2:
         return value
+    return _checked_messages(value, column, reads_images=isinstance(row.get("images"), RowImages))
+
+
+def _checked_messages(value: list[Any], column: str, *, reads_images: bool) -> list[Message]:
     messages: list[Message] = _without_nulls(value, column)
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -635,10 +588,8 @@ def _messages(row: Row, column: str) -> list[Message]:
         content = message.setdefault("content", None)
         if not (content is None or isinstance(content, str | list)):
             raise BadRow("wrong_type", f"the content of message {number} of {column} is {_kind(content)}")
-        items = chain.from_iterable(part.items() for part in _parts(message))
-        if not isinstance(row.get("images"), RowImages) and any(
-            holds_media(*item) or (item[0] == "type" and is_media_name(str(item[1]))) for item in items
-        ):
+        items = () if reads_images else chain.from_iterable(part.items() for part in _parts(message))
+        if any(holds_media(*item) or (item[0] == "type" and is_media_name(str(item[1]))) for item in items):
             detail = f"message {number} of {column} has images, video or audio, and only text is read"
             raise BadRow("media", detail)
     return messages
@@ -675,11 +626,7 @@ _MEDIA_NAME = re.compile(
 
 
 def _without_nulls(value: Any, column: str) -> Any:
-    """Removes the keys that hold null, at any depth. Raises BadRow if the value is nested too deeply.
-
-    In Parquet, Arrow and `datasets` each row has the keys of all rows, with null for keys that it did not
-    have. Nobody can tell this null from one that a person wrote, so every file's nulls are removed.
-    """
+    """Removes keys that hold null: Parquet, Arrow and `datasets` give each row the keys of all rows."""
     try:
         return _drop_nulls(value)
     except RecursionError:
@@ -708,12 +655,9 @@ _LEAVES = {str, int, float, bool, type(None)}  # transformers gives templates "<
 
 def _foreign_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yields the path and the value of each leaf that has no type of JSON."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _foreign_leaves(inner, f"{path}.{key}")
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            yield from _foreign_leaves(inner, f"{path}.{number}")
     elif type(value) not in _LEAVES:
         yield path, value
 
@@ -800,14 +744,9 @@ def _kind(value: object) -> str:
 
 
 _KINDS: dict[type, str] = {
-    type(None): "null",
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-    str: "text",
-    list: "a list",
-    dict: "an object",
-}
+    type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text",
+    list: "a list", dict: "an object",
+}  # fmt: skip
 
 _PKU_SAFE_RLHF = {"first": "response_0", "second": "response_1"}
 _COMPARED_COLUMNS = (
@@ -834,11 +773,7 @@ FORMATS: dict[str, Format] = {
         pair=tokenized,
         prompt=lambda row: Pair(prompt=_token_ids(row, "prompt_ids")),
     ),
-    "conversational": Format(
-        options=("names_system",),
-        pair=conversational,
-        prompt=conversational_prompt,
-    ),
+    "conversational": Format(options=("names_system",), pair=conversational, prompt=conversational_prompt),
     "openai": Format(
         completion_columns=("preferred_output", "non_preferred_output"),
         prompt_column="input",
@@ -858,17 +793,12 @@ FORMATS: dict[str, Format] = {
         prompt=lambda row: Pair(prompt=transcript(row).prompt),
     ),
     "messages": Format(
-        prompt_column="messages",
-        **_as_messages(lambda row: dialogue_prompt(row, "messages")),
+        prompt_column="messages", **_as_messages(lambda row: dialogue_prompt(row, "messages"))
     ),
     "sharegpt": Format(
-        prompt_column="conversations",
-        **_as_messages(lambda row: dialogue_prompt(row, "conversations")),
+        prompt_column="conversations", **_as_messages(lambda row: dialogue_prompt(row, "conversations"))
     ),
-    "alpaca": Format(
-        prompt_column="instruction",
-        **_as_messages(alpaca_prompt),
-    ),
+    "alpaca": Format(prompt_column="instruction", **_as_messages(alpaca_prompt)),
     "compared": Format(
         completion_columns=("first", "second"),
         known_columns=_COMPARED_COLUMNS,
@@ -879,15 +809,8 @@ FORMATS: dict[str, Format] = {
         known_columns=({"prompt": "context", "answers": "completions"},),  # NeMo RL
         **_as_messages(lambda row: dialogue_prompt(row, "prompt"), ranked),
     ),
-    "pictured": Format(
-        **_as_messages(lambda row: [{"role": "user", "content": _text(row, "prompt")}]),
-    ),
-    "preference": Format(
-        content="text",
-        infers_prompts=True,
-        pair=preference,
-        prompt=preference_prompt,
-    ),
+    "pictured": Format(**_as_messages(lambda row: [{"role": "user", "content": _text(row, "prompt")}])),
+    "preference": Format(content="text", infers_prompts=True, pair=preference, prompt=preference_prompt),
 }
 _IN_ONE_OF_TWO = FORMATS.keys() ^ FIELDS_OF_FORMAT.keys()
 assert not _IN_ONE_OF_TWO, (

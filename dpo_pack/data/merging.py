@@ -1,8 +1,6 @@
 """Merges the pairs of one prompt into a group. A group computes the prompt and each completion only once.
 
-Rankings and all-pairs data sets have many pairs of few completions. In a row (the pairs of one forward pass)
-such pairs become one `Group` of n completions, and an index says which two of them a pair has. The planner,
-which fills rows, asks `TableMerging` which pairs merge and how large the groups are; `merge_group` makes one.
+The planner asks `TableMerging` which pairs of a row merge and how large the groups are.
 
 Legend: P pairs of a table, k pairs of a group.
 """
@@ -41,11 +39,8 @@ class TableMerging:
     size_of: Callable[[tuple[int, ...]], GroupSize]
 
     def groups_of(self, pairs: IntArray) -> list[IntArray]:
-        """Groups `pairs` by prompt. Returns ascending positions in `pairs`; the first pair's group is first.
-
-        A group computes once what all its completions begin with. The two completions of a pair may have a
-        longer common beginning. So if separate pairs take fewer tokens, each pair becomes a group.
-        """
+        """Groups `pairs` by prompt, or each alone where that takes fewer tokens, because the pairs share
+        longer beginnings. Returns ascending positions in `pairs`; the first pair's group is first."""
         _, first, inverse = np.unique(self.prompts[pairs], return_index=True, return_inverse=True)
         if len(first) == len(pairs):
             return [np.array([position]) for position in range(len(pairs))]
@@ -63,12 +58,8 @@ class TableMerging:
         return self.size_of(tuple(pairs.tolist()))
 
     def cut(self, pairs: IntArray, token_budget: int) -> list[CutGroup]:
-        """Splits `pairs` of one prompt, in order, into groups within the budget. A longer pair is a group.
-
-        Groups that come into the same row are joined again, and then share only what all their completions
-        begin with. So each group is counted as if it shared only the common beginning of all `pairs`. Then
-        a joined group never has more tokens than the sum of the counts.
-        """
+        """Splits `pairs` of one prompt, in order, into groups within the budget, or of a longer pair, counted
+        as if each shared only what all begin with, as groups do that are joined again in a row."""
         table = self.table
         prompt = int(table.prompt_lengths[pairs[0]])
         shared = _shared_length(merge_group(table, pairs.tolist())[0])
@@ -112,11 +103,8 @@ def prompt_merging(table: PairTable, shape: ModelShape, *, passes: float = TRAIN
 
 
 def merge_group(table: PairTable, pairs: Sequence[int]) -> tuple[Group, IntArray]:
-    """Merges `pairs` of `table`, which have the same prompt; equal completions become one.
-
-    Returns the group and, for each pair, [k, (chosen, rejected)] positions in its completions, which are in
-    the order of their first pairs.
-    """
+    """Merges `pairs` of one prompt. Returns the group and, for each pair, [k, (chosen, rejected)] positions
+    in its completions, of which equal ones are one, in the order of their first pairs."""
     numbers: dict[bytes, int] = {}
     read: list[Group] = []  # of one completion each
     pair_completions = np.zeros((len(pairs), 2), dtype=np.int64)

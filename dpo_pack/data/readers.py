@@ -1,8 +1,7 @@
 """Reads the rows of a file one at a time, so memory does not grow with the file. Too long rows are refused.
 
-A reader yields (row number from 1, row). For JSON lines the row number is the line number. If a row cannot be
-parsed, the reader yields a BadRow with the reason. The reader raises DataError if damage makes the rest of
-the file unreadable.
+A reader yields (row number from 1, of JSON lines the line number; row), where a row that cannot be parsed is
+a BadRow. It raises DataError if damage makes the rest of the file unreadable.
 """
 
 import codecs
@@ -64,10 +63,8 @@ class ColumnNames:
 
     def completed(self, present: Sequence[str]) -> Mapping[str, str | None]:
         """Returns the mapping with the columns of the known data set that has all the columns in `present`.
-
-        Raises DataError if two known ones differ in the column that says which answer is better, or if each
-        row has one answer and a label (KTO). Where only prompts are read, neither is an error.
-        """
+        Raises DataError if two known ones differ in which answer is better, or if each row has one answer and
+        a label (KTO), unless only prompts are read."""
         columns = frozenset(present)  # a set, because a row can have very many columns
         if any(theirs is not None and theirs not in columns for theirs in self.mapping.values()):
             return self.mapping  # `rename` and `select` name the column that is missing
@@ -97,10 +94,8 @@ class ColumnNames:
         return found[0] if found else self.mapping
 
     def rename(self, row: dict[str, Any], mapping: Mapping[str, str | None]) -> dict[str, Any] | BadRow:
-        """Returns the row with our column names, as `mapping` says (see `completed`).
-
-        Returns a BadRow if a mapped column is missing, or if a column has images, video or audio.
-        """
+        """Returns the row with our column names, as `mapping` says (see `completed`), or a BadRow if a mapped
+        column is missing, or if a column has images, video or audio."""
         renamed = dict(row)
         for name in TAKEN_ONCE.intersection(mapping.values()).difference(mapping):
             renamed.pop(name, None)
@@ -135,10 +130,7 @@ class ColumnNames:
         return renamed
 
     def with_nested(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Returns the row with a column `input.messages` if `columns` names it: a key in the column input.
-
-        Raises DataError if the row has a column of this name too.
-        """
+        """Returns the row with a column `input.messages` if `columns` names it. Raises DataError."""
         for theirs in self.mapping.values():
             if theirs is None or "." not in theirs:
                 continue
@@ -156,12 +148,8 @@ class ColumnNames:
         return row
 
     def select(self, columns: Columns) -> list[str]:
-        """Returns the columns to read: those that a format reads, and those whose values must be checked.
-
-        Checked are columns that may have images, video or audio, and texts if no column is the prompt.
-        Raises DataError if two columns have one name, if a mapped column is missing, or if no format has the
-        columns that it needs.
-        """
+        """Returns the columns to read: those of formats, those that may have images, video or audio, and
+        texts if no column is the prompt. Raises DataError if columns are missing or have one name."""
         present = [name for name, _ in columns]
         there = f"the columns are: {', '.join(present) or 'none'}"
         repeated = [column for column, count in Counter(present).items() if count > 1]
@@ -236,20 +224,11 @@ def open_rows(
     num_rows: int | None = None,
     errors: tuple[type[Exception], ...] = _FILE_ERRORS,
 ) -> OpenRows:
-    """Opens a source. `columns` are the columns of a columnar source; None if each row has its own (JSON).
-
-    Raises DataError if the source cannot be read or lacks the columns that it needs.
-    """
+    """Opens a source. `columns` are those of a columnar source; None if each row has its own (JSON). Raises
+    DataError if the source cannot be read or lacks the columns that it needs."""
     first_number = 0  # of the source's first row, which a caller may skip in `unparsed`
 
-    @lru_cache(maxsize=64)
-    def mapping_of(present: tuple[str, ...], is_first: bool) -> Mapping[str, str | None]:
-        try:
-            return names.completed(present)
-        except DataError:
-            if is_first:
-                raise
-            return names.mapping  # only this row is at fault, not the source: it is a bad row
+    completed = lru_cache(maxsize=64)(names.completed)
 
     def read_unparsed(wanted: Sequence[str] | None) -> Generator[tuple[int, Any], None, None]:
         nonlocal first_number
@@ -268,7 +247,12 @@ def open_rows(
                 row = BadRow("not_an_object", f"no JSON object but a {type(row).__name__}", row)
             elif isinstance(row, dict):
                 row = names.with_nested(row) if nested else row
-                mapping = mapping_of(tuple(row), number == first_number)
+                try:
+                    mapping = completed(tuple(row))
+                except DataError:
+                    if number == first_number:
+                        raise
+                    mapping = names.mapping  # only this row is at fault, not the source: it is a bad row
                 found.update(dict.fromkeys(row))
                 used.update(mapping)
                 row = names.rename(row, mapping)
@@ -330,9 +314,7 @@ def _open_files(paths: Sequence[Path], names: ColumnNames) -> OpenRows:
 
 def _rows_of(path: Path, label: str) -> Iterator[tuple[int, Any]]:
     if ".csv" in data_suffix(path):
-        with closing(_read_csv(path)) as records:
-            header = next(records, (0, []))[1]
-        return _csv_rows(path, header, None)
+        return _csv_rows(path, None)
     is_array = ".jsonl" not in data_suffix(path) and _is_array(path, label)
     return _read_json_array(path, label) if is_array else _read_json_lines(path)
 
@@ -355,24 +337,15 @@ def check_start(path: Path, label: str) -> None:
     for suffixes, pattern, what in _OTHER_STARTS:
         found = re.match(pattern, start) if data_suffix(path).startswith(suffixes) else None
         if found is not None:
-            raise DataError(
-                f"{label} is {what.format(*(one.decode(errors='replace') for one in found.groups()))}"
-            )
+            groups = [group.decode(errors="replace") for group in found.groups()]
+            raise DataError(f"{label} is {what.format(*groups)}")
 
 
 # Suffixes of files, how their first bytes are then not, and what the file is.
 _OTHER_STARTS = (
-    (
-        "",
-        rb"version https://git-lfs",
-        "a Git LFS pointer, not the data; run 'git lfs pull' in its repository",
-    ),
+    ("", rb"version https://git-lfs", "a Git LFS pointer, not the data; run 'git lfs pull'"),
     ("", rb"\x1f\x8b|BZh\d|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04", "compressed; decompress it first"),
-    (
-        (".json", ".csv"),
-        rb"\xff\xfe|\xfe\xff|.\x00|\x00.",
-        "UTF-16 text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
-    ),
+    ((".json", ".csv"), rb"\xff\xfe|\xfe\xff|.\x00|\x00.", "UTF-16 text; save it as UTF-8 (iconv)"),
     ((".json", ".csv"), rb"\s*<[!?hH]", "a page of the web, not the data; download the file itself"),
     (".jsonl", rb"\s*\[\s*\{", "a JSON array, not JSON lines; give it a name that ends in .json"),
     (
@@ -402,12 +375,8 @@ def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
         raise DataError(f"{names.label} is empty; give a file with rows, or remove the source") from None
     except _FILE_ERRORS as error:
         raise _unreadable(names.label, "row", 0, error) from error
-    return open_rows(
-        lambda columns: _csv_rows(path, header, columns),
-        names,
-        "row",
-        columns=[(name, "string") for name in header],
-    )
+    columns = [(name, "string") for name in header]
+    return open_rows(partial(_csv_rows, path), names, "row", columns=columns)
 
 
 def _open_columnar(
@@ -537,10 +506,8 @@ def _json_row(line: bytes) -> Any:
         reason = "not_utf8"
         detail = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at position {error.start + 1})"
     except json.JSONDecodeError as error:
-        reason, detail = (
-            "invalid_json",
-            f"invalid JSON ({error.msg.removesuffix(' at')} at column {error.colno})",
-        )
+        reason, what = "invalid_json", error.msg.removesuffix(" at")
+        detail = f"invalid JSON ({what} at column {error.colno})"
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
         reason, detail = "invalid_json", f"invalid JSON ({first_line(error)})"
     else:
@@ -600,10 +567,9 @@ def _array_values(text: TextIO, label: str) -> Iterator[object]:
         buffer, position = buffer[position:] + more, 0
 
 
-def _csv_rows(path: Path, header: list[str], columns: Sequence[str] | None) -> Iterator[NumberedRow]:
+def _csv_rows(path: Path, columns: Sequence[str] | None) -> Iterator[NumberedRow]:
     with closing(_read_csv(path)) as records:
-        next(records)
-        number = 0
+        header, number = next(records, (0, []))[1], 0
         for line, values in records:
             if not values:  # a blank line
                 continue

@@ -1,9 +1,8 @@
-"""The methods of a tokenizer that data/ uses, and what its chat template makes of a conversation.
+"""What the chat template of a tokenizer makes of a conversation, and which tokens are the assistant's.
 
-The assistant's tokens of a completion are scored. A completion of one message of the assistant is scored as a
-whole; nothing here looks at it. In any other completion, `{% generation %}` marks of the chat template say
-which tokens are the assistant's. Without marks, the conversation is rendered once more up to each of its
-turns: the text that a turn adds is the turn's.
+A completion of one message of the assistant is scored as a whole. In any other one `{% generation %}` marks
+of the template say which tokens are the assistant's. Without marks, the conversation is rendered up to each
+of its turns: the text that a turn adds is the turn's.
 """
 
 from __future__ import annotations
@@ -72,11 +71,8 @@ class Tokenizer(Protocol):
 
 @contextmanager
 def bounded_template(remedy: str) -> Iterator[None]:
-    """Stops a chat template, a program that came with the model, if it runs too long or takes much memory.
-
-    Memory is limited on Linux only, time in the main thread only, because no other thread gets signals.
-    Raises ModelError; its message ends with `remedy`.
-    """
+    """Stops a chat template, a program that came with the model, if it runs too long (in the main thread) or
+    takes much memory (on Linux). Raises ModelError, which ends with `remedy`."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     in_main_thread = threading.current_thread() is threading.main_thread()
     try:
@@ -123,10 +119,8 @@ def rendering() -> Iterator[None]:
 
 
 def apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Returns the texts of the prompt, before an answer, and of the prompt with each of `completions`.
-
-    If the completions go on with the last turn of the prompt, the prompt ends within this turn.
-    """
+    """Returns the texts of the prompt, before an answer or within its last turn if the completions go on with
+    that, and of the prompt with each of `completions`."""
     prompt: Any = pair.prompt
     options = {**pair.template_options, "tokenize": False}
     goes_on = check_last_turn(pair, continues=True)
@@ -163,10 +157,7 @@ def _joined(prompt: list[Message], completion: list[Message]) -> list[Message]:
 
 
 def template_opens_turn(pair: Pair, tokenizer: Tokenizer) -> bool:
-    """Returns True if the chat template writes the beginning of an answer after the prompt of a pair.
-
-    Also True if the template renders no prompt without this beginning.
-    """
+    """Whether the template writes the beginning of an answer after a prompt, or renders none without."""
     try:
         # [] is a completion of no messages.
         with_opening, without = apply_chat_template(pair, ([],), tokenizer)
@@ -176,11 +167,9 @@ def template_opens_turn(pair: Pair, tokenizer: Tokenizer) -> bool:
 
 
 def assistant_weights(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer) -> list[TokenWeights | None]:
-    """Returns, for prompt + chosen and prompt + rejected, a weight of each token: 1 for the assistant's.
-
-    None if the completion is one message of the assistant. `texts` are the two texts, rendered. Raises BadRow
-    if the turns are not found, ModelError if the tokenizer cannot say where its tokens are in the text.
-    """
+    """Returns, for prompt + chosen and prompt + rejected, whose `texts` are rendered, a weight of each token:
+    1 for the assistant's; None: the completion is one message of the assistant. Raises BadRow if the turns
+    are not found, ModelError if the tokenizer does not say where its tokens are."""
     prompt: Any = pair.prompt
     completions: Any = {"chosen": pair.chosen, "rejected": pair.rejected}
     weights: list[TokenWeights | None] = []
@@ -225,11 +214,8 @@ def _turns(
     options: dict[str, Any],
     tokenizer: Tokenizer,
 ) -> list[tuple[int, int]]:
-    """Returns (begin, end) in `text` of each message of the assistant after the prompt.
-
-    A message begins where the template's generation prompt ends. Raises BadRow if the text of the messages up
-    to a turn is not the beginning of `text`.
-    """
+    """Returns (begin, end) in `text` of what the assistant says in each message after the prompt. Raises
+    BadRow if the template writes earlier turns otherwise."""
 
     def render(number: int, **more: Any) -> str:
         return str(tokenizer.apply_chat_template(messages[:number], tokenize=False, **options, **more))

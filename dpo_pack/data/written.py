@@ -82,18 +82,13 @@ def _parts_as_text(message: Message) -> Message:
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
     def changed(call: Any) -> Any:
-        if isinstance(call.get("function"), dict):
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
             return {**call, "function": changed(call["function"])}
-        return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
+        has_arguments = isinstance(call, dict) and "arguments" in call
+        return {**call, "arguments": change(call["arguments"])} if has_arguments else call
 
-    return (
-        {**message, "tool_calls": [changed(c) for c in message["tool_calls"]]} if _calls(message) else message
-    )
-
-
-def _calls(message: Message) -> list[Any]:
     calls = message.get("tool_calls")
-    return calls if isinstance(calls, list) and all(isinstance(call, dict) for call in calls) else []
+    return {**message, "tool_calls": list(map(changed, calls))} if isinstance(calls, list) else message
 
 
 def _parsed(arguments: Any) -> Any:
@@ -151,13 +146,11 @@ def suited(pair: Pair, tokenizer: Tokenizer) -> Suited:
 def check_written(
     row: Suited, texts: Sequence[str], tokenizer: Tokenizer
 ) -> tuple[dict[str, int], list[list[str]]]:
-    """Raises BadRow if the rendered `texts` lack a text of a message.
+    """Raises BadRow if the rendered `texts` (as of ReadRow) lack a text of a message.
 
-    `texts` are those of the prompt and, of a pair, of prompt + chosen and prompt + rejected. Returns counts,
-    and the texts of the messages of prompt, chosen and rejected. The counts: the row's `characters` (a
+    Returns the texts of the messages of prompt, chosen and rejected, and counts: the row's `characters` (a
     prompt's once for each side); a 1 for each of the CHANGES made; `characters_of_earlier_reasoning` that the
-    template leaves out, as many do by design; `texts_changed` by it; `tools_not_written`, and keys of tools
-    and messages that are not.
+    template leaves out, as many do by design; `texts_changed` by it; tools and keys that are not written.
     """
     pair, told = row.pair, Counter[str]()
     parts: Any = (pair.prompt, pair.chosen, pair.rejected)
@@ -209,9 +202,7 @@ def _look_closely(
     told: Counter[str],
 ) -> None:
     """Counts in `told` what is changed, or left out of earlier reasoning; raises BadRow for any other text.
-
-    `side` is 1 for chosen, 2 for rejected, and 0 for a prompt alone.
-    """
+    `side`: 0 is the prompt alone, 1 chosen, 2 rejected."""
     parts: Any = (pair.prompt, pair.chosen, pair.rejected)
     messages, num_prompt = parts[0] + (parts[side] if side else []), len(pair.prompt)
     texts, _ = _take_texts(messages)
@@ -298,19 +289,27 @@ def known_shape(tokenizer: Tokenizer, shape: Shape) -> Known:
     if problems >= _UNRENDERED:  # each row says why
         return Known(frozenset(), False, False, frozenset(), changes)
     lost = frozenset(int(mark[2:-2]) for mark in required if mark not in rendered)
-    # Of the tools, names and descriptions must be written; what else is left out is told.
     prints = _PRINTED_BY_PYTHON.search(rendered) is not None
     misses_tools, left_out = False, set[str]()
+    if shape.tool_keys:
+        misses_tools, left_out = _missing_tools(shape, marked, options, rendered, tokenizer)
+    return Known(lost, prints, misses_tools, frozenset(left_out), changes)
+
+
+def _missing_tools(
+    shape: Shape, messages: list[Message], options: dict[str, Any], rendered: str, tokenizer: Tokenizer
+) -> tuple[bool, set[str]]:
+    """Returns whether a name or description is not written, and the other keys that are left out."""
+    misses, left_out = _PARAMETER in str(options["tools"]) and _PARAMETER not in rendered, set[str]()
     for kind, key in shape.tool_keys:
         if key == "name" or (key == "description" and kind != "parameters"):
-            misses_tools = misses_tools or f"qz{kind}{key}zq" not in rendered
+            misses = misses or f"qz{kind}{key}zq" not in rendered
         elif key not in _STRUCTURE and (kind, key) != ("tool", "type"):
-            options["tools"] = [_marked_tool(shape.tool_keys - {(kind, key)})]
+            tools = [_marked_tool(shape.tool_keys - {(kind, key)})]
             with suppress(BadRow):
-                if _render(marked, options, tokenizer).lower() == rendered:
+                if _render(messages, {**options, "tools": tools}, tokenizer).lower() == rendered:
                     left_out.add(key)
-    misses_tools = misses_tools or (_PARAMETER in str(options.get("tools")) and _PARAMETER not in rendered)
-    return Known(lost, prints, misses_tools, frozenset(left_out), changes)
+    return misses, left_out
 
 
 def _tool_keys(tools: Any) -> frozenset[tuple[str, str]]:
@@ -388,8 +387,8 @@ def _mapped(message: Message, change: Callable[[str, str], str]) -> Message:
         if isinstance(mapped.get(key), str):
             mapped[key] = change("reasoning", mapped[key])
     mapped["content"] = _mapped_content(mapped.get("content"), change)
-    if _calls(message):
-        mapped["tool_calls"] = [_mapped_call(call, change) for call in message["tool_calls"]]
+    if isinstance(calls := message.get("tool_calls"), list) and calls:
+        mapped["tool_calls"] = [_mapped_call(call, change) for call in calls]
     elif message.get("content") is None:  # the text may be in keys that only this template knows, or none
         for key, value in message.items():
             if key not in _KNOWN_KEYS and key not in ("name", "function_call"):
@@ -432,7 +431,9 @@ def _mapped_content(content: Any, change: Callable[[str, str], str]) -> Any:
     return mapped
 
 
-def _mapped_call(call: Message, change: Callable[[str, str], str]) -> Message:
+def _mapped_call(call: Any, change: Callable[[str, str], str]) -> Any:
+    if not isinstance(call, dict):
+        return call
     if isinstance(call.get("function"), dict):
         return {**call, "function": _mapped_call(call["function"], change)}
     arguments = _parsed(call.get("arguments"))
