@@ -1,8 +1,7 @@
 """Reference log-probs on disk. The key of a value is a hash of token ids.
 
-The cache stores a value for each *sequence* (prompt and completion), not for each pair. So a run finds its
-values even if it pairs, mixes, orders or subsamples the data in another way. All values of one model in one
-precision are in one directory, a namespace (`model/fingerprint.py`), of Parquet files, the parts:
+The cache stores a value for each *sequence* (prompt and completion), however a run pairs and mixes them. All
+values of one model in one precision are in one directory, a namespace (`model/fingerprint.py`), of parts:
 
     <cache_dir>/reference/<namespace>/namespace.json         the facts that the values depend on
     <cache_dir>/reference/<namespace>/used.json              paths of models that used it, and when
@@ -13,10 +12,9 @@ precision are in one directory, a namespace (`model/fingerprint.py`), of Parquet
         num_tokens   int32, tokens of the completion
         token_logps  list of float32, one for each token; only if a loss needed them
 
-Jobs never change a part; they only add whole ones, which are written under a temporary name, synced and
-renamed. So any number of jobs can read and write at the same time without locks. A part whose bytes do not
-match the sha256 in its name, or with a log-prob that is not finite, is renamed, and its sequences are
-computed again.
+Jobs only add whole parts, which are written under a temporary name, synced and renamed. So any number of jobs
+can read and write at the same time without locks. A part whose bytes do not match the sha256 in its name, or
+with a log-prob that is not finite, is renamed, and its sequences are computed again.
 
 Legend: n sequences or requested keys, U different keys.
 """
@@ -29,8 +27,8 @@ import json
 import logging
 import os
 import re
+import tempfile
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,10 +48,8 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE_FILE, USED_FILE = "namespace.json", "used.json"
 PART_NAME = r"part-[0-9a-f]{64}\.(?:parquet|damaged)"
-# Names of temporary files and directories: of JSON files (file_hashes.json), parts, token stores and probes.
-_TEMPORARY = re.compile(
-    rf"\.(?:(?:[a-z_]+\.json|{PART_NAME}|[0-9a-f]{{32}}|probe)\.[0-9a-f]{{8}}|shared-\w+)\.tmp"
-)
+# Names of temporary files and directories: of JSON files (file_hashes.json), parts and token stores.
+_TEMPORARY = re.compile(rf"\.(?:(?:[a-z_]+\.json|{PART_NAME}|[0-9a-f]{{32}})\.[0-9a-f]{{8}}|shared-\w+)\.tmp")
 # An older temporary file is the rest of a killed process, because no process writes a file for so long.
 _LEFTOVER_AFTER_SECONDS = 24 * 3600.0
 KEY, SUM, NUM_TOKENS, TOKENS = "key", "logps_sum", "num_tokens", "token_logps"
@@ -63,9 +59,6 @@ UNPACKED: dict[str, Any] = {"use_dictionary": False, "compression": "none"}
 MAX_PART_SEQUENCES = 200_000
 UsedTimes = dict[str, float]  # path of a model -> seconds since 1970
 Keys = npt.NDArray[np.uint8]  # [n, 16]
-
-
-# ---- Columns of a part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,7 +72,7 @@ class KeyIndex:
 
     @staticmethod
     def of(keys: Keys) -> KeyIndex:
-        """Makes an index of n keys, [..., 16], which may be in any order and repeat."""
+        """keys: [..., 16], in any order; they may repeat."""
         keys = keys.reshape(-1, 16)
         first, inverse = distinct_keys(keys)
         keys = keys[first]
@@ -117,13 +110,11 @@ class TokenLogps:
 
     @staticmethod
     def none(num_sequences: int) -> TokenLogps:
-        """Returns sequences without values."""
         zeros = np.zeros(num_sequences + 1, dtype=np.int64)  # never written, so no memory
         return TokenLogps(values=np.zeros(0, dtype=np.float32), lengths=zeros[1:], offsets=zeros)
 
     @staticmethod
     def join(parts: Sequence[TokenLogps]) -> TokenLogps:
-        """Joins the sequences of one or more parts, one part after another."""
         values, lengths = [part.values for part in parts], [part.lengths for part in parts]
         return TokenLogps.of_lengths(np.concatenate(values), np.concatenate(lengths))
 
@@ -139,33 +130,22 @@ class TokenLogps:
 
 
 def sequence_table(
-    keys: Keys,
-    sums: FloatArray,
-    num_tokens: npt.NDArray[np.integer] | None,
-    tokens: TokenLogps | None = None,
+    keys: Keys, sums: FloatArray, num_tokens: npt.NDArray[np.integer] | None, tokens: TokenLogps | None = None
 ) -> pa.Table:
-    """Makes a table with the columns of a part, without those of None.
-
-    keys: [n, 16]. sums: [n], nats. `pa.array` would import pandas, which takes half a second.
-    """
-    data = np.ascontiguousarray(keys, dtype=np.uint8)
-    buffers = [None, pa.py_buffer(data)]
-    columns = {
-        KEY: pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(data), buffers),
-        SUM: _number_column(sums.astype(np.float64, copy=False)),
-    }
+    """Makes a table with the columns of a part, without those of None. keys: [n, 16]. sums: [n], nats."""
+    columns = {KEY: _column(keys, pa.binary(16)), SUM: _column(sums.astype(np.float64, copy=False))}
     if num_tokens is not None:
-        columns[NUM_TOKENS] = _number_column(num_tokens.astype(np.int32))
+        columns[NUM_TOKENS] = _column(num_tokens.astype(np.int32))
     if tokens is not None:
         # A large list, because a run's values may have more tokens than 32-bit offsets can count.
-        offsets, values = _number_column(tokens.offsets), _number_column(tokens.values)
-        columns[TOKENS] = pa.LargeListArray.from_arrays(offsets, values)
+        columns[TOKENS] = pa.LargeListArray.from_arrays(_column(tokens.offsets), _column(tokens.values))
     return pa.table(columns)
 
 
-def _number_column(values: npt.NDArray[Any]) -> pa.Array:
+def _column(values: npt.NDArray[Any], kind: pa.DataType | None = None) -> pa.Array:
+    """`pa.array` would import pandas, which takes half a second."""
     buffers = [None, pa.py_buffer(np.ascontiguousarray(values))]
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers)
+    return pa.Array.from_buffers(kind or pa.from_numpy_dtype(values.dtype), len(values), buffers)
 
 
 def keys_of(table: pa.Table) -> Keys:
@@ -193,19 +173,13 @@ def tokens_of(table: pa.Table) -> TokenLogps:
     return TokenLogps.of_lengths(numbers_of(column.flatten()), lengths)
 
 
-# ---- Parts
-
-
 class DamagedPart(CacheError):
     """The bytes of a part have changed since it was written, or it has log-probs that are not finite."""
 
 
 def read_part(part: Path, *, per_token: bool) -> pa.Table | None:
-    """Reads the `sequence_table` of a part; with `per_token` also the log-probs of tokens, if it has them.
-
-    Returns None if the file is missing, because another job has renamed or deleted it. Raises DamagedPart;
-    CacheError if the file cannot be read or is no part of ours.
-    """
+    """Reads the `sequence_table` of a part, with `per_token` also the log-probs of tokens, if it has them.
+    None: another job has renamed or deleted it. Raises DamagedPart, and CacheError for another file."""
     try:
         content = part.read_bytes()
     except FileNotFoundError:
@@ -218,9 +192,8 @@ def read_part(part: Path, *, per_token: bool) -> pa.Table | None:
         raise DamagedPart(f"{part} is damaged: its bytes have changed; a run computes its log-probs again")
     try:
         # No threads: an Arrow thread may free `content` while Python ends, and then the process aborts.
-        table = pq.ParquetFile(pa.BufferReader(content)).read(
-            columns=[KEY, SUM, NUM_TOKENS, *([TOKENS] if per_token else [])], use_threads=False
-        )
+        columns = [KEY, SUM, NUM_TOKENS, *([TOKENS] if per_token else [])]
+        table = pq.ParquetFile(pa.BufferReader(content)).read(columns=columns, use_threads=False)
         is_finite = np.isfinite(numbers_of(table[SUM])).all()
         if TOKENS in table.column_names:
             is_finite = is_finite and np.isfinite(tokens_of(table).values).all()
@@ -231,9 +204,6 @@ def read_part(part: Path, *, per_token: bool) -> pa.Table | None:
     if not is_finite:
         raise DamagedPart(f"{part} has log-probs that are not finite; a run computes its log-probs again")
     return table
-
-
-# ---- Namespaces
 
 
 def default_cache_directory() -> Path:
@@ -253,24 +223,11 @@ def is_namespace(directory: Path) -> bool:
     return described is not None and namespace_digest(described) == directory.name
 
 
-def namespace_directories(cache_dir: Path) -> list[Path]:
-    """Returns the directories of a cache's namespaces; links are not followed. Raises CacheError."""
-    root = cache_dir / "reference"
-    try:
-        paths = sorted(root.iterdir()) if root.is_dir() else []
-    except OSError as error:
-        raise CacheError(f"cannot read {root}: {error.strerror}; correct its permissions") from error
-    return [path for path in paths if is_namespace(path) and not path.is_symlink()]
-
-
 class ReferenceCache:
     """Reference log-probs of one namespace on disk."""
 
     def __init__(self, cache_dir: Path, namespace: Mapping[str, Any], *, used_by: str | None = None) -> None:
-        """Opens or creates the namespace's directory, with its namespace.json. Raises CacheError.
-
-        `used_by`: the path of the model of a run, for used.json.
-        """
+        """Raises CacheError. `used_by`: the path of the model of a run, for used.json."""
         self.directory = cache_dir / "reference" / namespace_digest(namespace)
         self.named_parts: set[str] = set()  # written by this job; a directory listing may lack them
         self.seen_parts: set[str] = set()  # read by a look-up of this job, or written by it
@@ -282,21 +239,15 @@ class ReferenceCache:
 
     def check_writable(self) -> None:
         """Raises CacheError if this job cannot add parts. Called before any log-prob is computed."""
-        probe = self.directory / f".probe.{uuid.uuid4().hex[:8]}.tmp"
-        with writing(self.directory):
-            probe.write_bytes(b"probe")
-            probe.unlink()
+        with writing(self.directory), tempfile.TemporaryFile(dir=self.directory) as probe:
+            probe.write(b"probe")
 
     def lookup(
         self, keys: Keys, *, per_token: bool | Bools = False, only_new: bool = False
     ) -> tuple[FloatArray, TokenLogps]:
-        """Maps [n, 16] sequence keys to [n] summed log-probs, and to the log-probs of their tokens.
-
-        per_token: whether a sequence needs those of its tokens; for all of them, or [n]. If it does and the
-        cache has only its sum, it has no value. A sequence has NaN where it has no value, and token values
-        only if it needs them. One part is read at a time, so memory does not grow with the size of the cache.
-        With `only_new`, parts that this job has seen before are not read.
-        """
+        """Maps [n, 16] sequence keys to [n] summed log-probs, NaN if there is none, and to the log-probs of
+        their tokens, for all or those of `per_token`, [n]: such a sequence has no value if the cache has only
+        its sum. With `only_new`, parts that this job has seen are not read."""
         index = KeyIndex.of(keys)
         needs_tokens = np.broadcast_to(per_token, len(keys))[index.first]
         sums, tokens = self.find(index, needs_tokens, only_new=only_new)
@@ -339,10 +290,7 @@ class ReferenceCache:
         return sums, TokenLogps.join(tokens).take(which) if reads_tokens else TokenLogps.none(len(sums))
 
     def append(self, table: pa.Table, metadata: Mapping[str, str] | None = None) -> list[Path]:
-        """Adds the sequences of a `sequence_table`, in parts of bounded size; returns these.
-
-        `metadata` records where the values come from. Raises CacheError if the disk refuses a file.
-        """
+        """Adds a `sequence_table`, with a note where it comes from; returns the parts. Raises CacheError."""
         described = {f"dpo_pack.{name}": value for name, value in (metadata or {}).items()}
         whole, parts = table.combine_chunks().replace_schema_metadata(described), []
         for begin in range(0, len(whole), MAX_PART_SEQUENCES):
@@ -360,7 +308,8 @@ class ReferenceCache:
 
 def find_leftovers(cache_dir: Path) -> list[Path]:
     """Returns the temporary files and directories that killed processes have left in a cache."""
-    directories, found = (cache_dir, cache_dir / "tokens", *namespace_directories(cache_dir)), []
+    namespaces = (path for path in (cache_dir / "reference").glob("*") if not path.is_symlink())
+    directories, found = (cache_dir, cache_dir / "tokens", *namespaces), []
     for path in (path for directory in directories for path in directory.glob(".*.tmp")):
         with contextlib.suppress(OSError):  # its process has just given it its final name
             changed = max(file.lstat().st_mtime for file in (path, *path.rglob("*")))

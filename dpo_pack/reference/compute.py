@@ -1,10 +1,7 @@
 """The reference pass: computes the log-probs that the cache lacks, without gradients.
 
-A group is a pair, so that its prompt is computed once, or one side of a pair. A row is what one forward pass
-computes. A plan says which groups share a row, and which rank computes the row. It depends only on lengths,
-on the keys in the cache and on settings.
-
-Legend: G groups.
+A group is a pair, so that its prompt is computed once, or one side of a pair. A plan says which groups share
+a row (a forward pass), and which rank computes it. Legend: G groups.
 """
 
 from __future__ import annotations
@@ -26,13 +23,8 @@ from rich.console import Console
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.layout import packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
-from dpo_pack.packing.bin_packing import (
-    next_fit,
-    pack_sequences_longest_first,
-    padded_rows,
-    split_over_ranks,
-)
-from dpo_pack.packing.lengths import Bools, FloatArray, Group, IntArray, ModelShape, pair_flops
+from dpo_pack.packing.bin_packing import next_fit, pack_sequences_longest_first, padded_rows, split_over_ranks
+from dpo_pack.packing.lengths import Bools, FloatArray, IntArray, ModelShape, pair_flops
 from dpo_pack.reference.cache import KeyIndex, ReferenceCache, TokenLogps, sequence_table
 from dpo_pack.system.console import progress_bar
 from dpo_pack.system.errors import ModelError, is_out_of_memory
@@ -40,29 +32,21 @@ from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.machine import host_copies, release_memory
 from dpo_pack.system.ranks import largest_numbers
 
-# Longer rows are not faster on CPU: the allocator does not keep blocks as large as their activations, so each
-# operation maps new memory. A token takes 1.25 times as long in a row of 32,768 tokens as in one of 4,096.
+# Longer rows are slower on CPU: the allocator keeps no blocks as large as their activations.
 CPU_TOKEN_BUDGET = 4096
-# Longer rows are not faster on an accelerator. FlashAttention also takes at most 65,535 sequences or their
-# parts (a dimension of CUDA's grid), and kernels that count in 32 bits take tensors of fewer than 2^31
-# elements: with rows of this length, layers may be up to 16,383 wide.
+# Longer rows are not faster on an accelerator. FlashAttention takes at most 65,535 sequences, and kernels of
+# 32-bit counts fewer than 2^31 elements: with rows of this length, layers may be up to 16,383 wide.
 LARGEST_TOKEN_BUDGET = 2**17
-# Where no budget is searched, rows on an accelerator are longer than in training by this factor, because
-# without gradients a layer's activations are freed after the layer.
+# Rows are longer than in training, where no budget is searched: a layer's activations are freed after it.
 START_FACTOR = 4
 # How many rows a device has in its queue while the host reads the results of an earlier row; else none.
 ROWS_BEHIND = {"cuda": 1}
 
 
-# ---- What is missing
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReferenceWork:
-    """The groups that rows consist of, and which of their sequences the cache lacks.
-
-    Of equal sequences only the first one is in a group, so a group can be one side of a pair.
-    """
+    """The groups that rows consist of, and which of their sequences the cache lacks. A group can be one side
+    of a pair, because of equal sequences only the first one is in a group."""
 
     table: PairTable  # [G] the pair of each group
     sides: Bools  # [G, (chosen, rejected)] True if this is the first of equal sequences
@@ -77,10 +61,6 @@ class ReferenceWork:
         sides, missing = sides.reshape(-1, 2), missing.reshape(-1, 2)
         pairs = np.flatnonzero(sides.any(axis=1))
         return ReferenceWork(table=table.select(pairs), sides=sides[pairs], missing=missing[pairs])
-
-    def group(self, number: int) -> Group:
-        """Returns a group with its missing sequences only."""
-        return self.table.group(number, self.missing[number].tolist())
 
 
 Found = tuple[KeyIndex, FloatArray, TokenLogps]  # different sequences, and their values; NaN: none
@@ -114,9 +94,6 @@ def join_tables(tables: Sequence[PairTable]) -> PairTable:
     return PairTable(stores=tuple(store for table in tables for store in table.stores), **columns)
 
 
-# ---- Rows
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSettings:
     """The settings of a pass: how rows are built, and how often results are written to disk."""
@@ -143,13 +120,10 @@ class PassPlan:
 
 
 def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *, is_packed: bool) -> PassPlan:
-    """Plans the rows of this rank. The costliest row is first, so that a lack of memory shows at once.
-
-    Rows are planned over *all* sequences of the tables (`work.sides`), as if the cache were empty; then
-    groups without a missing sequence are removed. So a pass that is started again after a kill, on any number
-    of ranks, computes the same rows. Rows are divided over ranks by their FLOPs. Ranks in lockstep compute
-    equally many rows: a rank with one row less also computes an idle row, the cheapest of all rows.
-    """
+    """Plans the rows of this rank, the costliest first, so that a lack of memory shows at once. Rows are
+    planned over *all* sequences (`work.sides`), as if the cache were empty; then groups without a missing one
+    are removed. So a pass that is started again, on any number of ranks, computes the same rows. In lockstep,
+    a rank with one row less than others computes an idle one, the cheapest of all."""
     lengths, shares = pair_lengths(work.table, shape), settings.share_prompt and is_packed
     flops = pair_flops(shape, lengths, share_prompt=shares, passes=1.0, sides=work.missing)
     measure = partial(lengths.row_tokens, share_prompt=shares) if is_packed else lengths.padded_tokens
@@ -167,9 +141,6 @@ def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *,
         idle_rows=[rows[int(costs.argmin())]] * num_idle if num_idle else [],
         row_tokens=missing,
     )
-
-
-# ---- Filling the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,9 +214,6 @@ def probe_row(plan: PassPlan, scorer: CompletionLogps, settings: PassSettings, t
         return _try_row(plan.work, row, scorer, settings) is not None
 
 
-# ---- Forward passes
-
-
 @torch.no_grad()
 def compute_missing(
     cache: ReferenceCache,
@@ -255,12 +223,9 @@ def compute_missing(
     *,
     progress: Callable[[IntArray], None] = lambda groups: None,
 ) -> int:
-    """Computes the plan's rows and writes them to the cache; returns the token budget that fitted in memory.
-
-    If a row does not fit, the budget is halved, and this row and all later rows are split. `progress` gets
-    the groups of each finished row. An interrupted pass loses at most two rows. Raises CacheError (disk),
-    ModelError if a log-prob is not finite or a row that cannot be split does not fit.
-    """
+    """Computes the plan's rows and writes them to the cache; returns the token budget that fitted in memory:
+    if a row does not fit, it is halved, and all rows are split. `progress` gets the groups of each finished
+    row. Raises CacheError, and ModelError if a log-prob is not finite or a pair does not fit."""
     budget, rows, written = settings.token_budget, deque(plan.rows), time.monotonic()
     computed: deque[tuple[IntArray, Callable[[], Sequence[Any]]]] = deque()  # groups, results
     finished: list[pa.Table] = []
@@ -304,11 +269,9 @@ def _still_missing(
     settings: PassSettings,
     progress: Callable[[IntArray], None],
 ) -> deque[IntArray]:
-    """Returns the rows that no other run on this cache has computed in the meantime.
-
-    A row stays whole, because its sequences' last bits depend on it. If there is another run, the rows are
-    shuffled, so that the two seldom compute the same row.
-    """
+    """Returns the rows that no other run on this cache has computed in the meantime, whole, because their
+    last bits depend on that. If there is another run, they are shuffled, so that the two seldom compute the
+    same row."""
     table, groups, num_seen = plan.work.table, np.concatenate(rows), len(cache.seen_parts)
     lacks = plan.work.missing[groups]
     keys = np.stack((table.chosen_keys[groups], table.rejected_keys[groups]), axis=1)[lacks]
@@ -326,7 +289,7 @@ def _try_row(
     work: ReferenceWork, members: IntArray, scorer: CompletionLogps, settings: PassSettings
 ) -> RowLogps | None:
     """Returns the log-probs of the groups' missing sequences, or None if the row does not fit in memory."""
-    groups = [work.group(int(member)) for member in members]
+    groups = [work.table.group(int(member), work.missing[member]) for member in members]
     try:
         if scorer.backend is None:
             row = padded_row(groups, device=settings.device)

@@ -1,7 +1,5 @@
-"""The reference log-probs of a run, copied from the cache when it begins. No value changes later.
-
-Legend: P pairs, U different sequences, N completion tokens of a row.
-"""
+"""The reference log-probs of a run, copied from the cache when it begins. No value changes later. Legend: P
+pairs, U different sequences."""
 
 from __future__ import annotations
 
@@ -134,8 +132,7 @@ class FrozenReference:
 
     @staticmethod
     def load(path: Path, *, per_token: bool = False) -> FrozenReference:
-        """Reads what `save` wrote. Raises CacheError if it is missing, damaged or lacks the token values that
-        `per_token` asks for."""
+        """Reads what `save` wrote. Raises CacheError if it is damaged or lacks values of tokens."""
         try:
             table = pq.read_table(path, page_checksum_verification=True)
             has_tokens = per_token or TOKENS in table.column_names

@@ -1,8 +1,7 @@
 """The work of `dpopack cache`: lists and prunes reference caches, exports and imports log-probs.
 
-These functions change or delete only files that dpo-pack has written; they know such files by their names.
-An exported file has the columns of a part (see cache.py) and may have more. `token_logps` is null or empty
-for a sequence of which only the sum is known.
+Only files that dpo-pack has written, known by their names, are changed or deleted. An exported file has the
+columns of a part (see cache.py); `token_logps` is null or empty where only the sum is known.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from dpo_pack.reference.cache import (
     TokenLogps,
     UsedTimes,
     find_leftovers,
+    is_namespace,
     keys_of,
     namespace_digest,
-    namespace_directories,
     numbers_of,
     read_part,
     sequence_table,
@@ -71,7 +70,12 @@ class Namespace:
 
 def find_namespaces(cache_dir: Path) -> list[Namespace]:
     """Returns all namespaces of a cache directory, the latest used first. Raises CacheError."""
-    found = [_namespace_at(directory) for directory in namespace_directories(cache_dir)]
+    root = cache_dir / "reference"
+    try:
+        paths = sorted(root.iterdir()) if root.is_dir() else []
+    except OSError as error:
+        raise CacheError(f"cannot read {root}: {error.strerror}; correct its permissions") from error
+    found = [_namespace_at(path) for path in paths if is_namespace(path) and not path.is_symlink()]
     return sorted(found, key=lambda namespace: -namespace.last_used)
 
 
@@ -106,12 +110,9 @@ def _namespace_at(directory: Path) -> Namespace:
 def prune_cache(
     cache_dir: Path, *, older_than_seconds: float | None, most_bytes: int | None, dry_run: bool
 ) -> Iterator[tuple[str, int, str]]:
-    """Deletes temporary files of killed processes; namespaces that no run has used for `older_than_seconds`;
-    then namespaces, the longest unused first, until the rest has at most `most_bytes`; and damaged parts.
-
-    Yields each time before it deletes: of what, how many bytes, and why. With `dry_run` it deletes nothing.
-    Raises CacheError if a file cannot be deleted. Files that are not ours stay.
-    """
+    """Deletes files of killed processes; namespaces that no run has used for `older_than_seconds`; then the
+    longest unused ones, until the rest has at most `most_bytes`; and damaged parts. Yields before: of what,
+    how many bytes, and why. With `dry_run` it deletes nothing. Raises CacheError."""
     deletions = [(str(cache_dir), find_leftovers(cache_dir), "leftovers of killed runs")]
     namespaces = find_namespaces(cache_dir)
     kept_bytes = sum(namespace.size_bytes for namespace in namespaces)
@@ -151,11 +152,8 @@ def _size(path: Path) -> int:
 
 
 def export_namespace(cache_dir: Path, prefix: str, target: Path) -> int:
-    """Writes all log-probs of the one namespace that begins with `prefix`; returns the number of sequences.
-
-    Of a sequence in several parts the last part by name counts, as in a run; those with token values come
-    first. Raises CacheError, also if a part is damaged: an export must be complete.
-    """
+    """Writes all log-probs of the one namespace that begins with `prefix`; returns their number. Of a
+    sequence in several parts the last one counts, as in a run. Raises CacheError, also for a damaged part."""
     found = [n.directory for n in find_namespaces(cache_dir) if n.namespace.startswith(prefix)]
     if len(found) != 1:
         raise CacheError(
@@ -177,10 +175,8 @@ def export_namespace(cache_dir: Path, prefix: str, target: Path) -> int:
 
 
 def import_logps(file: Path, cache: ReferenceCache, tables: Sequence[PairTable]) -> int:
-    """Adds a file's log-probs to the cache: all rows, or none. Values that the cache has do not change.
-
-    Returns the number of added sequences. Raises CacheError, which names the file and, if possible, the row.
-    """
+    """Adds a file's log-probs that the cache lacks: all rows, or none; returns how many were added. Raises
+    CacheError, which names the file and, if possible, the row."""
     none = np.zeros(0, dtype=np.uint8)
     columns = sequence_table(none.reshape(0, 16), np.zeros(0), none, TokenLogps.none(0)).schema
     try:

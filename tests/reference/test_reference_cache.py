@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -206,10 +207,10 @@ def test_a_cache_that_cannot_be_written_says_so_before_anything_is_computed(
 ) -> None:
     cache = ReferenceCache(tmp_path, NAMESPACE)
 
-    def refuse(path: Path, data: bytes) -> int:
-        raise OSError(code, os.strerror(code), str(path))
+    def refuse(dir: Path) -> None:
+        raise OSError(code, os.strerror(code), str(dir))
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     message = one_line(cache.check_writable)
     assert os.strerror(code) in message and str(cache.directory) in message
 

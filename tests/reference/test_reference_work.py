@@ -34,7 +34,7 @@ def test_equal_sequences_are_missing_once_over_pairs_and_tables(tmp_path: Path) 
     tables = [make_table(TABLE_A), make_table(TABLE_B)]
     work = find_work(ReferenceCache(tmp_path, NAMESPACE), tables)
     assert (work.sides.sum(), work.missing.sum()) == (5, 5)
-    groups = [work.group(number) for number in range(3)]
+    groups = [work.table.group(number, work.missing[number]) for number in range(3)]
     contents = [(g.context.tolist(), [c.tolist() for c in g.completions]) for g in groups]
     assert contents == [([5, 6, 7], [[8, 9], [8, 10, 11]]), ([5], [[6, 7], [6]]), ([5, 6, 7], [[12]])]
     assert work.table.row_numbers.tolist() == [1, 2, 2]
@@ -61,7 +61,7 @@ def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
     work = find_work(cache, [table])
     assert (work.sides.sum(), work.missing.sum()) == (4, 2)
     assert work.missing.tolist() == [[True, False], [False, True]]
-    groups = [work.group(number) for number in range(2)]
+    groups = [work.table.group(number, work.missing[number]) for number in range(2)]
     assert [[c.tolist() for c in group.completions] for group in groups] == [[[8, 9]], [[6]]]
     assert pair_lengths(work.table).row_tokens(share_prompt=True, sides=work.missing).tolist() == [5, 2]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,10 +82,10 @@ def test_a_cache_that_cannot_be_written_ends_a_run_before_a_log_prob_is_computed
     recipe = load_recipe(assets / "recipe.yaml", [f"reference.cache_dir={tmp_path}"])
     prepared = prepare(recipe, Console(quiet=True))
 
-    def full(path: Path, content: bytes) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    def full(dir: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(dir))
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     monkeypatch.setattr(CompletionLogps, "forward", lambda scorer, row: pytest.fail("a row was computed"))
     with pytest.raises(CacheError, match="reference/.*No space left on device"):
         prepare_reference(prepared, begun[1])
