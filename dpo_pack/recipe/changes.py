@@ -34,11 +34,8 @@ ROW_LAYOUT_KEYS: tuple[str, ...] = (
 
 
 def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Returns the dotted keys that differ and change training, with the values of both recipes.
-
-    A key changes training if it would change the steps of a run in exact arithmetic. A key that changes only
-    the rounding of results (attention backend, pairs of a row, number of processes) does not change training.
-    """
+    """Returns the dotted keys that differ and change the steps of a run in exact arithmetic, with the values
+    of both recipes. What changes only the rounding of results does not count."""
     stops_early = old.train.early_stopping is not None or new.train.early_stopping is not None
     compares = stops_early or old.checkpoint.load_best or new.checkpoint.load_best
     is_by_step = old.packing.scope == new.packing.scope == "step"

@@ -19,9 +19,7 @@ FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
     "openai": ("input", "preferred_output", "non_preferred_output", *_MESSAGE_FIELDS),
     "swift": ("messages", "rejected_response", "rejected_messages", *_MESSAGE_FIELDS),
     "transcript": ("chosen", "rejected", "weight"),
-    "tokenized": (
-        "prompt_ids", "chosen_ids", "rejected_ids", "chosen_weights", "rejected_weights", "weight"
-    ),
+    "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_weights", "rejected_weights", "weight"),
     "messages": ("messages", "chosen", "rejected", *_MESSAGE_FIELDS),
     "sharegpt": ("conversations", "chosen", "rejected", *_MESSAGE_FIELDS),
     "alpaca": ("instruction", "input", "history", "chosen", "rejected", *_MESSAGE_FIELDS),
@@ -40,16 +38,9 @@ else:
 TemplateOptions = Annotated[dict[str, Any], types.Allowed("a mapping from names to values")]
 # What dpo-pack itself sets, or takes from a row.
 _NO_OPTIONS = {
-    *(
-        "conversation",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-    ),
-    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
-    *("return_assistant_tokens_mask", "messages"),
+    *("conversation", "messages", "tools", "documents", "tokenize", "tokenizer_kwargs", "chat_template"),
+    *("add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
 }
 
 
@@ -62,8 +53,7 @@ class SourceRecipe(types.Section):
     """One source of pairs, in data.train or data.eval; a path alone stands for a source with that path."""
 
     path: types.PathText = Field(examples=["pairs.jsonl"])
-    """A file (.jsonl .json .csv, each also .gz; .parquet .arrow), a directory of such files or of the
-    datasets library, or a hub id."""
+    """A file (.jsonl .json .csv, also .gz; .parquet .arrow), a directory of such or of datasets, a hub id."""
     name: types.Name | None = None
     """The source's name in reports and metrics; null: derived from the path."""
     split: types.Name = "train"
@@ -166,16 +156,13 @@ class DataRecipe(types.Section):
     on_bad_row: Literal["error", "skip"] = "error"
     """Rows that are not valid pairs: stop the run (error), or leave them out, count and list them (skip)."""
     max_pixels: types.Count | None = None
-    """Scale images down that have more pixels (width x height), e.g. 786432; null: only the model's
-    processor scales. Fewer pixels are fewer tokens."""
+    """Scale larger images (width x height) down, e.g. 786432; null: only the model's processor does."""
     system_prompt: str | None = None
     """System message for conversations that have none."""
     chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
-    """Options of the chat template, e.g. {enable_thinking: false}. Those of a source and of a row's column
-    chat_template_kwargs win."""
+    """Options of the chat template, e.g. {enable_thinking: false}. Those of sources and of rows win."""
     continue_final_message: bool = False
-    """true: if a prompt ends with an assistant's message, the completions go on with it, as one message.
-    false: such prompts are bad rows."""
+    """true: completions go on with a prompt's last message if it is the assistant's. false: a bad row."""
     scored_turns: Literal["assistant", "all"] = "assistant"
     """assistant: of a completion of several messages only what the assistant says is scored; tool results and
     turns of the user are not. all: every token after the prompt is scored, as TRL does."""

@@ -1,8 +1,4 @@
-"""Loads, checks and writes recipes (YAML), with overrides. Imports no torch, so commands start at once.
-
-text.py makes a tree of plain values from a recipe's text, schema.py has the rules for keys, and mistakes.py
-the words for broken ones. `check_environment` finds what this machine lacks.
-"""
+"""Loads, checks and writes recipes (YAML), with overrides. Imports no torch, so commands start at once."""
 
 import importlib.util
 import os
@@ -32,11 +28,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads a recipe file, or that of a run's directory, and applies `key=value` overrides, the last one of
-    a key. A run that was moved is at `path`, whatever its recipe says.
-
-    Raises RecipeError for every mistake in the recipe itself; see `check_environment` for this machine.
-    """
+    """Reads a recipe file, or that of a run's directory, wherever it is now, and applies `key=value`
+    overrides, the last one of a key. Raises RecipeError."""
     begin, run = "'dpopack recipe --defaults' prints one to begin with", path
     if path.is_dir():
         path = run / RECIPE_FILE
@@ -91,9 +84,11 @@ def _fail_if_any(problems: Iterable[Problem]) -> None:
 
 def _without_shorthands(tree: Mapping[str, Any]) -> Tree:
     """Adds empty sections; makes lists of single sources. The schema refuses values of a wrong type later."""
-    sections = {name for name, field in Recipe.model_fields.items() if _is_section(field)}
-    full: Tree = {name: {} for name in sections - tree.keys()}
-    full |= {name: {} if value is None and name in sections else value for name, value in tree.items()}
+    kinds = {name: field.annotation for name, field in Recipe.model_fields.items()}
+    sections = [
+        name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)
+    ]
+    full = {**tree, **{name: {} for name in sections if tree.get(name) is None}}
     if isinstance(full["data"], dict):
         data = full["data"] = dict(full["data"])
         if "train" in data:
@@ -123,7 +118,7 @@ def recipe_defaults() -> str:
 def _commented(section: type[BaseModel], indent: str = "") -> list[str]:
     lines = []
     for name, field in section.model_fields.items():
-        if _is_section(field):
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             ((nested, _),) = nested_sections(field.annotation)
             lines += ["", f"# {nested.__doc__}", f"{name}:", *_commented(nested, indent + "  "), ""]
             continue
@@ -142,10 +137,6 @@ def default_in_yaml(field: FieldInfo) -> str:
         return str((field.examples or [""])[0])
     default = field.get_default(call_default_factory=True, validated_data={})
     return to_yaml(default.model_dump() if isinstance(default, BaseModel) else default, one_line=True)
-
-
-def _is_section(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
 def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
@@ -183,24 +174,20 @@ def _path_problems(recipe: Recipe, *, trains: bool) -> Iterator[Problem]:
             if os.path.exists(path):
                 if not is_data_file and not os.path.isdir(path):
                     yield key, f"a data file ends in {', '.join(DATA_FILE_SUFFIXES)}, not as {show(path)}"
-            elif is_data_file or has_suffix or path.startswith((".", "/", "~")):
-                yield key, f"no such file or directory: {show(path)} (relative paths start at {os.getcwd()})"
-            elif not HUB_ID.fullmatch(path):
-                yield key, f"no such file or directory, and not a hub id: {show(path)}"
-    yield from _directory_problems("output_dir", recipe.output_dir, is_written=trains)
-    if recipe.reference.cache_dir:
-        # A read-only cache is enough if it has all values. A run that must write to it tests that first.
-        yield from _directory_problems("reference.cache_dir", recipe.reference.cache_dir, is_written=False)
+            elif is_data_file or has_suffix or not HUB_ID.fullmatch(path):
+                where = f"(relative paths start at {os.getcwd()})"
+                yield key, f"no such file or directory, and not a hub id: {show(path)} {where}"
+    # A read-only cache is enough if it has all values. A run that must write to it tests that first.
+    directories = {"output_dir": recipe.output_dir, "reference.cache_dir": recipe.reference.cache_dir}
+    for key, directory in ((key, directory) for key, directory in directories.items() if directory):
+        nearest = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+        is_written = nearest != directory or (trains and key == "output_dir")
+        if not os.path.isdir(nearest):
+            yield key, f"{show(str(nearest))} is in the way: it is not a directory"
+        elif is_written and not os.access(nearest, os.W_OK | os.X_OK):
+            yield key, f"no permission to write in {show(str(nearest))}"
     if resume not in ("auto", "never") and not os.path.isdir(resume):
         yield "checkpoint.resume", f"must be auto, never or the directory of a checkpoint, not {show(resume)}"
-
-
-def _directory_problems(key: str, directory: Path, *, is_written: bool = True) -> Iterator[Problem]:
-    nearest = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
-    if not os.path.isdir(nearest):
-        yield key, f"{show(str(nearest))} is in the way: it is not a directory"
-    elif (is_written or nearest != directory) and not os.access(nearest, os.W_OK | os.X_OK):
-        yield key, f"no permission to write in {show(str(nearest))}"
 
 
 def _model_problems(recipe: Recipe) -> Iterator[Problem]:

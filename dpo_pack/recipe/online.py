@@ -81,8 +81,7 @@ class JudgeRecipe(types.Section):
     temperature: types.NonNegativeNumber | None = 0.0
     """llm: temperature of a verdict; null: the server's own."""
     verdict: Annotated[re.Pattern[str] | None, types.Allowed("a regular expression or null")] = None
-    """llm: a regular expression with one group, which finds A, B (or 1, 2) or tie in the model's words; null:
-    the forms of docs/online.md are read."""
+    """llm: a regular expression whose one group finds A, B (or 1, 2) or tie; null: see docs/online.md."""
     retries: types.CountOrZero = 2
     """function: how often a call that raises is repeated; a prompt for which it still raises is left out."""
 

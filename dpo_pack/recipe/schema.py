@@ -1,8 +1,5 @@
-"""The schema of a recipe: `Recipe`, and the sections of the models, of logging and of several devices.
-
-data.py, training.py and online.py have the other sections. The JSON schema, the commented defaults and
-docs/recipe.md are generated from these classes, which also have the rules between keys.
-"""
+"""The schema of a recipe: `Recipe`, and the sections of the models, of logging and of several devices. The
+JSON schema, the commented defaults and docs/recipe.md are made from it."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
@@ -36,8 +33,7 @@ class LoraRecipe(types.Section):
         Literal["all-linear"] | Annotated[tuple[types.Name, ...], Strict(False)],
         types.Allowed("all-linear or a list of module names"),
     ] = "all-linear"
-    """Modules of the language model that get an adapter, by name or end of name; all-linear: all plain linear
-    ones but the head."""
+    """Modules of the language model, by name or end of name; all-linear: all linear ones but the head."""
 
 
 class ModelRecipe(types.Section):

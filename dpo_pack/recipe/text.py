@@ -1,7 +1,4 @@
-"""Reads and writes the YAML of recipes, and applies the `key=value` overrides of the command line.
-
-Values without quotes have the types of YAML 1.2. A key must be text, and a mapping may have each key once.
-"""
+"""Reads and writes the YAML 1.2 of recipes, and applies the `key=value` overrides of the command line."""
 
 import itertools
 import json
@@ -79,14 +76,13 @@ def _fail_at(node: yaml.Node, problem: str) -> NoReturn:
     raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
+_BOOLS = {"true": True, "false": False}
 _TAG = "tag:yaml.org,2002:"
 # The types of unquoted values in YAML 1.2: tag -> (pattern, reader). PyYAML follows YAML 1.1, which reads
 # 5e-7 as text, 010 as 8, 1:30 as 90 and no as false.
 _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
     f"{_TAG}null": ("~|null|Null|NULL|", lambda text: None),
-    f"{_TAG}bool": (
-        "true|True|TRUE|false|False|FALSE", lambda text: {"true": True, "false": False}[text.lower()]
-    ),
+    f"{_TAG}bool": ("true|True|TRUE|false|False|FALSE", lambda text: _BOOLS[text.lower()]),
     f"{_TAG}int": ("[-+]?[0-9]+", int),
     f"{_TAG}float": (
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
@@ -127,11 +123,8 @@ def apply_override(tree: Tree, override: str) -> Tree:
 
 
 def put(old: Any, parts: list[str], value: Any, where: str = "") -> Any:
-    """Returns a copy of `old`, the value at key `where`, in which the key `parts` below it is `value`.
-
-    All on the way is copied: a mapping may be the value of several keys. A list of one mapping needs no
-    number: data.train.path is data.train.0.path. Raises RecipeError if a value on the way has no keys.
-    """
+    """Returns a copy of `old`, the value at key `where`, in which the key `parts` below it is `value`. A list
+    of one mapping needs no number. Raises RecipeError if a value on the way has no keys."""
     if not parts:
         return value
     part, *rest = parts

@@ -1,7 +1,5 @@
-"""The `loss`, `optim`, `train` and `checkpoint` sections of a recipe, and what each loss reads and needs.
-
-The losses' functions need torch, which this file must not import, so they are in dpo_pack/losses/.
-"""
+"""The `loss`, `optim`, `train` and `checkpoint` sections of a recipe. Losses are functions of
+dpo_pack/losses/, which needs torch, so what each reads and needs is declared here."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,10 +22,7 @@ LOWER_IS_BETTER = frozenset({"loss"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossDeclaration:
-    """What a loss reads and needs, for the checks of the `loss` section.
-
-    `LOSSES` of dpo_pack/losses/ says again what a loss needs; a test compares them.
-    """
+    """What a loss reads and needs. `LOSSES` of dpo_pack/losses/ says it again; a test compares them."""
 
     options: tuple[str, ...] = ()  # keys of section `loss` that it reads, besides beta
     needs_reference: bool = True
@@ -181,8 +176,7 @@ class OptimRecipe(types.Section):
     """The optimizer and its learning-rate schedule."""
 
     name: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
-    """adamw_8bit: moments in 8 bits, by bitsandbytes, on CUDA. adafactor: factored second moments; lr is
-    absolute, as in transformers' Trainer."""
+    """adamw_8bit: moments in 8 bits, on CUDA. adafactor: factored second moments; lr is absolute."""
     lr: types.PositiveNumber = 5e-7
     """Peak learning rate."""
     schedule: Literal[

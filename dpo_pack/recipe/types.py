@@ -19,10 +19,7 @@ Problem = tuple[str, str]  # (dotted key, what is wrong with it and how to mend 
 
 
 class Section(BaseModel):
-    """A mapping in a recipe. The string below a key becomes its description in help and docs.
-
-    Pydantic reports the broken rules of all sections together with the values of a wrong type.
-    """
+    """A mapping in a recipe. The string below a key becomes its description in help and docs."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True,

@@ -1,8 +1,7 @@
 """What TRL, axolotl and LLaMA-Factory (the peers) call the keys and values of a recipe.
 
-The tables are YAML files; transformers.yaml explains them and has keys of all three. A table names READERS: a
-reader gets the value of its key, and all settings by their names in the tables, with the peer's defaults. It
-returns the value of its row's first recipe key, or an Outcome.
+The tables are YAML files; transformers.yaml explains them. A table names READERS: a reader gets the value of
+its key and all settings, and returns the value of its row's first recipe key, or an Outcome.
 """
 
 import functools

@@ -26,10 +26,8 @@ _WIDTH = 110
 
 
 def recipe_from(peer: str, mapping: Mapping[str, Any]) -> str:
-    """Returns a recipe (YAML) for settings of trl, axolotl or llamafactory, such as `DPOConfig.to_dict()`.
-
-    Its comments say what became of each key. Raises RecipeError for training that dpo-pack does not have.
-    """
+    """Returns a recipe (YAML) for settings of trl, axolotl or llamafactory, such as `DPOConfig.to_dict()`,
+    with comments on each key. Raises RecipeError for training that dpo-pack does not have."""
     plain = json.loads(json.dumps(dict(mapping), default=str))  # enums, paths and torch's types as text
     return _Draft(peer).translate(plain, Path())
 
@@ -95,9 +93,7 @@ class _Draft:
         self.comments["data.scored_turns"] = [f"{self.table['name']} too scores every token after the prompt"]
         if peer == "trl":
             self.values["data.continue_final_message"] = True
-            self.comments["data.continue_final_message"] = [
-                "TRL does so with prompts that end with an answer"
-            ]
+            self.comments["data.continue_final_message"] = ["TRL does so if prompts end with an answer"]
         self.unneeded: defaultdict[str, list[str]] = defaultdict(list)  # by the reason
         self.absent: defaultdict[str, list[str]] = defaultdict(list)  # by what differs
 
