@@ -34,7 +34,7 @@ from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.saving import eos_tokens
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.interface import Completion, Draw, Failure, SamplingSettings
-from dpo_pack.system.console import progress_bar
+from dpo_pack.system.console import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +67,12 @@ class TransformersGenerator:
             batches.append([place])
         completions: dict[int, Completion] = {}
         ends = end_tokens(self.scorer.model, self.tokenizer)  # `generating` hides the generation config
-        written = progress_bar(self.console, "Generating", len(sequences), "completions")
+        written = shown(self.console, "Generating", "completions", len(sequences))
         with generating(self.scorer.model), written as bar:
             for batch in batches:
                 batch_completions = self._complete([sequences[place] for place in batch], ends)
                 completions.update(zip(batch, batch_completions, strict=True))
-                bar(len(batch))
+                bar.advance(len(batch))
         return [tuple(completions[place * n + number] for number in range(n)) for place in range(len(draws))]
 
     def weights_step(self, step: int) -> int:

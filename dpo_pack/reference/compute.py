@@ -26,7 +26,7 @@ from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.packing.bin_packing import next_fit, pack_sequences_longest_first, padded_rows, split_over_ranks
 from dpo_pack.packing.lengths import Bools, FloatArray, IntArray, ModelShape, pair_flops
 from dpo_pack.reference.cache import KeyIndex, ReferenceCache, TokenLogps, sequence_table
-from dpo_pack.system.console import progress_bar
+from dpo_pack.system.console import shown
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.machine import host_copies, release_memory
@@ -172,9 +172,9 @@ def fill_cache(
     plan = plan_pass(work, shape, settings, is_packed=scorer.backend is not None)
     tokens = plan.row_tokens
     total = sum(int(tokens[row].sum()) for row in plan.rows)
-    with progress_bar(console, "Reference pass", total, "tokens") as advance:
+    with shown(console, "Reference pass", "tokens", total) as bar:
         fitted = compute_missing(
-            cache, plan, scorer, settings, progress=lambda groups: advance(int(tokens[groups].sum()))
+            cache, plan, scorer, settings, progress=lambda groups: bar.advance(int(tokens[groups].sum()))
         )
     if fitted < settings.token_budget:
         console.print(

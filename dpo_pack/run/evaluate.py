@@ -25,7 +25,7 @@ from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import Setup, check_data, load_proved, prepare
 from dpo_pack.run.state import Selection, TrainState, judge
 from dpo_pack.system import ranks
-from dpo_pack.system.console import progress_bar
+from dpo_pack.system.console import shown
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.hub import HUB_ID, is_adapter
 from dpo_pack.system.interrupts import Interruption
@@ -82,8 +82,8 @@ def evaluate_sets(
     sources = source_names(recipe.data.train) if isinstance(recipe.data.eval, EvalFraction) else None
     for name, pairs in setup.data.eval.items():
         measured = None
-        with progress_bar(setup.console, f"Evaluating {name}", pairs.num_pairs, "pairs") as bar:
-            values, builder = evaluate(pairs, in_float32=in_float32, progress=bar)
+        with shown(setup.console, f"Evaluating {name}", "pairs", pairs.num_pairs) as bar:
+            values, builder = evaluate(pairs, in_float32=in_float32, progress=bar.advance)
         if exact is not None and not in_float32:
             settings: dict[str, Any] = {"beta": recipe.loss.beta, "dtype": scorer.compute_dtype}
             margins = pair_metrics(values, **settings)["rewards/margins"].cpu().numpy()

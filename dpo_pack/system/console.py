@@ -9,10 +9,10 @@ import contextlib
 import io
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, NewLine
 from rich.control import Control
@@ -105,23 +105,14 @@ def format_rate(rate: float, *, digits: int = 1) -> str:
     return f"{rate:,.{digits}f}" if rate >= 10 ** (1 - digits) else f"{rate:.2g}"
 
 
-class Tell(Protocol):
-    """Takes the name of the work, the units done, all units (None: unknown), and facts to show, the most
-    important first (None: units, rate and time left)."""
-
-    def __call__(
-        self, what: str, done: int, total: int | None, facts: Sequence[str] | None = None
-    ) -> None: ...
-
-
 def _fitting(facts: Sequence[str], width: int) -> str:
     texts = ["  ".join(facts[:number]) for number in range(len(facts) + 1)]
     return [text for text in texts if len(text) <= width][-1]
 
 
 @contextlib.contextmanager
-def shown(console: Console, work: str, unit: str = "") -> Iterator[Tell]:
-    """Shows work, its seconds and what the yielded function is told, while the `with` block runs."""
+def shown(console: Console, work: str, unit: str = "", total: int | None = None) -> Iterator[Shown]:
+    """Shows work, its seconds and what the yielded object is told, while the `with` block runs."""
     bar_width = 20 if console.width >= 72 else 0
     bar = Progress(
         TextColumn("{task.description}", markup=False),
@@ -133,47 +124,49 @@ def shown(console: Console, work: str, unit: str = "") -> Iterator[Tell]:
         refresh_per_second=2,
         disable=not console.is_terminal,
     )
-    task, begun = bar.add_task(printable(work), total=None, facts=""), time.monotonic()
-    printed = begun
-
-    def tell(what: str, done: int, total: int | None, facts: Sequence[str] | None = None) -> None:
-        nonlocal begun, printed, work
-        now = time.monotonic()
-        if what != work and facts is None:
-            begun, work = now, what
-        if facts is None:
-            seconds = now - begun
-            rate = done / max(seconds, 1e-9)
-            left = [f"{format_seconds(seconds * (total - done) / done)} left"] if total and done else []
-            facts = [
-                *left,
-                f"{done:,}{f' of {total:,}' if total else ''} {unit}",
-                f"{format_rate(rate, digits=0)}/s",
-            ]
-        what = printable(what)
-        width = max(0, console.width - bar_width - len(f"{what}  0:00:00  "))
-        fitting = _fitting([*([f"{done / total:.0%}"] if total else []), *facts], width)
-        bar.update(task, description=what, completed=done, total=total or None, facts=fitting)
-        if bar.disable and now - printed >= 10.0 and done != total:
-            console.print(f"{what}: {', '.join(facts)}")
-            printed = now
-
+    bar.add_task(printable(work), total=None, facts="")
+    now = time.monotonic()
     with bar:
-        yield tell
+        yield Shown(bar=bar, bar_width=bar_width, work=work, unit=unit, total=total, begun=now, printed=now)
 
 
-@contextlib.contextmanager
-def progress_bar(console: Console, work: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Yields a function that takes the number of units done since its last call. Shows rate and time left."""
-    done = 0
-    with shown(console, work, unit) as tell:
+@dataclass(slots=True, kw_only=True)
+class Shown:
+    """Work that `shown` shows."""
 
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            tell(work, done, total)
+    bar: Progress
+    bar_width: int
+    work: str
+    unit: str
+    total: int | None
+    begun: float
+    printed: float
+    done: int = 0
 
-        yield advance
+    def advance(self, count: int) -> None:
+        """Shows that `count` more units are done, with rate and time left."""
+        self.done += count
+        self(self.work, self.done, self.total)
+
+    def __call__(self, what: str, done: int, total: int | None, facts: Sequence[str] | None = None) -> None:
+        """Shows the work `what`: the units done of all (None: unknown), and `facts`, the most important
+        first (None: units, rate and time left)."""
+        now, console = time.monotonic(), self.bar.console
+        if what != self.work and facts is None:
+            self.begun, self.work = now, what
+        if facts is None:
+            seconds = now - self.begun
+            left = [f"{format_seconds(seconds * (total - done) / done)} left"] if total and done else []
+            units = f"{done:,}{f' of {total:,}' if total else ''} {self.unit}"
+            facts = [*left, units, f"{format_rate(done / max(seconds, 1e-9), digits=0)}/s"]
+        what = printable(what)
+        width = max(0, console.width - self.bar_width - len(f"{what}  0:00:00  "))
+        fitting = _fitting([*([f"{done / total:.0%}"] if total else []), *facts], width)
+        task = self.bar.task_ids[0]
+        self.bar.update(task, description=what, completed=done, total=total or None, facts=fitting)
+        if self.bar.disable and now - self.printed >= 10.0 and done != total:
+            console.print(f"{what}: {', '.join(facts)}")
+            self.printed = now
 
 
 @dataclass(slots=True)
@@ -186,7 +179,7 @@ class TrainingLines:
     _left: list[str] = field(default_factory=list)
     _printed: float = 0.0
     _has_left_out: bool = False
-    _tell: Tell | None = None
+    _tell: Shown | None = None
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:

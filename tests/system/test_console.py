@@ -20,7 +20,7 @@ from dpo_pack.system.console import (
     log_only,
     make_console,
     print_detail,
-    progress_bar,
+    shown,
 )
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.process import complain
@@ -70,9 +70,9 @@ def test_lines_that_move_are_not_in_the_log(tmp_path: Path, monkeypatch: pytest.
     console = make_console()
     assert console.is_terminal
     keep_log(console, tmp_path / "console.log")
-    with progress_bar(console, "Evaluating", 2, "pairs") as advance:
+    with shown(console, "Evaluating", "pairs", 2) as bar:
         console.print("in between")
-        advance(2)
+        bar.advance(2)
     assert (tmp_path / "console.log").read_text(encoding="utf-8") == "in between\n"
 
 
@@ -145,10 +145,10 @@ def terminal(width: int = 100) -> Console:
 def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(
     console: Console, clock: Clock
 ) -> None:
-    with progress_bar(console, "Reference pass", 4000, "sequences") as advance:
+    with shown(console, "Reference pass", "sequences", 4000) as bar:
         for _ in range(8):  # 500 units every 4 seconds
             clock.now += 4
-            advance(500)
+            bar.advance(500)
     assert text_of(console).splitlines() == [
         "Reference pass: 20 s left, 1,500 of 4,000 sequences, 125/s",
         "Reference pass: 8.0 s left, 3,000 of 4,000 sequences, 125/s",
@@ -157,9 +157,9 @@ def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(
 
 def test_with_a_terminal_progress_is_a_bar_that_is_gone_at_the_end() -> None:
     console = terminal()
-    with progress_bar(console, "Reference pass", 4, "sequences") as advance:
-        advance(1)
-        advance(3)
+    with shown(console, "Reference pass", "sequences", 4) as bar:
+        bar.advance(1)
+        bar.advance(3)
     text = text_of(console)
     for part in ("Reference pass", "━", "100%", "4 of 4 sequences", "/s"):
         assert part in text

@@ -19,7 +19,7 @@ from support.processor import slowness
 from support.tiny_run import tiny_run
 
 import dpo_pack
-from dpo_pack.system.console import make_console, progress_bar
+from dpo_pack.system.console import make_console, shown
 from dpo_pack.system.endings import ending_of
 from dpo_pack.system.errors import DataError, RecipeError
 from dpo_pack.system.process import (
@@ -161,8 +161,8 @@ def test_a_terminal_gets_the_console_s_colours_and_no_one_else_s(
     guard_output()
     console = make_console()
     assert console.is_terminal
-    with progress_bar(console, EVIL, 2, "pairs") as advance:
-        advance(1)
+    with shown(console, EVIL, "pairs", 2) as bar:
+        bar.advance(1)
     told = capsys.readouterr().out
     assert r"a\x1b[2J" in told and "\x1b[2Jb" not in told and "\x1b[?25l" in told
 
