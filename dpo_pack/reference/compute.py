@@ -30,7 +30,7 @@ from dpo_pack.system.console import shown
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.machine import host_copies, release_memory
-from dpo_pack.system.ranks import largest_numbers
+from dpo_pack.system.ranks import every_rank_says
 
 # Longer rows are slower on CPU: the allocator keeps no blocks as large as their activations.
 CPU_TOKEN_BUDGET = 4096
@@ -167,7 +167,7 @@ def fill_cache(
     if search is not None:
         found = _largest_budget(work, scorer, shape, settings, search)
         # All ranks use the same plan, so the smallest budget decides.
-        settings = replace(settings, token_budget=-int(largest_numbers(-found)[0]))
+        settings = replace(settings, token_budget=min(every_rank_says(found)))
         console.print(f"  rows of up to {settings.token_budget:,} tokens")
     plan = plan_pass(work, shape, settings, is_packed=scorer.backend is not None)
     tokens = plan.row_tokens

@@ -193,7 +193,7 @@ class CheckpointWriter:
         path = checkpoint_path(self.directory, content.step)
         temporary = ranks.first_says(path_aside(path))
         if self.in_background == "auto":
-            self.in_background = not ranks.any_rank(not _has_room_for_copy(content.tensors))
+            self.in_background = all(ranks.every_rank_says(_has_room_for_copy(content.tensors)))
         with _discarded_on_failure(temporary):
             _on_every_rank(path, self._group, lambda: ranks.only_first(lambda: temporary.mkdir(parents=True)))
             if export is not None:

@@ -375,7 +375,7 @@ def _can_stay_gathered(facts: MemoryFacts) -> bool:
         return False
     needed = sum(estimate_memory(replace(facts, stays_gathered=True)).values())
     lacking = needed - _GATHERED_SHARE * available_memory(facts.device).free
-    return ranks.largest_numbers(lacking)[0] <= 0
+    return max(ranks.every_rank_says(lacking)) <= 0
 
 
 def stays_gathered(setup: Setup, plan: PackingPlan | None) -> bool:

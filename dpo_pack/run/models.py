@@ -346,7 +346,7 @@ def _by_size(
     needed = sum(state) + state.gradients * (num_gradients(facts.config) - 1)
     if precision.casts_weights and not facts.gradient_checkpointing:
         needed += 2.0 * count
-    memory = -ranks.largest_numbers(-available_memory(device).total)[0]  # of the smallest device
+    memory = min(ranks.every_rank_says(available_memory(device).total))
     what = (
         f"{format_count(facts.num_parameters)} parameters with gradients and optimizer state take "
         f"{needed / 1e9:.3g} GB, a device has {memory / 1e9:.3g} GB"

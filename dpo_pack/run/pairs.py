@@ -183,7 +183,7 @@ def resume_reference(setup: Setup, frozen: Path) -> tuple[FrozenReference, float
     per_token = setup.recipe.loss.ld_alpha is not None
     reference = ranks.of_node(lambda: FrozenReference.load(frozen, per_token=per_token))
     lacking = [pairs for pairs in setup.data.eval.values() if not reference.covers(pairs)]
-    if not ranks.any_rank(bool(lacking)):
+    if not any(ranks.every_rank_says(bool(lacking))):
         return reference, 0.0
     filled = prepare_reference(setup, tables=lacking)
     return reference.joined(filled.values()), filled.seconds
@@ -250,7 +250,7 @@ def prepare_reference(
     per_token = setup.recipe.loss.ld_alpha is not None  # LD-DPO weights tokens; sums are not enough
     found = ranks.of_node(lambda: find_values(cache, tables, per_token=per_token))
     index, sums, _ = found
-    has_all = not ranks.any_rank(bool(np.isnan(sums).any()))
+    has_all = all(ranks.every_rank_says(not np.isnan(sums).any()))
     # All ranks use the list of rank 0. A rank that looks later could find more sequences in the cache.
     is_missing = np.zeros(0, dtype=np.bool_) if has_all else ranks.first_says(np.isnan(sums))
     todo = int(is_missing.sum())

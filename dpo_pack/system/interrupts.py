@@ -72,13 +72,13 @@ class Interruption:
 
         If not `at_once`, several ranks exchange signals only about once in POLL_SECONDS.
         """
-        from dpo_pack.system.ranks import largest_numbers, num_ranks  # imports torch
+        from dpo_pack.system.ranks import every_rank_says, num_ranks  # imports torch
 
         self._calls += not at_once
         if not at_once and num_ranks() > 1 and self._calls < self._next_exchange:
             return
         seconds_a_call = (self.clock() - self.polled) / max(1, self._calls)
-        signum, slowest = largest_numbers(float(self.signum or 0), seconds_a_call)
+        signum, slowest = map(max, zip(*every_rank_says((self.signum or 0, seconds_a_call)), strict=True))
         if signum:
             raise Interrupted(int(signum))
         # The number is the same on all ranks, so all exchange at the same call.

@@ -62,19 +62,6 @@ def leave() -> None:
     _host_groups.clear()  # else threads of a group, while the interpreter shuts down, could abort the process
 
 
-def any_rank(flag: bool) -> bool:
-    return largest_numbers(flag)[0] > 0
-
-
-def largest_numbers(*numbers: float) -> list[float]:
-    """Returns for each of the numbers the largest of all ranks, in one exchange."""
-    largest = torch.tensor(numbers, dtype=torch.float64)
-    if num_ranks() > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=host_group())
-    found: list[float] = largest.tolist()
-    return found
-
-
 def first_says(value: Value) -> Value:
     """Returns rank 0's value on every rank. The value is an object that can be pickled."""
     values = [value]

@@ -31,7 +31,7 @@ from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, RowLogps
 from dpo_pack.packing.lengths import IntArray
 from dpo_pack.system.errors import ModelError, RunError
-from dpo_pack.system.ranks import any_rank
+from dpo_pack.system.ranks import every_rank_says
 from dpo_pack.training.batches import GlobalBatch, PairReference, PairRow, RowBuilder
 from dpo_pack.training.metrics import rounding
 from dpo_pack.training.step_loss import with_reference
@@ -206,7 +206,7 @@ def check_start(
     num_tokens = np.stack((table.chosen_scored[pairs], table.rejected_scored[pairs]), axis=1)
     noise = ALLOWED_ROUNDING * rounding(sums, torch.from_numpy(num_tokens).to(sums.device), dtype)
     # A sharded policy computes on all ranks or on none, so all ranks continue if one finds a difference.
-    if not any_rank(not bool(((sums - row.reference).abs() <= noise).all())):
+    if all(every_rank_says(bool(((sums - row.reference).abs() <= noise).all()))):
         return
 
     again = with_reference(row, policy(row.row)).reference

@@ -40,7 +40,6 @@ def many_ranks() -> Iterator[None]:
         patch.setattr(os, "environ", dict(os.environ, LOCAL_WORLD_SIZE=str(A_NODE)))
         patch.setattr(ranks, "every_rank_says", lambda value, group=None: [value] * NUM_RANKS)
         patch.setattr(ranks, "first_says", lambda value: value)
-        patch.setattr(ranks, "largest_numbers", lambda *numbers: list(numbers))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
         try:
             yield

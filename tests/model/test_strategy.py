@@ -55,7 +55,7 @@ def chosen(directory: Path, *overrides: str) -> Strategy:
 def two(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said to several ranks is said to this one, of two."""
     monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
-    monkeypatch.setattr(ranks, "largest_numbers", lambda *numbers: list(numbers))
+    monkeypatch.setattr(ranks, "every_rank_says", lambda value: [value, value])
     monkeypatch.setattr(strategies, "init_device_mesh", lambda device, shape, **_: (device, shape))
 
 

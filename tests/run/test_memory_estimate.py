@@ -371,7 +371,7 @@ def test_shards_stay_gathered_if_every_device_has_the_memory(
         monkeypatch.setattr(memory, "available_memory", lambda device: found)  # noqa: B023
         assert memory._can_stay_gathered(facts) == stays
         assert not memory._can_stay_gathered(replace(facts, num_shards=1))
-    monkeypatch.setattr(ranks, "largest_numbers", lambda *lacking: [1.0])  # on another rank
+    monkeypatch.setattr(ranks, "every_rank_says", lambda lacking: [lacking, 1.0])
     monkeypatch.setattr(memory, "available_memory", lambda device: replace(found, free=1000 * GIB))
     assert not memory._can_stay_gathered(facts)
 

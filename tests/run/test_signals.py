@@ -144,12 +144,12 @@ def test_ranks_exchange_signals_by_time_and_all_of_them_at_the_same_pass(
     interruption = Interruption(clock=lambda: now[0], polled=now[0])
     exchanges: list[float] = []
 
-    def exchanged(signum: float, seconds_a_call: float) -> list[float]:
+    def exchanged(own: tuple[int, float]) -> list[tuple[int, float]]:
         exchanges.append(round((now[0] - 100.0) / interrupts.POLL_SECONDS * 20))
-        return [signum, 2 * seconds_a_call]
+        return [own, (0, 2 * own[1])]
 
     monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
-    monkeypatch.setattr(ranks, "largest_numbers", exchanged)
+    monkeypatch.setattr(ranks, "every_rank_says", exchanged)
     for _ in range(22):
         now[0] += interrupts.POLL_SECONDS / 20
         interruption.poll(at_once=False)
@@ -164,7 +164,7 @@ def test_ranks_exchange_signals_by_time_and_all_of_them_at_the_same_pass(
 
 def test_ranks_begin_no_step_after_one_of_them_got_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
-    monkeypatch.setattr(ranks, "largest_numbers", lambda signum, seconds: [float(TERM), seconds])
+    monkeypatch.setattr(ranks, "every_rank_says", lambda own: [own, (TERM, own[1])])
     interruption = Interruption()
     batches: Iterator[Any] = iter(["the next step's"])
     trainer: Any = SimpleNamespace(

@@ -21,7 +21,6 @@ from dpo_pack.system.errors import CacheError, DataError, RunError
 
 def test_one_process_says_nothing_and_agrees_with_itself(tmp_path: Path) -> None:
     assert (ranks.rank(), ranks.num_ranks(), ranks.is_first()) == (0, 1, True)
-    assert ranks.any_rank(True) and not ranks.any_rank(False)
     assert ranks.first_says("a") == ranks.first_does(lambda: "a") == "a"
     assert ranks.every_rank_says("a") == ["a"]
     assert ranks.of_node(lambda: "a") == "a"
@@ -53,7 +52,6 @@ def _fails_on_the_second_rank(items: Sequence[int]) -> list[int]:
 def _on_two(directory: Path) -> dict[str, Any]:
     rank = ranks.rank()
     told: dict[str, Any] = {
-        "any": [ranks.any_rank(rank == 1), ranks.any_rank(False)],
         "first says": ranks.first_says(rank),
         "first does": ranks.first_does(lambda: _leave_a_file(directory)),
         "every": ranks.every_rank_says(rank),
@@ -155,7 +153,6 @@ def test_over_two_processes_both_end_with_the_same(tmp_path: Path) -> None:
     both = f"rank 1 (on {socket.gethostname()}) and rank 0 (on {socket.gethostname()})"
     assert first == second
     assert first == {
-        "any": [True, False],
         "first says": 0,
         "first does": 0,
         "every": [0, 1],
