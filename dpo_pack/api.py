@@ -209,12 +209,11 @@ def precompute_ref(
             f"Cache: {done.cache.directory}; {done.num_cached:,} sequences reused, "
             f"{done.num_computed:,} computed"
         )
-        values = done.values()
         return ReferenceLogps(
             num_cached=done.num_cached,
             num_computed=done.num_computed,
             sets={
-                name: (table.row_numbers.tolist(), values.of(table).sums.tolist())
+                name: (table.row_numbers.tolist(), done.values.of(table).sums.tolist())
                 for name, table in zip(("train", *setup.data.eval), setup.tables, strict=True)
             },
         )

@@ -263,7 +263,7 @@ class Trainer:
             self.frozen, seconds = resume_reference(setup, self.run.resumed_reference)
         elif dry_run is not True:
             filled = prepare_reference(setup, loaded)
-            self.frozen, seconds = filled.values(), filled.seconds
+            self.frozen, seconds = filled.values, filled.seconds
             self.run.info["totals"] = {
                 "reference_sequences_computed": filled.num_computed,
                 "reference_sequences_cached": filled.num_cached,

@@ -188,7 +188,7 @@ def run_dpo_pack(contender: Contender, setting: Setting, scratch: Path) -> tuple
     begun = time.perf_counter()
     filled = prepare_reference(prepared, policy)
     seconds = time.perf_counter() - begun
-    return seconds, filled.values().of(prepared.data.train).sums
+    return seconds, filled.values.of(prepared.data.train).sums
 
 
 def run_trl(contender: Contender, setting: Setting, scratch: Path) -> tuple[float, Values]:

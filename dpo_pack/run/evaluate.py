@@ -202,7 +202,7 @@ def evaluate_models(
     reference = CachedReference(lookup=None)
     if setup.objective.needs_reference:
         held_out = prepare_reference(setup, tables=list(setup.data.eval.values()))
-        reference = CachedReference(lookup=held_out.values().of)
+        reference = CachedReference(lookup=held_out.values.of)
     if setup.policy_facts.precision.activations.itemsize < 4:
         reference = replace(reference, exact=exact_reference(setup))
     results = []

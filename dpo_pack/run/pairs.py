@@ -162,16 +162,10 @@ class ReferencePass:
     """The result of a pass that computes reference log-probs."""
 
     cache: ReferenceCache
-    tables: Sequence[PairTable]  # the pairs whose log-probs the cache now has
-    found: FrozenReference | None  # all log-probs, if the cache had them before
-    per_token: bool  # whether the loss needs a log-prob for each token
+    values: FrozenReference  # the log-probs of all pairs that were asked for
     num_computed: int  # sequences that the pass computed
     num_cached: int  # sequences that the cache had before
     seconds: float
-
-    def values(self) -> FrozenReference:
-        """Returns the log-probs of all sequences of `tables`. Raises CacheError if the cache has lost one."""
-        return self.found or FrozenReference.take(self.cache, self.tables, per_token=self.per_token)
 
 
 def resume_reference(setup: Setup, frozen: Path) -> tuple[FrozenReference, float]:
@@ -186,7 +180,7 @@ def resume_reference(setup: Setup, frozen: Path) -> tuple[FrozenReference, float
     if not any(ranks.every_rank_says(bool(lacking))):
         return reference, 0.0
     filled = prepare_reference(setup, tables=lacking)
-    return reference.joined(filled.values()), filled.seconds
+    return reference.joined(filled.values), filled.seconds
 
 
 # `train.eval_precision: auto` evaluates in fp32 if that adds at most this part of the training. To count
@@ -222,9 +216,7 @@ def exact_reference(setup: Setup, loaded: LoadedModel | None = None) -> Referenc
         return None
     if not setup.objective.needs_reference:
         return CachedReference(lookup=None)
-    return CachedReference(
-        lookup=prepare_reference(setup, loaded, tables=tables, in_float32=True).values().of
-    )
+    return CachedReference(lookup=prepare_reference(setup, loaded, tables=tables, in_float32=True).values.of)
 
 
 def prepare_reference(
@@ -238,7 +230,7 @@ def prepare_reference(
 
     If the starting policy is the reference and the caller has loaded it, the caller passes it as `loaded`.
     Otherwise this function loads the reference if something is missing, and frees it before it returns.
-    With `in_float32` it computes in fp32, under keys of its own.
+    With `in_float32` it computes in fp32, under keys of its own. Raises CacheError if the cache loses one.
     """
     facts, console = setup.reference_facts, setup.console
     if facts is not setup.policy_facts:
@@ -264,21 +256,22 @@ def prepare_reference(
     )
     num_computed, seconds = 0, 0.0
     if todo:
-        work = ReferenceWork.of(tables, index, is_missing)
         tokens = per_token or any(table.has_token_weights.any() for table in tables)
         begun = time.monotonic()
-        num_computed = _compute_missing(setup, cache, facts, work, loaded, per_token=tokens)
+        num_computed = _compute_missing(
+            setup, cache, facts, ReferenceWork.of(tables, index, is_missing), loaded, per_token=tokens
+        )
         seconds = time.monotonic() - begun
         rate = format_rate(num_computed / max(seconds, 1e-9), digits=0)
         others = f"; another run computed {todo - num_computed:,}" if num_computed < todo else ""
         console.print(
             f"Reference pass: {num_computed:,} sequences in {format_seconds(seconds)}, {rate}/s{others}"
         )
+    values = FrozenReference.of_found(tables, found) if has_all else None
+    del found, index, sums  # they are large, and `take` reads all of them anew
     return ReferencePass(
         cache=cache,
-        tables=tables,
-        found=FrozenReference.of_found(tables, found) if has_all else None,
-        per_token=per_token,
+        values=values or FrozenReference.take(cache, tables, per_token=per_token),
         num_computed=num_computed,
         num_cached=num_cached + todo - num_computed,
         seconds=seconds,
@@ -308,7 +301,9 @@ def _compute_missing(
             "token_budget": str(token_budget),
         },
     )
-    search = _budget_search(setup, facts)
+    searches = setup.recipe.reference.token_budget == "auto" and setup.device.type == "cuda"
+    # A sharded model computes only on all ranks together, so nothing is tried on it.
+    search = _budget_search(setup, facts) if searches and not setup.strategy.shards else None
     with loaded.as_reference(), loaded.scorer.in_float32() if is_exact else contextlib.nullcontext():
         fill_cache(cache, work, loaded.scorer, facts.shape, settings, search=search, console=setup.console)
     of_ranks = ranks.every_rank_says((cache.named_parts, cache.num_added))
@@ -316,11 +311,8 @@ def _compute_missing(
     return sum(number for _, number in of_ranks)
 
 
-def _budget_search(setup: Setup, model: ModelFacts) -> BudgetSearch | None:
-    recipe, device = setup.recipe, setup.device
-    if recipe.reference.token_budget != "auto" or device.type != "cuda" or setup.strategy.shards:
-        return None  # a sharded model computes only on all ranks together
-    properties = torch.cuda.get_device_properties(device)
+def _budget_search(setup: Setup, model: ModelFacts) -> BudgetSearch:
+    recipe, properties = setup.recipe, torch.cuda.get_device_properties(setup.device)
     setting = {
         "model": model.namespace,
         "device": [properties.name, properties.total_memory],

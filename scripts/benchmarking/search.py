@@ -99,7 +99,11 @@ def row_fits(*arguments: Any) -> bool:
 def _stand_in(cache: Path) -> Iterator[None]:
     """A search also on a CPU, where there is none."""
     search = compute.BudgetSearch(memo_path=cache / "memo.json", key="cpu", is_exact=lambda _: True)
-    with patch.object(pairs, "_budget_search", lambda *_: search):
+
+    def fill_and_search(*given: Any, **options: Any) -> None:
+        compute.fill_cache(*given, **{**options, "search": search})
+
+    with patch.object(pairs, "fill_cache", fill_and_search):
         yield
 
 

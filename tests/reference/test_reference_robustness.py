@@ -51,7 +51,7 @@ def test_no_log_prob_of_changed_tokens_is_kept_and_the_next_run_writes_the_token
     console = make_console(quiet=True)
     prepared = prepare(recipe, console)
     expected = prepare_reference(prepared)
-    sums = all_sums(expected.cache, expected.tables)
+    sums = all_sums(expected.cache, prepared.tables)
     for part in expected.cache.directory.glob("part-*"):
         part.unlink()
     for change in (1, 1 << 20):  # another token, and none of the vocabulary
@@ -66,20 +66,20 @@ def test_no_log_prob_of_changed_tokens_is_kept_and_the_next_run_writes_the_token
         prepared = prepare(recipe, console)
         assert prepared.data.report["rows_tokenized"] == NUM_PAIRS
     again = prepare_reference(prepared)
-    assert all_sums(again.cache, again.tables).tobytes() == sums.tobytes()
+    assert all_sums(again.cache, prepared.tables).tobytes() == sums.tobytes()
 
 
 def test_a_padding_token_that_the_model_does_not_embed_pads_no_row(tmp_path: Path) -> None:
     recipe = tiny_run(tmp_path)
-    packed = prepare_reference(prepare(load_recipe(recipe), make_console(quiet=True)))
+    prepared = prepare(load_recipe(recipe), make_console(quiet=True))
+    sums = all_sums(prepare_reference(prepared).cache, prepared.tables)
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<a token more>"})
     tokenizer.save_pretrained(tmp_path / "model")
     settings = ["packing.mode=padded", f"reference.cache_dir={tmp_path / 'other'}"]
     prepared = prepare(load_recipe(recipe, settings), make_console(quiet=True))
     padded = prepare_reference(prepared)
-    sums = all_sums(packed.cache, packed.tables)
-    np.testing.assert_allclose(all_sums(padded.cache, padded.tables), sums, rtol=1e-5)
+    np.testing.assert_allclose(all_sums(padded.cache, prepared.tables), sums, rtol=1e-5)
 
 
 _PRECOMPUTE = """
