@@ -249,9 +249,9 @@ def evaluate(
         if compare is None:
             tables.render_results(results[0], console)
             return Evaluation(sets={name: result.record for name, result in results[0].items()})
-        comparisons, both = compare_models(*results, seed=loaded.seed), (names[0], names[1])
-        tables.render_comparisons(comparisons, both, console)
-        return Evaluation(sets=tables.comparisons_json(comparisons, both))
+        sets = compare_models(results, names, seed=loaded.seed)
+        tables.render_comparisons(sets, console, beta=loaded.loss.beta)
+        return Evaluation(sets=sets)
 
 
 def inspect_packing(

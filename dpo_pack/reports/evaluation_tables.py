@@ -11,7 +11,7 @@ from dpo_pack.reports.tables import Cells, terminal_table
 from dpo_pack.training.health import what_can_be_told
 
 if TYPE_CHECKING:  # these modules import torch; run pages use this file without torch
-    from dpo_pack.training.held_out import Comparison, HeldOutResult
+    from dpo_pack.training.held_out import HeldOutResult
 
 METRIC_NAMES = {
     "rewards/accuracies": "reward accuracy",
@@ -22,14 +22,6 @@ METRIC_NAMES = {
     "online/win_rate": "wins against the start",
     "online/scores": "score",
     "online/score_gain": "score above the start's",
-}
-# Names of LENGTH_BUCKETS without "chosen_" and "_length", so that tables fit 80 columns.
-RATIO_NAMES = {
-    "chosen_under_half": "under half",
-    "chosen_shorter": "shorter",
-    "similar_length": "similar",
-    "chosen_longer": "longer",
-    "chosen_over_twice": "over twice",
 }
 BREAKDOWNS = {"by_source": "by source", "by_length": "by length of chosen, compared with rejected"}
 _INTERVALS = "Intervals: 95 %, bootstrap over prompts"
@@ -55,12 +47,10 @@ def render_results(results: Mapping[str, HeldOutResult], console: Console) -> No
     console.print(_INTERVALS)
 
 
-def render_comparisons(
-    comparisons: Mapping[str, Comparison], models: tuple[str, str], console: Console
-) -> None:
-    """Prints the metrics of both models and their paired difference: the second minus the first."""
-    for name, comparison in comparisons.items():
-        one, other, difference = comparison.first.record, comparison.second.record, comparison.difference
+def render_comparisons(sets: Mapping[str, Mapping[str, Any]], console: Console, *, beta: float) -> None:
+    """Prints the metrics of models `a` and `b` and their paired `difference` on each held-out set."""
+    for name, found in sets.items():
+        one, other, difference = found["a"], found["b"], found["difference"]
         rows = [
             (words, f"{one[metric]:.3f}", f"{other[metric]:.3f}", *estimate(difference, metric, sign="+"))
             for metric, words in METRIC_NAMES.items()
@@ -70,9 +60,9 @@ def render_comparisons(
         console.print(terminal_table(title, Cells(("", "A", "B", "B - A", "interval"), rows), no_wrap=True))
         _print_parts(difference, console, sign="+")
         console.print(f"B - A: {what_can_be_told(difference, without_effect=0.0)}.")
-        console.print(f"Rewards: beta {comparison.first.beta:g} x log-ratio to the recipe's reference")
-    console.print(f"A: {models[0]}")
-    console.print(f"B: {models[1]}")
+        console.print(f"Rewards: beta {beta:g} x log-ratio to the recipe's reference")
+    console.print(f"A: {one['model']}")
+    console.print(f"B: {other['model']}")
     console.print(f"{_INTERVALS}; those of B - A are of each pair's own difference")
 
 
@@ -88,7 +78,7 @@ def part_cells(record: Mapping[str, Any], breakdown: str, *, sign: str = "") -> 
     """Returns accuracy and margin by source or by length ratio; `breakdown` is a key of BREAKDOWNS."""
     rows = [
         (
-            RATIO_NAMES[part] if breakdown == "by_length" else part,
+            _shortened(part) if breakdown == "by_length" else part,
             f"{summary['pairs']:,}",
             *estimate(summary, "rewards/accuracies", sign=sign),
             *estimate(summary, "rewards/margins", sign=sign),
@@ -96,6 +86,11 @@ def part_cells(record: Mapping[str, Any], breakdown: str, *, sign: str = "") -> 
         for part, summary in record.get(breakdown, {}).items()
     ]
     return Cells(("", "pairs", "accuracy", "interval", "margin", "interval"), rows)
+
+
+def _shortened(bucket: str) -> str:
+    """Returns the name of one of LENGTH_BUCKETS so that tables fit 80 columns."""
+    return bucket.removeprefix("chosen_").removesuffix("_length").replace("_", " ")
 
 
 def estimate(summary: Mapping[str, Any], metric: str, *, sign: str = "") -> tuple[str, str]:
@@ -115,15 +110,3 @@ def pairs_and_prompts(record: Mapping[str, Any]) -> str:
     num_prompts = record.get("prompts", num_pairs)  # earlier releases wrote no number of prompts
     pairs, prompts = f"{num_pairs:,} pairs", f"{num_prompts:,} prompts"
     return prompts if not num_pairs else pairs if num_pairs == num_prompts else f"{pairs} of {prompts}"
-
-
-def comparisons_json(comparisons: Mapping[str, Comparison], models: tuple[str, str]) -> dict[str, Any]:
-    """Returns for each held-out set, by name, the metrics of `a`, of `b` and the `difference` b - a."""
-    return {
-        name: {
-            "a": {"model": models[0], **comparison.first.record},
-            "b": {"model": models[1], **comparison.second.record},
-            "difference": comparison.difference,
-        }
-        for name, comparison in comparisons.items()
-    }

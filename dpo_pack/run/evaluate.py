@@ -32,7 +32,6 @@ from dpo_pack.system.interrupts import Interruption
 from dpo_pack.system.machine import release_memory
 from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.held_out import (
-    Comparison,
     HeldOutResult,
     compare_results,
     draw_measured,
@@ -219,12 +218,14 @@ def evaluate_models(
 
 
 def compare_models(
-    ours: Mapping[str, HeldOutResult], theirs: Mapping[str, HeldOutResult], *, seed: int
-) -> dict[str, Comparison]:
-    """Returns the comparison of two models' results by the name of each held-out set."""
+    results: Sequence[Mapping[str, HeldOutResult]], models: Sequence[str], *, seed: int
+) -> dict[str, dict[str, Any]]:
+    """Returns for each held-out set, by name, the metrics of `a`, of `b` and the `difference` b - a."""
     return {
-        name: Comparison(
-            first=one, second=theirs[name], difference=compare_results(one, theirs[name], seed=seed)
-        )
-        for name, one in ours.items()
+        name: {
+            "a": {"model": models[0], **first.record},
+            "b": {"model": models[1], **results[1][name].record},
+            "difference": compare_results(first, results[1][name], seed=seed),
+        }
+        for name, first in results[0].items()
     }

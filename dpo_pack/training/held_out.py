@@ -90,7 +90,6 @@ class HeldOutResult:
     row_numbers: Positions  # [P] the pairs' rows in their sources, from 1
     metrics: dict[str, FloatArray]  # METRICS_WITH_INTERVALS, [P] each in the order of the set's table
     estimates: dict[str, FloatArray]  # the same, corrected: their means estimate those of fp32
-    beta: float
     traits: PairTraits
     record: dict[str, Any]  # averages, intervals, groups: the line of metrics.jsonl
 
@@ -101,15 +100,6 @@ class HeldOutResult:
         if self.record.get("measured_pairs", len(self.pair_keys)) == len(self.pair_keys):
             return self.record
         return self.record | {metric: float(values.mean()) for metric, values in self.metrics.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """The results of two models on one held-out set, and the paired difference: second minus first."""
-
-    first: HeldOutResult
-    second: HeldOutResult
-    difference: dict[str, Any]
 
 
 @torch.no_grad()
@@ -278,7 +268,6 @@ def held_out_result(
         row_numbers=table.row_numbers,
         metrics=metrics,
         estimates=estimates,
-        beta=beta,
         traits=traits,
         record=record,
     )
