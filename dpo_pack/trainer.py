@@ -143,7 +143,7 @@ def train(
     check_environment(recipe)
     with contextlib.ExitStack() as stack:
         if not dry_run:
-            stack.enter_context(only_run(recipe.output_dir, console.print))
+            stack.enter_context(only_run(recipe.output_dir))
         run = ranks.first_does(lambda: find_run(recipe, overwrite=overwrite))
         if run.is_finished:
             console.print(f"This run is finished and {run.model} holds its model; nothing to do")

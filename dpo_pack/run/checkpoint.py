@@ -401,7 +401,7 @@ def model_of(name: str, console: Console) -> Iterator[str]:
         target, how = found[-1] / MODEL, "exported before"
         if not target.is_dir():
             if ranks.first_says(os.access(target.parent, os.W_OK)):
-                stack.enter_context(only_run(run, console.print, f"{run} has no finished model: it"))
+                stack.enter_context(only_run(run, f"{run} has no finished model: it"))
             else:
                 target = Path(ranks.first_says(stack.enter_context(tempfile.TemporaryDirectory()))) / MODEL
             with shown(console, f"Exporting {found[-1]}"):

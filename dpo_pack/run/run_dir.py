@@ -119,14 +119,12 @@ class _Info:
 
 
 @contextlib.contextmanager
-def only_run(root: Path, say: Callable[[str], None], what: str = "") -> Iterator[None]:
-    """Makes this process the only one that writes in `root`, for the `with` block. Every rank must call it.
-
-    Raises RunError, with `what`, if a run holds the lock.
-    """
-    what = what or f"output_dir: {root}"
+def only_run(root: Path, what: str = "") -> Iterator[None]:
+    """Makes this run the only one that writes in `root`, for the `with` block. Every rank must call it; it
+    raises RunError, with `what`, if another run holds the lock."""
+    lock = locked(root / LOCK_FILE, what or f"output_dir: {root}")
     with contextlib.ExitStack() as stack:
-        ranks.first_does(lambda: stack.enter_context(locked(root / LOCK_FILE, what, say)))
+        ranks.first_does(lambda: stack.enter_context(lock))
         yield
 
 

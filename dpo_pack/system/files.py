@@ -12,7 +12,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +196,10 @@ def leaves(tree: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, An
 
 
 @contextlib.contextmanager
-def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
+def locked(path: Path, what: str) -> Iterator[None]:
     """Holds a lock on the file `path` for the `with` block; removes the file afterwards.
 
-    Raises RunError, with `what`, if another process holds it. `say` is told of a file system without locks.
-    The kernel frees the lock of a killed process.
+    Raises RunError, with `what`, if another process holds it. Where the file system has no locks, it says so.
     """
     has_parent = path.parent.exists()
     with writing(path):
@@ -215,7 +214,7 @@ def locked(path: Path, what: str, say: Callable[[str], None]) -> Iterator[None]:
             holder = text_of(path)
         except OSError as error:
             reason = f"its file system has no locks ({error.strerror})"
-            say(f"Warning: {what}: {reason}: start no second run there")
+            _say_once(f"Warning: {what}: {reason}: start no second run there")
     if holder is not None:
         file.close()
         raise RunError(f"{what} is in use by another run, {holder}; wait until that run ends, or stop it")

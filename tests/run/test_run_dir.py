@@ -186,7 +186,7 @@ def test_a_run_killed_while_it_removes_an_earlier_one_can_be_started_again(
 
 def test_a_second_run_is_refused_and_a_dry_one_is_not(assets: Path, tmp_path: Path, console: Console) -> None:
     recipe = whole_run(assets, tmp_path / "run")
-    with only_run(recipe.output_dir, console.print):
+    with only_run(recipe.output_dir):
         with pytest.raises(RunError, match=f"output_dir: .* in use by another run, process {os.getpid()} on"):
             train(recipe, console)
         train(recipe, console, dry_run=True)

@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_read_only_one_is_exported_els
 
 def test_a_run_that_is_still_training_is_said_to_be_and_its_checkpoint_is_not_exported(run: Path) -> None:
     message = "moved has no finished model: it is in use by another run, process [0-9]+ .*wait until"
-    with only_run(run, print), pytest.raises(RunError, match=message), model_of(str(run), QUIET):
+    with only_run(run), pytest.raises(RunError, match=message), model_of(str(run), QUIET):
         raise AssertionError
     assert not (run / "checkpoints" / "step-000002" / "model").exists()
 

@@ -164,21 +164,17 @@ def test_each_library_s_word_for_a_full_disk_is_understood(library: str, tmp_pat
 # ------------------------------------------------------------------------------------------------- locks
 
 
-def quiet(line: str) -> None:
-    raise AssertionError(line)
-
-
 def test_a_lock_has_one_holder_whom_others_are_told_of(tmp_path: Path) -> None:
     lock = tmp_path / "new" / "run.lock"
-    with locked(lock, "output_dir: new", quiet):
-        with pytest.raises(RunError) as caught, locked(lock, "output_dir: new", quiet):
+    with locked(lock, "output_dir: new"):
+        with pytest.raises(RunError) as caught, locked(lock, "output_dir: new"):
             pass
         holder = f"process {os.getpid()} on {socket.gethostname()} since 2"
         assert str(caught.value).startswith("output_dir: new ") and holder in str(caught.value)
         assert names(lock.parent) == ["run.lock"]  # the refused one has removed nothing
     assert names(tmp_path) == []  # nor is a directory left that nothing was written into
     (tmp_path / "new").mkdir()
-    with locked(lock, "output_dir: new", quiet):
+    with locked(lock, "output_dir: new"):
         pass
     assert names(tmp_path) == ["new"] and names(tmp_path / "new") == []
 
@@ -187,11 +183,11 @@ def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
     lock = tmp_path / "run.lock"
     process = os.fork()
     if process == 0:
-        with locked(lock, "output_dir", quiet):
+        with locked(lock, "output_dir"):
             os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
     assert str(process) in lock.read_text()
-    with locked(lock, "output_dir", quiet):
+    with locked(lock, "output_dir"):
         assert str(process) not in lock.read_text()
 
 
@@ -208,18 +204,19 @@ def test_a_lock_file_that_its_holder_removes_meanwhile_gives_no_second_holder(
         flock(file, operation)  # type: ignore[arg-type]
 
     monkeypatch.setattr(fcntl, "flock", removed_before)
-    with pytest.raises(RunError), locked(lock, "output_dir", quiet):
+    with pytest.raises(RunError), locked(lock, "output_dir"):
         pass
-    with locked(lock, "output_dir", quiet):
+    with locked(lock, "output_dir"):
         assert len(opened) == 2
 
 
-def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(file: object, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    told: list[str] = []
-    with locked(tmp_path / "run.lock", "output_dir: runs/a", told.append):
+    with locked(tmp_path / "run.lock", "output_dir: runs/a"):
         pass
-    assert len(told) == 1 and "output_dir: runs/a" in told[0]
+    assert [record.message for record in caplog.records if "output_dir: runs/a" in record.message]
