@@ -432,10 +432,8 @@ def _on_every_rank(
     """Loads the recipe and runs the body on every rank, with a console that prints on rank 0."""
     loaded = load(recipe, overrides, trains=trains)
     with many_imports():
-        from dpo_pack.system.files import leaves
         from dpo_pack.system.launch import on_every_rank
-    settings = dict(leaves(loaded.model_dump(mode="json"), separator="."))
-    number = loaded.distributed.num_processes
+    number, settings = loaded.distributed.num_processes, loaded.model_dump(mode="json")
     try:
         with on_every_rank(number, command, settings, quiet=quiet, verbose=verbose) as console:
             with many_imports():

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,27 +57,7 @@ def evaluate_sets(
     """
     recipe, exact = setup.recipe, reference.exact
     in_float32 = exact is not None and evaluates_in_float32(setup)
-
-    def evaluate(pairs: PairTable, *, in_float32: bool, **options: Any) -> tuple[Tensor, RowBuilder]:
-        with contextlib.ExitStack() as stack:
-            scored_by = reference
-            if in_float32:
-                assert exact is not None
-                scored_by = exact
-                for used in {scorer, exact.moving or scorer}:
-                    stack.enter_context(used.in_float32())
-            builder = row_builder(setup, pairs, scored_by)
-            values = evaluate_pairs(
-                scorer,
-                builder,
-                setup.objective,
-                token_budget=setup.reference_token_budget,
-                score=scored_by.score,
-                between_rows=between_rows,
-                **options,
-            )
-        return values, builder
-
+    evaluate = partial(_evaluate, setup, scorer, reference, between_rows=between_rows)
     # If data.eval is a fraction, its pairs come from all training sources. Any other set has one source.
     sources = source_names(recipe.data.train) if isinstance(recipe.data.eval, EvalFraction) else None
     for name, pairs in setup.data.eval.items():
@@ -101,6 +82,29 @@ def evaluate_sets(
             seed=recipe.seed,
             measured=measured,
         )
+
+
+def _evaluate(
+    setup: Setup,
+    scorer: CompletionLogps,
+    reference: Reference,
+    pairs: PairTable,
+    *,
+    in_float32: bool,
+    **options: Any,
+) -> tuple[Tensor, RowBuilder]:
+    """`options` are those of `evaluate_pairs`."""
+    with contextlib.ExitStack() as stack:
+        if in_float32 and reference.exact is not None:
+            reference = reference.exact
+            for used in {scorer, reference.moving or scorer}:
+                stack.enter_context(used.in_float32())
+        builder = row_builder(setup, pairs, reference)
+        budget = setup.reference_token_budget
+        values = evaluate_pairs(
+            scorer, builder, setup.objective, token_budget=budget, score=reference.score, **options
+        )
+    return values, builder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

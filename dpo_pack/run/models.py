@@ -13,7 +13,7 @@ import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -44,13 +44,7 @@ from dpo_pack.system.console import format_count
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.hub import is_adapter
-from dpo_pack.system.machine import (
-    AvailableMemory,
-    cpu_name,
-    host_memory,
-    install_command,
-    package_versions,
-)
+from dpo_pack.system.machine import AvailableMemory, cpu_name, host_memory, install_command, package_versions
 from dpo_pack.system.process import is_set
 
 CPU = torch.device("cpu")
@@ -115,10 +109,8 @@ def resolve_model(
 
 
 def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = False) -> None:
-    """Checks, before loading, that this machine can load the model, run it and (if `is_trained`) train it.
-
-    Raises ModelError, RecipeError, UnsupportedModelError.
-    """
+    """Raises ModelError or RecipeError if this machine cannot load the model, run it and (if `is_trained`)
+    train it. Reads no weights."""
     if model.adapter is not None:
         require_peft(model.recipe_key)
     if Path(model.path).is_dir():
@@ -126,22 +118,8 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
             weight_files(Path(model.path))
         except ModelError as error:
             raise ModelError(f"{model.recipe_key}: {error}") from error
-    stored = model.config.to_dict().get("quantization_config")  # None: not quantised in the files
-    if stored is not None:
-        method = stored.get("quant_method", "an unknown method")
-        what = f"{model.recipe_key}: the weights of {model.path} are quantised ({method})"
-        if model.quantize is not None:
-            raise ModelError(f"{what} already; leave model.quantize out, or use the unquantised model")
-        if method != "bitsandbytes":
-            raise ModelError(f"{what}, and only bitsandbytes is supported; use the unquantised model")
-        if importlib.util.find_spec("bitsandbytes") is None:
-            raise ModelError(f"{what}, but bitsandbytes is not installed; {install_command('bitsandbytes')}")
-        tensors = meta_tensors(model.path, model.revision, model.recipe_key)
-        if isinstance(tensors, dict) and not any("absmax" in name or "SCB" in name for name in tensors):
-            remedy = "remove quantization_config from it; model.quantize quantises weights while they load"
-            raise ModelError(f"{what} by its config.json, but not in its files; {remedy}")
-        if is_trained and model.adapter is None and model.new_adapter is None:
-            raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
+    if (stored := model.config.to_dict().get("quantization_config")) is not None:
+        _check_quantised_files(model, stored.get("quant_method", "an unknown method"), is_trained=is_trained)
     if is_trained and model.router_aux_coef:
         model.balance  # noqa: B018  # raises if the model has no such loss
     if model.kernels == "liger":
@@ -163,6 +141,22 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
         vision_family(model.config)
 
 
+def _check_quantised_files(model: ModelFacts, method: str, *, is_trained: bool) -> None:
+    what = f"{model.recipe_key}: the weights of {model.path} are quantised ({method})"
+    if model.quantize is not None:
+        raise ModelError(f"{what} already; leave model.quantize out, or use the unquantised model")
+    if method != "bitsandbytes":
+        raise ModelError(f"{what}, and only bitsandbytes is supported; use the unquantised model")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError(f"{what}, but bitsandbytes is not installed; {install_command('bitsandbytes')}")
+    tensors = meta_tensors(model.path, model.revision, model.recipe_key)
+    if isinstance(tensors, dict) and not any("absmax" in name or "SCB" in name for name in tensors):
+        remedy = "remove quantization_config from it; model.quantize quantises weights while they load"
+        raise ModelError(f"{what} by its config.json, but not in its files; {remedy}")
+    if is_trained and model.adapter is None and model.new_adapter is None:
+        raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
+
+
 def load_and_prove(
     model: ModelFacts,
     *,
@@ -174,9 +168,8 @@ def load_and_prove(
     """Loads the model and proves, by a test, that it computes rows exactly; the caller checks the outcome.
 
     If the proof has passed before with the same model, settings, device and code, its result is read from the
-    cache, unless `again` is set. Either all ranks run the proof, or all use the result that rank 0 has read.
-
-    With `model.compile: auto` a model that torch cannot compile is loaded once more, uncompiled.
+    cache, unless `again` is set. With `model.compile: auto` a model that torch cannot compile is loaded once
+    more, uncompiled.
     """
     loaded = load_model(model, device=device, strategy=strategy, adapter=adapter)
     if device.type == "cuda":
@@ -192,7 +185,7 @@ def load_and_prove(
             )
             return replace(loaded, not_compiled=next(filter(None, obstacles))), outcome
     begun = time.monotonic()
-    setting: dict[str, Any] = {
+    setting = {
         "model": model.namespace,
         "lora": None if adapter is None else asdict(adapter),
         "attention": loaded.attention.name,
@@ -203,25 +196,22 @@ def load_and_prove(
         "layers": [model.kernels, "compiled" if loaded.scorer.is_compiled else "eager"],
         "recurrent kernels": sorted(loaded.scorer.recurrent_kernels),
         "versions": package_versions(),
+        "shards": strategy.shards,  # the proof includes the code that gathers them
+        "images": None if model.processor is None else model.processor.fingerprint,
     }
-    if strategy.shards:
-        setting["shards"] = True  # the proof includes the code that gathers them
-    if model.processor is not None:
-        setting["images"] = model.processor.fingerprint
-    what = "padded batches" if loaded.scorer.backend is None else "packed rows"
-    dtype = str(model.precision.activations).removeprefix("torch.")
     memo_path, key = model.cache_dir / "proofs.json", namespace_digest(setting)
     shape = dict[str, tuple[Proof, ...]]
-    remembered = ranks.first_says((read_json(memo_path, shape) or {}).get(key))
-    if remembered is not None and not again:
-        return loaded, ProofOutcome(
-            what=what, dtype=dtype, proofs=remembered, seconds=0.0, is_remembered=True
-        )
-    proofs = tuple(prove(loaded.scorer, device))
-    if all(proof.passed for proof in proofs):
+    remembered = None if again else ranks.first_says((read_json(memo_path, shape) or {}).get(key))
+    proofs = remembered or tuple(prove(loaded.scorer, device))
+    if remembered is None and all(proof.passed for proof in proofs):
         ranks.only_first(lambda: add_to_json(memo_path, shape, {key: proofs}))
-    seconds = time.monotonic() - begun
-    return loaded, ProofOutcome(what=what, dtype=dtype, proofs=proofs, seconds=seconds, is_remembered=False)
+    return loaded, ProofOutcome(
+        what="padded batches" if loaded.scorer.backend is None else "packed rows",
+        dtype=str(model.precision.activations).removeprefix("torch."),
+        proofs=proofs,
+        seconds=time.monotonic() - begun,
+        is_remembered=remembered is not None,
+    )
 
 
 @functools.cache
@@ -243,20 +233,22 @@ LOW_BITS_BYTES = 2.0  # the low halves of AdamW's fp32 master weights, if parame
 
 
 def choose_strategy(recipe: Recipe, facts: ModelFacts, device: torch.device) -> Strategy:
-    """Returns the recipe's strategy for the ranks of this run. Every rank must call it. Raises RecipeError.
+    """Returns the recipe's strategy for this run. Every rank must call it. Raises RecipeError."""
+    if ranks.num_ranks() > 1:
+        return _strategy_of_several(recipe, facts, device)
+    for key in ("gather_dtype", "cpu_offload"):
+        if recipe.distributed.is_changed(key):
+            raise RecipeError(
+                f"distributed.{key}: only a run of several processes has shards, and this run has one; "
+                "leave the key out"
+            )
+    return ALONE
 
-    `auto` shards a model if a whole copy, its gradients and its optimizer state would leave too little memory
-    on a device for activations.
-    """
+
+def _strategy_of_several(recipe: Recipe, facts: ModelFacts, device: torch.device) -> Strategy:
+    """`auto` shards a model if a whole copy, its gradients and its optimizer state would leave too little
+    memory on a device for activations."""
     settings = recipe.distributed
-    if ranks.num_ranks() == 1:
-        for key in ("gather_dtype", "cpu_offload"):
-            if settings.is_changed(key):
-                raise RecipeError(
-                    f"distributed.{key}: only a run of several processes has shards, and this run has one; "
-                    "leave the key out"
-                )
-        return ALONE
     name, reason, needs_copies = settings.strategy, "distributed.strategy", why_not_sharded(recipe)
     if is_set("ACCELERATE_USE_FSDP"):
         if name == "ddp" or needs_copies is not None or facts.quantization is not None:
@@ -278,6 +270,11 @@ def choose_strategy(recipe: Recipe, facts: ModelFacts, device: torch.device) -> 
         raise RecipeError(
             f"optim.name: {recipe.optim.name} updates whole weights only, but with fsdp2 ({reason}) each "
             "process has a part of the weights; set optim.name: adamw or distributed.strategy: ddp"
+        )
+    if recipe.data.eval and recipe.train.eval_precision == "float32":
+        raise RecipeError(
+            "train.eval_precision: weights in shards are not evaluated in float32; set "
+            "distributed.strategy: ddp, or train.eval_precision: training"
         )
     if settings.cpu_offload and device.type != "cuda":
         raise RecipeError(

@@ -243,20 +243,14 @@ def prepare(
         keep_freed_memory()
     check_optimizer(recipe.optim.name, device)
     policy = reference = resolve_model(recipe, device)
-    if recipe.reference.path is not None:
-        reference = resolve_model(recipe, device, recipe.reference.path, recipe_key="reference.path")
-        reference = replace(reference, processor=policy.processor)
     if has_accelerate_config():
         check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
     check_model(policy, device, is_trained=True)
-    if reference is not policy:
+    if recipe.reference.path is not None:
+        reference = resolve_model(recipe, device, recipe.reference.path, recipe_key="reference.path")
+        reference = replace(reference, processor=policy.processor)
         check_model(reference, device)
     strategy = choose_strategy(recipe, policy, device) if runs_models else ALONE
-    if strategy.shards and recipe.data.eval and recipe.train.eval_precision == "float32":
-        raise RecipeError(
-            "train.eval_precision: weights in shards are not evaluated in float32; set "
-            "distributed.strategy: ddp, or train.eval_precision: training"
-        )
     if num_ranks > 1:
         console.print(f"Strategy: {strategy.sentence()}")
         ranks.require_shared(policy.cache_dir, "reference.cache_dir")

@@ -73,11 +73,8 @@ def path_aside(path: Path) -> Path:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Syncs a file or directory and renames it to `path`; replaces an old `path`. Raises OSError.
-
-    Where the file system refuses to rename, it copies the files, the newest last: the one that says that a
-    checkpoint or a store is whole.
-    """
+    """Syncs a file or directory and renames it to `path`, or copies it where the file system refuses to
+    rename; replaces an old `path`. Raises OSError."""
     if path.is_dir() and not temporary.is_dir():  # else the directory would be taken for an old file
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
@@ -88,16 +85,21 @@ def put_in_place(temporary: Path, path: Path) -> None:
             path.rename(replaced)  # a rename cannot replace a directory that has files
         temporary.replace(path)
     if temporary.exists():
-        discard(path)
-        for part in sorted((temporary, *temporary.rglob("*")), key=lambda part: part.stat().st_mtime_ns):
-            if part.is_file():
-                copy = path / part.relative_to(temporary)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(part, copy)
-                sync(copy)
-        discard(temporary)
+        _copy_in_place(temporary, path)
     sync(path.parent)
     discard(replaced)  # last, because removing a large directory takes minutes
+
+
+def _copy_in_place(temporary: Path, path: Path) -> None:
+    """The newest file is last: it is the one that says that a checkpoint or a store is whole."""
+    discard(path)
+    for part in sorted((temporary, *temporary.rglob("*")), key=lambda part: part.stat().st_mtime_ns):
+        if part.is_file():
+            copy = path / part.relative_to(temporary)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(part, copy)
+            sync(copy)
+    discard(temporary)
 
 
 def remove_directory(path: Path) -> None:

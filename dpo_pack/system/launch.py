@@ -26,6 +26,7 @@ from dpo_pack.system import ranks
 from dpo_pack.system.console import log_only, make_console
 from dpo_pack.system.endings import end_soon, ending_of, settle_failure
 from dpo_pack.system.errors import RecipeError, RunError, first_line
+from dpo_pack.system.files import leaves
 from dpo_pack.system.machine import package_versions
 from dpo_pack.system.process import KEY, Placement, has_accelerate_config, is_set, placement
 from dpo_pack.system.process_starter import end_with_parent, start_ranks, usable_cores
@@ -51,8 +52,8 @@ def on_every_rank(
 
     `wanted` is `distributed.num_processes`. If several are wanted and no launcher has started them, this
     process starts `command` for each, waits, and raises SystemExit with their status; without a command it
-    runs the block alone. Raises RecipeError if the number of processes is wrong, RunError if the ranks cannot
-    connect, or if their `settings` or package versions differ.
+    runs the block alone. Raises RecipeError if the number of processes is wrong, RunError if the ranks
+    cannot connect or differ.
     """
     if has_accelerate_config():
         _refuse_other_shards()
@@ -63,13 +64,7 @@ def on_every_rank(
     if "OMP_NUM_THREADS" not in os.environ:  # torch counts cores, not the quota of a container
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     if place is not None and num_processes > 1:
-        end_with_parent()
-        _join(place, meet(place))
-        if place.rank > 0:
-            _hush()
-        versions = {**package_versions(), "dpo_pack": dpo_pack.__version__}
-        facts = {**{f"version of {name}": version for name, version in versions.items()}, **settings}
-        ranks.require_same(facts, "start every rank with the same recipe, overrides and packages")
+        _join_and_agree(place, settings)
     console = make_console(quiet=quiet or not ranks.is_first(), verbose=verbose)
     if place is not None and wanted == "auto" and num_processes == 1 < _num_devices():
         console.print(
@@ -101,22 +96,27 @@ def report_failure(error: BaseException, place: Placement) -> int:
 
 def wanted_processes(wanted: int | Literal["auto"], place: Placement | None) -> int:
     """Returns `distributed.num_processes` as a number. Raises RecipeError if it is impossible here."""
+    if place is not None:
+        return _launched_processes(wanted, place)
+    # With a configuration for several processes on CPUs, `accelerate launch` starts one. It does not say
+    # how many were asked for, but only then sets the address at which they would meet.
+    if wanted == "auto" and is_set("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ:
+        raise RecipeError(
+            f"{KEY}: accelerate's configuration asks for several processes on CPUs, "
+            "but accelerate launch starts only one; set their number here, and dpo-pack starts them"
+        )
     num_devices = _num_devices()
-    if place is None:
-        # With a configuration for several processes on CPUs, `accelerate launch` starts one. It does not say
-        # how many were asked for, but only then sets the address at which they would meet.
-        if wanted == "auto" and is_set("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ:
-            raise RecipeError(
-                f"{KEY}: accelerate's configuration asks for several processes on CPUs, "
-                "but accelerate launch starts only one; set their number here, and dpo-pack starts them"
-            )
-        number = max(1, num_devices) if wanted == "auto" else wanted
-        if num_devices and number > num_devices:
-            raise RecipeError(
-                f"{KEY}: {number} processes need as many GPUs, and {num_devices} are visible; lower the "
-                "number, or correct CUDA_VISIBLE_DEVICES"
-            )
-        return number
+    number = max(1, num_devices) if wanted == "auto" else wanted
+    if num_devices and number > num_devices:
+        raise RecipeError(
+            f"{KEY}: {number} processes need as many GPUs, and {num_devices} are visible; lower the "
+            "number, or correct CUDA_VISIBLE_DEVICES"
+        )
+    return number
+
+
+def _launched_processes(wanted: int | Literal["auto"], place: Placement) -> int:
+    num_devices = _num_devices()
     if wanted not in ("auto", place.num_ranks):
         raise RecipeError(
             f"{KEY}: the recipe asks for {wanted}, but the launcher has started {place.num_ranks} "
@@ -161,6 +161,18 @@ def _refuse_other_shards() -> None:
                 f"distributed.strategy: accelerate's configuration asks for {name}, which dpo-pack does not "
                 "have; choose one of distributed_type: MULTI_GPU, or FSDP with fsdp_version: 2"
             )
+
+
+def _join_and_agree(place: Placement, settings: Mapping[str, Any]) -> None:
+    """Raises RunError if the ranks cannot connect, or if their `settings` or package versions differ."""
+    end_with_parent()
+    _join(place, meet(place))
+    if place.rank > 0:
+        _hush()
+    versions = {**package_versions(), "dpo_pack": dpo_pack.__version__}
+    facts = {f"version of {name}": version for name, version in versions.items()}
+    facts |= dict(leaves(settings, separator="."))
+    ranks.require_same(facts, "start every rank with the same recipe, overrides and packages")
 
 
 def _join(place: Placement, store: Store) -> None:

@@ -98,6 +98,8 @@ def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]
 
 def first_does(work: Callable[[], Value]) -> Value:
     """Runs `work` on rank 0 only; all ranks return its value, or raise the DpoPackError that it raises."""
+    if num_ranks() == 1:
+        return work()
     return every_rank_does(lambda: work() if is_first() else None)[0]  # type: ignore[return-value]
 
 
@@ -107,8 +109,10 @@ def of_node(work: Callable[[], Value]) -> Value:
     Ranks of a node share the memory of the value's large arrays, which nobody may write to: a file without a
     name holds them, in the directory for temporary files ($TMPDIR). Raises DpoPackError on all ranks.
     """
-    if num_ranks() == 1:
-        return work()
+    return work() if num_ranks() == 1 else _of_each_node(work)
+
+
+def _of_each_node(work: Callable[[], Value]) -> Value:
     directory = Path(tempfile.gettempdir())
     seen = directory.stat()  # ranks that see another directory are on another node
     nodes = every_rank_says((socket.gethostname(), seen.st_dev, seen.st_ino))

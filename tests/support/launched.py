@@ -15,7 +15,6 @@ from dpo_pack.commands import main as cli
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import DataError
-from dpo_pack.system.files import leaves
 from dpo_pack.system.interrupts import Interrupted, interruptible
 from dpo_pack.system.launch import on_every_rank
 
@@ -25,7 +24,7 @@ def probe(recipe: Path, what: str, overrides: list[str]) -> None:
     if what == "disagree" and os.environ.get("RANK") == "1":
         overrides = [*overrides, "optim.lr=0.125"]
     loaded = load_recipe(recipe, overrides)
-    settings = dict(leaves(loaded.model_dump(mode="json"), separator="."))
+    settings = loaded.model_dump(mode="json")
     with on_every_rank(loaded.distributed.num_processes, cli._own_command(), settings) as console:
         (recipe.parent / f"rank-{ranks.rank()}.pid").write_text(str(os.getpid()))
         console.print(f"{ranks.num_ranks()} ranks, {os.environ.get('OMP_NUM_THREADS')} threads each")
