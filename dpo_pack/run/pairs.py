@@ -29,12 +29,7 @@ from dpo_pack.reference.cache import ReferenceCache, namespace_digest
 from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache, find_values
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.run.models import CPU
-from dpo_pack.run.setup import (
-    Setup,
-    check_data,
-    load_proved,
-    longest_sequence,
-)
+from dpo_pack.run.setup import Setup, check_data, load_proved, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import UnsupportedModelError

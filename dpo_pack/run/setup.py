@@ -74,35 +74,24 @@ class Setup:
     reference_facts: ModelFacts  # the same object as `policy_facts`, unless the recipe names another model
     tokenizer: PreTrainedTokenizerBase
     data: Data
+    tables: list[PairTable]  # of training pairs, then of each held-out set
     strategy: Strategy
-
-    @property
-    def tables(self) -> list[PairTable]:
-        """The table of training pairs, then the table of each held-out set."""
-        return [self.data.train, *self.data.eval.values()]
-
-    @property
-    def reference_token_budget(self) -> int:
-        """The most tokens of a row without gradients (`reference.token_budget`); if the key is `auto`, the
-        value from which the reference pass searches on CUDA."""
-        budget = self.recipe.reference.token_budget
-        return _reference_budget(budget, self.recipe.packing.token_budget, self.device)
+    reference_token_budget: int  # the most tokens of a row without gradients
 
 
-def _reference_budget(budget: int | str, trained: int, device: torch.device) -> int:
+def reference_token_budget(budget: int | str, trained: int, device: torch.device) -> int:
+    """Returns `reference.token_budget`; for auto, that from which the reference pass searches on CUDA."""
     if isinstance(budget, int):
         return budget
     return CPU_TOKEN_BUDGET if device.type == "cpu" else START_FACTOR * trained
 
 
+NO_PAIRS = "online: this command needs pairs, and an online run makes its pairs while it trains"
 PROCESSOR_TEMPLATE = "Chat template: the processor's; that of its tokenizer, or none, is not used"
 
 
 def prepare_tokenizer(recipe: Recipe, images: ImageProcessor | None = None) -> PreTrainedTokenizerBase:
-    """Loads the recipe's tokenizer; for an adapter without one, that of its base model. Raises ModelError.
-
-    The chat template of a processor of images replaces its tokenizer's.
-    """
+    """Loads the recipe's tokenizer; for an adapter without one, that of its base model. Raises ModelError."""
     path, revision, key = recipe.model.path, recipe.model.revision, "model.path"
     if recipe.tokenizer.path is not None:
         path, revision, key = recipe.tokenizer.path, None, "tokenizer.path"
@@ -116,17 +105,11 @@ def prepare_tokenizer(recipe: Recipe, images: ImageProcessor | None = None) -> P
         chat_template=recipe.tokenizer.chat_template,
         recipe_key=key,
     )
-    processor = None if images is None or recipe.tokenizer.chat_template is not None else images.processor
-    if processor is not None and tokenizer.chat_template == processor.tokenizer.chat_template:
-        tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
+    if images is not None and recipe.tokenizer.chat_template is None:
+        processor = images.processor
+        if tokenizer.chat_template == processor.tokenizer.chat_template:
+            tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     return tokenizer
-
-
-def require_pairs(*, is_online: bool) -> None:
-    if is_online:
-        raise RecipeError(
-            "online: this command needs pairs, and an online run makes its pairs while it trains"
-        )
 
 
 def prepare_data(
@@ -141,25 +124,25 @@ def prepare_data(
 
     With `takes_prompts`, an online recipe is accepted, and the result has its prompts.
     """
-    if not takes_prompts:
-        require_pairs(is_online=recipe.online is not None)
+    if recipe.online is not None and not takes_prompts:
+        raise RecipeError(NO_PAIRS)
     begun = time.monotonic()
     if processor is not None and processor.gives_template(tokenizer):
         console.print(PROCESSOR_TEMPLATE)
-    cache_dir = recipe.reference.cache_dir or default_cache_directory()
-    settings: dict[str, Any] = {"seed": recipe.seed, "cache_dir": cache_dir}
-    settings["template"] = recipe.tokenizer.chat_template
-    if recipe.online is not None:
-        most = recipe.online.max_new_tokens
-        data = load_data(recipe.data, tokenizer=tokenizer, max_new_tokens=most, **settings)
-        sizes = {name: f"{len(prompts):,}" for name, prompts in data.eval_prompts.items()}
-        what = f"{len(data.prompts):,} prompts to answer"
-    else:
-        with shown(console, "Reading data", "rows") as progress:
-            data = load_data(
-                recipe.data, tokenizer=tokenizer, images=processor, progress=progress, **settings
-            )
-        sizes = {}
+    with shown(console, "Reading data", "rows") as progress:
+        data = load_data(
+            recipe.data,
+            tokenizer=tokenizer,
+            seed=recipe.seed,
+            cache_dir=recipe.reference.cache_dir or default_cache_directory(),
+            images=processor,
+            template=recipe.tokenizer.chat_template,
+            progress=progress,
+            max_new_tokens=None if recipe.online is None else recipe.online.max_new_tokens,
+        )
+    sizes = {name: f"{len(prompts):,}" for name, prompts in data.eval_prompts.items()}
+    what = f"{len(data.prompts):,} prompts to answer"
+    if recipe.online is None:
         for name, table in data.eval.items():
             num_prompts = data.report["eval"][name]["prompts"]
             of_prompts = f" pairs of {num_prompts:,} prompts" if num_prompts < table.num_pairs else ""
@@ -170,8 +153,7 @@ def prepare_data(
         if int(epoch.sum()) != data.train.num_pairs:  # as `epoch_order` draws them
             what += f" ({int(epoch.sum()):,} an epoch, by the sources' weights)"
     held_out = "".join(f", {size} held out ({name})" for name, size in sizes.items())
-    took = "" if recipe.online is not None else f"; {format_seconds(time.monotonic() - begun)}"
-    console.print(f"Data: {what}{held_out}{took}")
+    console.print(f"Data: {what}{held_out}; {format_seconds(time.monotonic() - begun)}")
     _print_notes(data, console, recipe.data.scored_turns)
     return data
 
@@ -224,8 +206,7 @@ def prepare(
     """Finds device, facts of the models, tokenizer and data. Checks that take little time come first.
 
     It writes only into caches. If `runs_models` is false, the command loads no model: it runs in one process
-    and ignores `distributed.num_processes`; `device` may then be one that is not here. `takes_prompts`: see
-    `prepare_data`.
+    and ignores `distributed.num_processes`; `device` may then be one that is not here.
     """
     loss = recipe.loss
     objective = make_objective(loss.terms, loss.options, weighting=loss.weighting, ld_alpha=loss.ld_alpha)
@@ -268,6 +249,7 @@ def prepare(
             {"the data": data.fingerprint, "the held-out data": data.eval_fingerprint},
             "every node must see the same data files and the same reference.cache_dir",
         )
+    most, trained = recipe.reference.token_budget, recipe.packing.token_budget
     setup = Setup(
         recipe=recipe,
         console=console,
@@ -278,7 +260,9 @@ def prepare(
         reference_facts=reference,
         tokenizer=tokenizer,
         data=data,
+        tables=[data.train, *data.eval.values()],
         strategy=strategy,
+        reference_token_budget=reference_token_budget(most, trained, device),
     )
     check_data(setup, policy)
     return setup
@@ -301,10 +285,8 @@ def _accelerator(trackers: Sequence[str], directory: Path) -> Accelerator:
 
 
 def check_data(setup: Setup, model: ModelFacts) -> None:
-    """Checks that the model can read the longest sequence and all token ids, and compute the longest row.
-
-    Raises ModelError, UnsupportedModelError.
-    """
+    """Raises ModelError if the model cannot read the longest sequence and all token ids, or compute the
+    longest row."""
     recipe, online = setup.recipe, setup.recipe.online
     longest = longest_sequence(setup.tables) + (0 if online is None else online.max_new_tokens)
     check_positions(model.config, longest)
@@ -359,18 +341,13 @@ def load_moving_reference(setup: Setup) -> LiveReference:
             f"reference.sync: the reference {facts.label} is an adapter; merge it first (dpopack merge)"
         )
     return LiveReference(
-        model=load_second_model(setup),
-        device=setup.device,
-        follow_every=sync.every_steps,
-        mixup=sync.mixup,
+        model=load_second_model(setup), device=setup.device, follow_every=sync.every_steps, mixup=sync.mixup
     )
 
 
 def load_proved(setup: Setup, model: ModelFacts, adapter: LoraSettings | None = None) -> LoadedModel:
-    """Loads a model with the run's settings (sharded, if the run shards), and prints the proof's result.
-
-    The proof tests that the model computes packed rows exactly. Raises ModelError if it fails.
-    """
+    """Loads a model with the run's settings, and prints what proves that it computes packed rows exactly.
+    Raises ModelError if it does not."""
     loaded, outcome = load_and_prove(model, device=setup.device, strategy=setup.strategy, adapter=adapter)
     for note in loaded.notes:
         setup.console.print(note)
@@ -416,7 +393,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         state = "its run is finished, so train has nothing to do" if run.is_finished else "a run can use it"
         found.append(f"output_dir: {run.root}, {state}")
     budget = recipe.packing.token_budget
-    longest_row = max(budget, _reference_budget(recipe.reference.token_budget, budget, device))
+    longest_row = max(budget, reference_token_budget(recipe.reference.token_budget, budget, device))
     models: list[ModelFacts] = []
     for key, path in (("model.path", recipe.model.path), ("reference.path", recipe.reference.path)):
         with step():

@@ -35,7 +35,7 @@ from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.run.models import CPU, resolve_model
 from dpo_pack.run.pairs import plan_settings
-from dpo_pack.run.setup import prepare_tokenizer, require_pairs
+from dpo_pack.run.setup import NO_PAIRS, prepare_tokenizer
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 from dpo_pack.system.process import printable
 
@@ -59,7 +59,8 @@ def show_recipe(
     Raises RecipeError for an online recipe, or if no source has one of the rows; DataError if a source cannot
     be read, has no rows, or has an image that changes meanwhile; ModelError if the tokenizer lacks a feature.
     """
-    require_pairs(is_online=recipe.online is not None)
+    if recipe.online is not None:
+        raise RecipeError(NO_PAIRS)
     data, images = recipe.data, None
     try:  # any device: only the config is used
         facts = resolve_model(recipe, CPU)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ from dpo_pack.model.shape import model_shape
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import BudgetSearch, fill_cache, find_work
-from dpo_pack.run.setup import Setup
+from dpo_pack.run.setup import reference_token_budget
 from dpo_pack.system.files import read_json
 
 
@@ -93,8 +91,7 @@ def test_memory_that_runs_out_later_is_told_and_remembered(
 
 
 def budget(recipe: Recipe, device: torch.device) -> int:
-    value: Any = Setup.reference_token_budget
-    return int(value.fget(SimpleNamespace(recipe=recipe, device=device)))
+    return reference_token_budget(recipe.reference.token_budget, recipe.packing.token_budget, device)
 
 
 @pytest.mark.gpu
