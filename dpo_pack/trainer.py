@@ -17,10 +17,9 @@ For DPO (`loss.type: sigmoid`, losses/contrastive.py), pi and ref are the summed
 
     l(pair) = -log sigmoid(beta * ((pi_chosen - ref_chosen) - (pi_rejected - ref_rejected)))
 
-Words: the `model` has the weights. The `scorer` (model/scorer.py) computes the log-probs of a row with them;
-clipping, the optimizer and forward passes without gradients use it. The `policy` is the scorer as all ranks
-run it together: forward passes that need gradients call it. The reference's log-probs come with the batch,
-from the run's reference.parquet, or a reference model computes them in each step (training/references.py).
+The `scorer` computes the log-probs of a row with the weights of the `model`. The `policy` is the scorer as
+all ranks run it together: forward passes that need gradients call it. The reference's log-probs come with the
+batch, from the run's reference.parquet, or a reference model computes them in each step.
 
 A *place* is a point from which a run can resume: it holds the step, the length of metrics.jsonl and the state
 of the source of batches, not the weights. An *idle row* has a gradient of zero. A rank computes an idle row
@@ -82,14 +81,8 @@ from dpo_pack.run.run_dir import (
     way_on,
 )
 from dpo_pack.run.samples import Sampler
-from dpo_pack.run.setup import (
-    Setup,
-    load_moving_reference,
-    load_policy,
-    prepare,
-    print_columns_not_read,
-)
-from dpo_pack.run.state import TrainState, find_selection, is_multiple
+from dpo_pack.run.setup import Setup, load_moving_reference, load_policy, prepare, print_columns_not_read
+from dpo_pack.run.state import TrainState, ends_run, find_selection, is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.console import TrainingLines, format_seconds, keep_log, shown
 from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
@@ -234,12 +227,18 @@ class Trainer:
         self.policy = distribute_policy(
             self.loaded.scorer, setup.strategy, setup.accelerator, stays_gathered=gathers_once
         )
-        self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=setup.device)
         self.clock = PhaseClock(device=setup.device)
         self.sampler = Sampler(setup, self.loaded.scorer, run.samples)
         self.log = self.open_log(begun, self.load_checkpoint())
         describe_run(setup, self.loaded, first_plan, num_steps=self.source.num_steps)
-        self.measure_memory() if dry_run else self.write_first_files()
+        if dry_run:
+            self.measure_memory()
+        else:
+            ranks.first_does(self.write_first_files)
+            if ranks.num_ranks() > 1:
+                ranks.require_shared(run.root, "output_dir")
+            if recipe.logging.trackers:
+                self.begin_tracking()
         self.make_evaluator_and_saver()
         release_memory()
         self.log.reference_seconds = seconds
@@ -374,7 +373,7 @@ class Trainer:
                 initial_loss=initial_loss(self.objective, train, [name for name, _ in recipe.loss.terms]),
                 router_aux_coef=0.0 if balance is None else balance.coefficient,
             ),
-            guard=self.guard,
+            guard=NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=setup.device),
             lines=TrainingLines(self.console, num_steps=self.source.num_steps),
             pairs=PairLog(
                 directory=self.run.pairs,
@@ -395,17 +394,6 @@ class Trainer:
             row = self.pairs.builder.build(largest_row(self.pairs.first_plan, rank=ranks.rank())).row
             print_measured_memory(self.policy, self.state.optimizer, row, self.setup.device, self.console)
 
-    def write_first_files(self) -> None:
-        """Writes the files that describe the run, cuts off what an earlier process wrote later than the
-        checkpoint, and starts trackers. The other ranks go on when rank 0 has written the files."""
-        run, recipe = self.run, self.recipe
-        with ranks.first_goes_first():
-            ranks.only_first(self._describe_in_files)
-        if ranks.num_ranks() > 1:
-            ranks.require_shared(run.root, "output_dir")
-        if recipe.logging.trackers:
-            self.begin_tracking()
-
     def begin_tracking(self) -> None:
         run, setup, recipe = self.run, self.setup, self.recipe
         if "tracking_id" not in run.info:  # it stays the same each time the run resumes
@@ -424,7 +412,9 @@ class Trainer:
         if mlflow_run is not None:
             run.update(mlflow_run=mlflow_run)
 
-    def _describe_in_files(self) -> None:
+    def write_first_files(self) -> None:
+        """Writes the files that describe the run, and cuts off what an earlier process wrote later than the
+        checkpoint; on rank 0."""
         run, setup = self.run, self.setup
         fingerprints = dict(self.identity.fingerprints)
         begin_run(run, dump_recipe(setup.recipe), str(setup.device))
@@ -492,7 +482,7 @@ class Trainer:
         state, log, every_steps = self.state, self.log, self.recipe.train.eval_every_steps
         batches = iter(self.source)
         log.begin_step()
-        while not self.evaluator.ends_run(state):
+        while not ends_run(self.selection, state.standing):
             self.interruption.poll()
             with self.interruption.lifted():  # no step has begun, so a signal ends the run at once
                 batch = next(batches, None)
@@ -544,7 +534,8 @@ class Trainer:
         grad_norm = clip_gradients(state.scorer, self.recipe.optim.max_grad_norm)
         learning_rate = float(state.scheduler.get_last_lr()[0])
         losses = column(values, "loss")
-        self.guard.check(state.step + 1, losses, grad_norm, batch.pair_indices, optimizer)  # may block `step`
+        # may block `step`
+        self.log.guard.check(state.step + 1, losses, grad_norm, batch.pair_indices, optimizer)
         state.step += 1  # first: an error while the parameters change must not save them
         optimizer.step()
         state.scheduler.step()
@@ -620,7 +611,7 @@ class Trainer:
         """
         run, state, saver = self.run, self.state, self.saver
         best = saver.best_evaluation()
-        stopped_early = self.evaluator.ends_run(state)
+        stopped_early = ends_run(self.selection, state.standing)
         if stopped_early:
             self.console.print(self.evaluator.stop_sentence(state))
         failure = self.evaluator.failure_sentence(state)
@@ -644,7 +635,7 @@ class Trainer:
     def write_results(self, best: dict[str, Any] | None, *, stopped_early: bool) -> dict[str, Tensor]:
         """Writes samples, model and facts of a finished run; returns the tensors in the model's files."""
         run, state, log, saver = self.run, self.state, self.log, self.saver
-        self.sampler.write(saver.load_exported())
+        self.sampler.write(saver.load_exported(), at_end=True)
         with shown(self.console, "Writing the model"):
             saved = saver.exporter.export(run.model)
         if turn_end := saver.exporter.turn_end()[1]:

@@ -18,7 +18,7 @@ import copy
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,8 @@ class Exporter:
     setup: Setup
     loaded: LoadedModel
     samples: Path  # samples.jsonl
-    say: Callable[[str], object]
-    facts: Callable[[], tuple[dict[str, Any], dict[str, Any]]]  # totals, the latest evaluation
+    totals: dict[str, Any]
+    evaluation: dict[str, dict[str, Any]]  # the latest, by held-out set
 
     def export(self, target: Path) -> dict[str, Tensor]:
         """Writes the policy as a model that transformers, PEFT or vLLM can load; returns rank 0's tensors."""
@@ -174,7 +174,7 @@ class Exporter:
             local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors}
             beyond = next(filter(None, ranks.every_rank_says(find_beyond(local, dtype))), None)
             if beyond is not None:
-                self.say(
+                self.setup.console.print(
                     f"Warning: export.dtype: {beyond} has values beyond float16, so the model is written in "
                     "float32; export.dtype: bfloat16 writes two bytes a weight"
                 )
@@ -186,8 +186,9 @@ class Exporter:
         dtype, facts = self.export_dtype(), self.setup.policy_facts
         if dtype is None or dtype.itemsize >= facts.precision.parameters.itemsize or self.loaded.adapter:
             return
-        known = [one["rewards/margins"] for one in self.facts()[1].values() if "rewards/margins" in one]
-        self.say(round_and_measure(self.loaded, dtype, self.setup, known, key="export.dtype: float32"))
+        known = [one["rewards/margins"] for one in self.evaluation.values() if "rewards/margins" in one]
+        line = round_and_measure(self.loaded, dtype, self.setup, known, key="export.dtype: float32")
+        self.setup.console.print(line)
 
     def read_back_job(self, directory: Path, saved: dict[str, Tensor]) -> dict[str, Any]:
         """Returns what a process needs to compare the export with the policy; every rank must call it."""
@@ -209,13 +210,12 @@ class Exporter:
         )
 
     def _card(self) -> str:
-        adapter, (totals, evaluation) = self.loaded.adapter, self.facts()
         return model_card(
             self.setup.recipe,
-            totals=totals,
-            evaluation=evaluation,
+            totals=self.totals,
+            evaluation=self.evaluation,
             samples=before_and_after(self.samples),
-            adapter_base=None if adapter is None else adapter.base,
+            adapter_base=None if self.loaded.adapter is None else self.loaded.adapter.base,
             is_chat=self.setup.tokenizer.chat_template is not None,
             note=self.turn_end()[1],
         )
@@ -242,8 +242,8 @@ class Saver:
             setup=self.setup,
             loaded=self.loaded,
             samples=self.run.samples,
-            say=self.setup.console.print,
-            facts=lambda: (self.log.totals(self.state), self.state.evaluation),
+            totals=self.log.totals(self.state),
+            evaluation=self.state.evaluation,
         )
 
     def read_back_job(self, saved: dict[str, Tensor]) -> dict[str, Any]:
@@ -254,9 +254,11 @@ class Saver:
 
     def mark_place(self) -> None:
         """Makes the present step the place. When a checkpoint of it is written, the run can resume there."""
-        offset, crc32 = self.log.written
-        source = self.state.source.state_dict()
-        self.place = Place(step=self.state.step, metrics_offset=offset, metrics_crc32=crc32, source=source)
+        metrics, source = self.log.file, self.state.source.state_dict()
+        assert metrics is not None
+        self.place = Place(
+            step=self.state.step, metrics_offset=metrics.offset, metrics_crc32=metrics.crc32, source=source
+        )
 
     def begin(self) -> None:
         """Marks the place where this process begins to train: step 0, or the checkpoint that it resumes.
@@ -285,7 +287,7 @@ class Saver:
         """Whether a checkpoint is due: by `checkpoint.every_steps`, or because the evaluation after this step
         is among the best (`checkpoint.keep_best`)."""
         step, settings = self.state.step, self.setup.recipe.checkpoint
-        is_best = step in self.state.standing.best_steps[: settings.keep_best]
+        is_best = step in dict(self.state.standing.best[: settings.keep_best])
         return step > 0 and (is_best or is_multiple(step, settings.every_steps))
 
     def save(self) -> None:
@@ -424,13 +426,17 @@ def _export_checkpoint(run: Path, checkpoint: Path, target: Path, console: Conso
     ):
         raise RunError(f"{checkpoint}: {facts.path} has changed since the run began; put back what it was")
     load_trained(checkpoint, loaded.scorer)
-    totals = {"steps": counters.step, "pairs": counters.num_pairs, "tokens": counters.num_tokens}
     exporter = Exporter(
-        setup=setup,
+        setup=replace(setup, console=console),
         loaded=loaded,
         samples=run / PARTS["samples"],
-        say=console.print,
-        facts=lambda: ({**totals, "train_seconds": counters.train_seconds}, counters.evaluation),
+        totals={
+            "steps": counters.step,
+            "pairs": counters.num_pairs,
+            "tokens": counters.num_tokens,
+            "train_seconds": counters.train_seconds,
+        },
+        evaluation=counters.evaluation,
     )
     temporary, how = ranks.first_says(path_aside(target)), "not verified, as export.verify says"
     try:

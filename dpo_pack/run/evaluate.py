@@ -119,18 +119,12 @@ class Evaluator:
     sampler: Sampler
 
     def evaluate(self, state: TrainState, log: RunLog) -> None:
-        """Computes the metrics of every held-out set; writes them to metrics.jsonl and `state`.
-
-        If the run is stopped during the evaluation, `state.owes_evaluation` stays true.
-        """
+        """Computes the metrics of every held-out set; writes them to metrics.jsonl and `state`."""
         begun = time.monotonic()
         evaluation: dict[str, dict[str, Any]] = {}
         results = []
         for held_out in evaluate_sets(
-            self.setup,
-            state.scorer,
-            self.reference,
-            between_rows=self.interruption.poll,
+            self.setup, state.scorer, self.reference, between_rows=self.interruption.poll
         ):
             results.append(held_out)
             evaluation[held_out.name] = result = held_out.record
@@ -150,15 +144,12 @@ class Evaluator:
             evaluation[name] = result
             log.write_evaluation(state.step, name, result, win_rate_sentence(result))
         with self.interruption.lifted():
-            self.sampler.at_evaluation(state.step)
+            self.sampler.write(state.step)
         state.evaluation, state.owes_evaluation = evaluation, False
         if self.selection is not None:
             compared = {**evaluation, **{held_out.name: held_out.compared for held_out in results}}
             state.standing = judge(state.standing, self.selection, compared, step=state.step)
         log.eval_seconds += time.monotonic() - begun
-
-    def ends_run(self, state: TrainState) -> bool:
-        return self.selection is not None and self.selection.stops(state.standing)
 
     def stop_sentence(self, state: TrainState) -> str:
         assert self.selection is not None

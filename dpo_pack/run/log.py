@@ -59,12 +59,6 @@ class RunLog:
         with contextlib.closing(log) as self.file, self.lines.moving():
             yield
 
-    @property
-    def written(self) -> tuple[int, int]:
-        """The present length of metrics.jsonl in bytes, and the CRC-32 of these bytes."""
-        assert self.file is not None
-        return self.file.offset, self.file.crc32
-
     def begin_step(self) -> None:
         """Starts the clock of the next step. The time to build the step's rows counts too."""
         self.step_begun = time.monotonic()

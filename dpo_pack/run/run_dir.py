@@ -129,12 +129,10 @@ def only_run(root: Path, what: str = "") -> Iterator[None]:
 
 
 def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
-    """Decides whether the run is new, resumed or finished. Writes nothing.
-
-    Raises RunError if the recipe cannot use `output_dir` or `checkpoint.resume`.
-    """
+    """Decides whether the run is new, resumed or finished; raises RunError if the recipe cannot use
+    `output_dir` or `checkpoint.resume`. Writes nothing."""
     root, resume = recipe.output_dir, recipe.checkpoint.resume
-    _refuse_to_replace_inputs(recipe)
+    _refuse_to_replace_inputs(root, _inputs(recipe))
     # None: the file is missing, or no run wrote it.
     info = None if read_json(root / INFO_FILE, _Info) is None else read_json(root / INFO_FILE)
     checkpoint = None if resume in ("auto", "never") else Path(resume)
@@ -359,9 +357,8 @@ def _inputs(recipe: Recipe) -> dict[str, str | None]:
     }
 
 
-def _refuse_to_replace_inputs(recipe: Recipe) -> None:
+def _refuse_to_replace_inputs(root: Path, named: dict[str, str | None]) -> None:
     """Raises RunError if a file that the recipe reads lies where the run writes, and so would be replaced."""
-    named = _inputs(recipe)
     for key, path in list(named.items()):
         base = None if path is None else read_json(Path(path) / "adapter_config.json")
         named[f"the adapter of {key}"] = (base or {}).get("base_model_name_or_path")
@@ -369,7 +366,7 @@ def _refuse_to_replace_inputs(recipe: Recipe) -> None:
         if not isinstance(path, str) or not os.path.exists(path):
             continue
         for name in (*PARTS.values(), RECIPE_FILE, INFO_FILE):
-            if Path(path).resolve().is_relative_to((recipe.output_dir / name).resolve()):
+            if Path(path).resolve().is_relative_to((root / name).resolve()):
                 raise RunError(
                     f"output_dir: this run would replace {path}, which {key} names; use another output_dir"
                 )

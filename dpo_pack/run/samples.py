@@ -109,20 +109,17 @@ class Sampler:
         if self.path.exists():
             self._write([sample for sample in read_samples(self.path) if sample.step <= step])
 
-    def at_evaluation(self, step: int) -> None:
-        """Writes samples if they are due at the evaluation after `step`, see `write`."""
-        recipe = self.setup.recipe
-        often = recipe.logging.samples and recipe.logging.samples.every_evals
-        if step == 0 or (often and step % (often * (recipe.train.eval_every_steps or 1)) == 0):
-            self.write(step)
-
-    def write(self, step: int) -> None:
-        """Writes the completions of the policy after `step`, unless they are written. All ranks must call it.
+    def write(self, step: int, *, at_end: bool = False) -> None:
+        """Writes the completions of the policy after `step`, unless they are written: `at_end`, or if they
+        are due at the evaluation after this step. All ranks must call it.
 
         An error of generation or of the disk is printed and ends the samples, but not the run.
         """
         setup = self.setup
         settings = setup.recipe.logging.samples or SamplesRecipe()
+        every_steps = (settings.every_evals or 0) * (setup.recipe.train.eval_every_steps or 0)
+        if not (at_end or step == 0 or (every_steps and step % every_steps == 0)):
+            return
         written = read_samples(self.path)
         is_due = bool(self.prompts) and all(sample.step != step for sample in written)
         # Rank 0 says whether all generate: it alone knows the file, and errors of the disk.

@@ -1,6 +1,6 @@
 """The values that a run remembers: what changes while it trains, what identifies it, and where it can go on.
 
-`Standing` holds the evaluations so far; `judge` updates it, and `Selection.stops` ends the run early. A
+`Standing` holds the evaluations so far; `judge` updates it, and `ends_run` ends the run early. A
 checkpoint holds it, so a resumed run ends at the same step as a run that was not interrupted.
 """
 
@@ -41,10 +41,6 @@ class Selection:
         """Whether `value` is better than `other`, and by more than `by`."""
         return value < other - by if self.lower_is_better else value > other + by
 
-    def stops(self, standing: Standing) -> bool:
-        """Whether `patience` evaluations in `standing` had no improvement, so the run must end."""
-        return self.patience is not None and standing.num_since_improvement >= self.patience
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
@@ -61,10 +57,8 @@ class Standing:
 
 
 def find_selection(recipe: Recipe, eval_sets: Sequence[str]) -> Selection | None:
-    """Returns the recipe's settings for comparing evaluations; None if nothing is held out.
-
-    Raises RecipeError if the recipe names a held-out set that does not exist.
-    """
+    """Returns how the recipe compares evaluations; None if nothing is held out. Raises RecipeError if it
+    names another held-out set."""
     if not eval_sets:
         return None
     wanted, stopping = recipe.checkpoint.eval_set, recipe.train.early_stopping
@@ -80,6 +74,12 @@ def find_selection(recipe: Recipe, eval_sets: Sequence[str]) -> Selection | None
         patience=None if stopping is None else stopping.patience,
         min_delta=0.0 if stopping is None else stopping.min_delta,
     )
+
+
+def ends_run(selection: Selection | None, standing: Standing) -> bool:
+    """Whether `patience` evaluations in `standing` had no improvement, so the run must end."""
+    patience = None if selection is None else selection.patience
+    return patience is not None and standing.num_since_improvement >= patience
 
 
 def judge(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.tiny_recipe import changed_keys, load, message_of
 
-from dpo_pack.run.state import Selection, Standing, find_selection, judge
+from dpo_pack.run.state import Selection, Standing, ends_run, find_selection, judge
 from dpo_pack.system.errors import RecipeError
 
 JUDGES = ("data.eval=held.jsonl", "train.eval_every_steps=5")
@@ -24,7 +24,7 @@ def after(
     for step, value in enumerate(values, start=1):
         record = {} if value is None else {selection.metric: value}
         standing = judge(standing, selection, {"held": record, "other": {"loss": 0.0}}, step=10 * step)
-        stops.append(selection.stops(standing))
+        stops.append(ends_run(selection, standing))
     return standing, stops
 
 

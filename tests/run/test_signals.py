@@ -171,9 +171,9 @@ def test_ranks_begin_no_step_after_one_of_them_got_a_signal(monkeypatch: pytest.
         interruption=interruption,
         source=batches,
         recipe=SimpleNamespace(train=SimpleNamespace(eval_every_steps=None)),
-        state=SimpleNamespace(step=4),
+        state=SimpleNamespace(step=4, standing=None),
         log=SimpleNamespace(begin_step=lambda: None),
-        evaluator=SimpleNamespace(ends_run=lambda state: False),
+        selection=None,
     )
     with interruption.deferred(), pytest.raises(Interrupted):
         train_module.Trainer.take_steps(trainer, None)
