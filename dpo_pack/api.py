@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,11 +105,8 @@ class Evaluation:
 class Completions:
     """What models answer to the same prompts."""
 
-    rows: list[dict[str, str]]  # source (the held-out set of the prompt), prompt, model, completion
-
-    def __repr__(self) -> str:
-        models = dict.fromkeys(row["model"] for row in self.rows)
-        return f"Completions({', '.join(models)}: {len(self.rows)} rows)"
+    # source (the held-out set of the prompt), prompt, model, completion
+    rows: list[dict[str, str]] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +115,8 @@ class ReferenceLogps:
 
     num_cached: int
     num_computed: int
-    sets: dict[str, tuple[list[int], list[list[float]]]]  # rows in the data; nats of (chosen, rejected)
+    # rows in the data; nats of (chosen, rejected)
+    sets: dict[str, tuple[list[int], list[list[float]]]] = field(repr=False)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -129,10 +127,6 @@ class ReferenceLogps:
             for name, found in self.sets.items()
             for row, logps in zip(*found, strict=True)
         ]
-
-    def __repr__(self) -> str:
-        counts = f"{self.num_cached:,} cached, {self.num_computed:,} computed"
-        return f"ReferenceLogps({', '.join(self.sets)}: {counts})"
 
 
 def train(

@@ -22,8 +22,7 @@ CacheDir = Annotated[
 
 @cache_app.command("list")
 def list_namespaces(
-    cache_dir: CacheDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    cache_dir: CacheDir = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """List models with cached log-probs, and how many."""
     from dpo_pack.reference.cache import default_cache_directory

@@ -481,9 +481,7 @@ def recipe_command(
 
 
 @app.callback(invoke_without_command=True)
-def common(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
+def common(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Handles the options that stand before a command."""
     if version:
         say(f"dpo-pack {dpo_pack.__version__}")

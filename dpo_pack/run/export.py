@@ -48,14 +48,7 @@ from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import pair_sums
 from dpo_pack.proofs.start_up import FLOAT32_BOUND, distance_of_row
-from dpo_pack.recipe.load import (
-    INFO_FILE,
-    TOKENIZER_FILES,
-    Recipe,
-    dump_recipe,
-    load_recipe,
-    source_names,
-)
+from dpo_pack.recipe.load import INFO_FILE, TOKENIZER_FILES, Recipe, dump_recipe, load_recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.reference.cache import default_cache_directory
 from dpo_pack.run.checkpoint_files import MODEL
@@ -102,11 +95,7 @@ def export_model(
 
 
 def _write_model(
-    loaded: LoadedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-    card: str,
-    **settings: Any,
+    loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, card: str, **settings: Any
 ) -> dict[str, Tensor]:
     """Creates and fills `directory`; `settings` are those of `save_model`."""
     directory.mkdir()

@@ -37,13 +37,7 @@ from dpo_pack.model.shape import tower_weights
 from dpo_pack.packing.lengths import IntArray, ModelShape
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.schema import why_not_sharded
-from dpo_pack.run.models import (
-    STATE_SHARE,
-    StateBytes,
-    available_memory,
-    num_gradients,
-    training_bytes,
-)
+from dpo_pack.run.models import STATE_SHARE, StateBytes, available_memory, num_gradients, training_bytes
 from dpo_pack.run.setup import Setup, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count

@@ -58,10 +58,7 @@ def row_builder(
 def offline_source(
     recipe: Recipe, data: Data, facts: ModelFacts, *, device: torch.device = CPU, equal_rows: bool = False
 ) -> OfflineSource:
-    """Returns the source of global batches. Its first epoch is planned; it has no reference log-probs yet.
-
-    With `equal_rows` all ranks compute the same number of rows.
-    """
+    """Returns the source of global batches. Its first epoch is planned; it has no reference log-probs yet."""
     table, lengths = data.train, pair_lengths(data.train, facts.shape)
     if not facts.is_packed:
         row_costs = lengths.padded_tokens().astype(np.float64)
@@ -325,7 +322,5 @@ def _budget_search(setup: Setup, model: ModelFacts) -> BudgetSearch:
         return True
 
     return BudgetSearch(
-        memo_path=model.cache_dir / "reference_budgets.json",
-        key=namespace_digest(setting),
-        is_exact=is_exact,
+        memo_path=model.cache_dir / "reference_budgets.json", key=namespace_digest(setting), is_exact=is_exact
     )

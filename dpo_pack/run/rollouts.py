@@ -115,11 +115,7 @@ def _vllm_generator(setup: Setup, loaded: LoadedModel) -> VllmGenerator:
     )
     engine.take_weights(checkpoint_tensors(loaded.model, has_adapter=loaded.adapter is not None))
     difference = prove_agreement(
-        engine,
-        loaded.scorer,
-        prompts[0].ids,
-        max_new_tokens=online.max_new_tokens,
-        dtype=dtype,
+        engine, loaded.scorer, prompts[0].ids, max_new_tokens=online.max_new_tokens, dtype=dtype
     )
     setup.console.print(
         f"vLLM {engine.version}: has the policy's weights; log-probs differ by {difference:.1e} nats a token"
