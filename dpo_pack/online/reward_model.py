@@ -1,7 +1,7 @@
 """A judge that scores with a sequence classifier with one output. Packed rows hold each prompt only once.
 
-A score is the output at the last token, but a row gives hidden states only where they predict a token. So
-the judge appends a token to each sequence; attention is causal, so that changes no score.
+A score is the output at the last token, but a row gives hidden states only where they predict a token. So the
+judge appends a token to each sequence, which changes no score.
 
 Legend: n completions of a prompt, S sequences of a row, D hidden size.
 """
@@ -25,7 +25,6 @@ from dpo_pack.model.config import (
     own_attention,
     replace_settings,
 )
-from dpo_pack.model.fast_layers import stock_layers
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.load_report import check_report, whole_reports
 from dpo_pack.model.loading import load_config, load_errors, quiet_transformers
@@ -34,10 +33,9 @@ from dpo_pack.model.scorer import CompletionLogps, Precision
 from dpo_pack.online.interface import Failure, Rollout, Scores
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.packing.lengths import Group, common_prefix_length
-from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
-from dpo_pack.proofs.recurrence import prove_recurrence
-from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, ProofOutcome, proof_groups, proof_row
-from dpo_pack.proofs.start_up import distance_from_stock, eager_attention
+from dpo_pack.proofs.recurrence import prove_layers
+from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, ProofOutcome, proof_row, random_groups
+from dpo_pack.proofs.start_up import as_published, distance_from_stock
 from dpo_pack.system.errors import ModelError, first_line
 
 TokenIds = npt.NDArray[np.int32]
@@ -116,8 +114,8 @@ class RewardModelJudge:
 
 
 def as_groups(sequences: Sequence[TokenIds]) -> list[Group]:
-    """Appends a token to each of a prompt's sequences. Returns one Group, with their common beginning
-    once, or one Group for each sequence, if they begin with different tokens."""
+    """Appends a token to each of a prompt's sequences. Returns one Group, with their common beginning once,
+    or one for each sequence, if they begin with different tokens."""
     shared = common_prefix_length(sequences)
     appended = np.zeros(1, dtype=np.int32)
     if shared == 0:
@@ -146,7 +144,6 @@ def load_reward_model(
     is_strict: bool = True,
 ) -> RewardModelJudge:
     """Loads the classifier at `path`, for packed rows or padded batches. `is_strict`: it uses all tensors.
-
     Raises ModelError when it cannot be loaded, gives no single score at the last token, or cannot be packed.
     """
     config = load_config(path, revision=None, trust_remote_code=trust_remote_code, recipe_key=recipe_key)
@@ -209,20 +206,12 @@ def load_reward_model(
 def prove_reward_model(judge: RewardModelJudge, recipe_key: str) -> None:
     """Proves on small rows that packing or padding changes no score. Raises UnsupportedModelError."""
     scorer, device = judge.backbone, judge.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        groups = proof_groups(int(scorer.model.config.get_text_config().vocab_size))
-        proved, proofs = f"{recipe_key}: padded batches", []
-        if scorer.backend is not None:
-            calls, wiring = prove_wiring(scorer, groups, device, compute=judge.row_scores)
-            proofs = [wiring]
-            if wiring.passed:
-                proofs += prove_kernel(scorer, calls, device)
-                if scorer.num_recurrent_calls:
-                    proofs.append(prove_recurrence(scorer, groups, device, compute=judge.row_scores))
-            proved = f"{recipe_key}: packed rows"
+    is_packed = scorer.backend is not None
+    with random_groups(scorer, device) as groups:
+        proofs = prove_layers(scorer, groups, device, compute=judge.row_scores) if is_packed else []
         if all(proof.passed for proof in proofs):
             proofs.append(_prove_scores(judge, groups))
+    proved = f"{recipe_key}: {'packed rows' if is_packed else 'padded batches'}"
     ProofOutcome(what=proved, proofs=tuple(proofs), seconds=0.0, is_remembered=False).raise_failure()
 
 
@@ -236,7 +225,7 @@ def _prove_scores(judge: RewardModelJudge, groups: Sequence[Group]) -> Proof:
     inputs = [torch.from_numpy(ids).to(judge.device)[None] for prompt in prompts for ids in prompt]
 
     def alone() -> Tensor:  # [S]
-        with eager_attention(scorer.model), stock_layers(scorer.model), scorer.autocasting(judge.device):
+        with as_published(scorer.model), scorer.autocasting(judge.device):
             scores = [scorer.model(input_ids=ids, use_cache=False).logits.flatten() for ids in inputs]
         return torch.cat(scores).double()
 

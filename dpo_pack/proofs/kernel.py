@@ -28,7 +28,7 @@ _FLOAT32_BOUND = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeamCall:
-    """The settings with which one attention layer called the kernel."""
+    """How one attention layer called the kernel."""
 
     num_heads: int
     num_kv_heads: int
@@ -80,11 +80,11 @@ def prove_wiring(
     *,
     compute: Callable[[Row], object] | None = None,
 ) -> tuple[list[SeamCall], Proof]:
-    """Proves that each layer calls our attention once, with the window, softcap and sinks of the config.
+    """Proves that each layer calls our attention once, with the window, softcap and sinks of the config:
+    log-probs of short rows cannot show that a window is missing, and rounding may hide a sink. Returns the
+    calls, too.
 
-    The calls are recorded, because log-probs of short rows cannot show that a window is missing, and rounding
-    may hide a sink. `compute`, if given, runs a row instead of the scorer's own forward.
-    """
+    `compute`, if given, runs a row instead of the scorer's own forward."""
     calls, error = _record_calls(scorer, proof_row(scorer, groups, device), compute or scorer)
     needs, expected = attention_needs(scorer.model.config), layer_windows(scorer.model.config)
     windows = [effective_window(call.window, scorer.model.config) for call in calls]
@@ -115,17 +115,6 @@ def prove_wiring(
     return calls, proof
 
 
-def prove_kernel(scorer: CompletionLogps, calls: Sequence[SeamCall], device: torch.device) -> list[Proof]:
-    """Proves the attention kernel's output and gradients, for each kind of call; [] without calls."""
-    assert scorer.backend is not None
-    if not calls:
-        return []
-    kinds = dict.fromkeys(calls)  # in the order of layers: the same random inputs in every process
-    measured = [kernel_error(scorer.backend, call, scorer.compute_dtype, device) for call in kinds]
-    remedy = "set model.attention: sdpa, and report GPU, torch and kernel versions"
-    return [error_proof("kernel", measured, "on random inputs", remedy)]
-
-
 def error_proof(name: str, measured: Iterable[tuple[float, float]], where: str, remedy: str) -> Proof:
     """Returns the proof whose number is the worst of the (error, bound) in `measured`."""
     error, bound = worst(measured)
@@ -140,9 +129,8 @@ def kernel_error(
 ) -> tuple[float, float]:
     """Returns (error, bound) of the output or the gradient with the largest ratio of error to bound.
 
-    An error is the norm of the difference from the fp32 result, divided by the norm of that result. In low
-    precision the bound is twice the error of `plain_attention` in the same dtype, in fp32 a constant.
-    """
+    An error is relative to the norm of the fp32 result. In low precision the bound is twice the error of
+    `plain_attention` in the same dtype, in fp32 a constant."""
     query_lengths, key_lengths = zip(*_PROOF_SEGMENTS, strict=True)
     segments = make_segments(query_lengths, key_lengths, device)
     kv_heads = min(2, call.num_kv_heads)

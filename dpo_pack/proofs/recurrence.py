@@ -21,8 +21,8 @@ from dpo_pack.model.recurrence import RecurrentCall, RowFunction
 from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.kernel import error_proof, relative_errors, worst
-from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, proof_groups, proof_row, replaced
+from dpo_pack.proofs.kernel import error_proof, kernel_error, prove_wiring, relative_errors, worst
+from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, proof_row, random_groups, replaced
 from dpo_pack.system.errors import first_line
 
 # Tensors of a call by the position of an argument or the name of an option.
@@ -43,36 +43,40 @@ _KERNEL_ROUNDINGS = 4.0
 
 
 @torch.no_grad()
-def prove_recurrence(
+def prove_layers(
     scorer: CompletionLogps,
     groups: Sequence[Group],
     device: torch.device,
     *,
     compute: Callable[[Row], object] | None = None,
-) -> Proof:
-    """Proves output and gradients of each kind of recurrent call on the model's inputs.
-
-    `compute`, if given, runs a row instead of the scorer's own forward.
-    """
-    run = scorer.recurrence or RecurrentCall.run
-    calls = _kinds_of_calls(scorer, groups, device, compute or scorer)
-    measured = [recurrence_error(call, run, device) for call in calls]
-    return error_proof("recurrence", measured, "of recurrent layers", PADDED_REMEDY)
+) -> list[Proof]:
+    """Proves that layers call our functions (the first proof; if it fails, the only one), and that these are
+    right. `compute`, if given, runs a row instead of the scorer's own forward."""
+    assert scorer.backend is not None
+    calls, wiring = prove_wiring(scorer, groups, device, compute=compute)
+    proofs, dtype = [wiring], scorer.compute_dtype
+    if wiring.passed and calls:
+        kinds = dict.fromkeys(calls)  # in the order of layers: the same random inputs in every process
+        measured = [kernel_error(scorer.backend, call, dtype, device) for call in kinds]
+        remedy = "set model.attention: sdpa, and report GPU, torch and kernel versions"
+        proofs.append(error_proof("kernel", measured, "on random inputs", remedy))
+    if wiring.passed and scorer.num_recurrent_calls:
+        run = scorer.recurrence or RecurrentCall.run
+        of_recurrent_layers = _kinds_of_calls(scorer, groups, device, compute or scorer)
+        measured = [recurrence_error(call, run, device) for call in of_recurrent_layers]
+        proofs.append(error_proof("recurrence", measured, "of recurrent layers", PADDED_REMEDY))
+    return proofs
 
 
 @torch.no_grad()
 def take_kernels(scorer: CompletionLogps, device: torch.device) -> list[str]:
-    """Lets the scorer's recurrent layers use the kernels of `KERNELS` that are installed and right.
-
-    Each is compared with the family's own functions, as in `prove_recurrence`. Returns a line for each
-    function that the layers call: the kernel, or the reason why the layers keep the torch function.
-    """
+    """Lets the scorer's recurrent layers use the kernels of `KERNELS` that are installed and right, as
+    compared with the family's own functions. Returns a line for each function that the layers call: the
+    kernel, or why not."""
     if scorer.backend is None or not scorer.num_recurrent_calls:
         return []
     lines = []
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        groups = proof_groups(int(scorer.model.config.get_text_config().vocab_size))
+    with random_groups(scorer, device) as groups:
         calls = _kinds_of_calls(scorer, groups, device, scorer)
         for name in dict.fromkeys(call.name for call in calls):
             kernel = KERNELS[name]
@@ -122,10 +126,9 @@ def recurrence_error(
 ) -> tuple[float, float]:
     """Returns (error, bound) of the output or the gradient with the largest ratio of error to bound.
 
-    Errors and bounds are as in `kernel_error`. The family's own function in fp32 gives the exact values,
-    token by token if it can. In low precision the plain computation is the family's own, on chunks of tokens.
-    A kernel of another package may have an error of `_KERNEL_ROUNDINGS`.
-    """
+    The family's own function in fp32 gives the exact values, token by token if it can; in the call's
+    precision it gives the bound, as in `kernel_error`. A kernel of another package may have
+    `_KERNEL_ROUNDINGS`."""
     row = _row_of_lengths(device)
     segments = row.segments
     assert segments is not None and segments.kv_gather is not None

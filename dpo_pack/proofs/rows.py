@@ -88,11 +88,17 @@ def proof_groups(vocabulary: int) -> list[Group]:
     ]
 
 
-def image_groups(scorer: CompletionLogps) -> list[Group]:
-    """Returns random pairs whose prompts have one image, two of one size, and none.
+@contextlib.contextmanager
+def random_groups(scorer: CompletionLogps, device: torch.device) -> Iterator[list[Group]]:
+    """In this context torch draws from seed 0. Yields `proof_groups` for the scorer's model."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield proof_groups(int(scorer.model.config.get_text_config().vocab_size))
 
-    An image is wide enough for two tokens on each side: of a single one, wrong positions would be right.
-    """
+
+def image_groups(scorer: CompletionLogps) -> list[Group]:
+    """Returns random pairs whose prompts have one image, two of one size, and none. An image is wide enough
+    for two tokens on each side: of a single one, wrong positions would be right."""
     vision, config = scorer.vision, scorer.model.config
     assert vision is not None
     height, width = (84, 112) if vision.family.has_axes else (112, 112)  # a square has few tiles
@@ -113,7 +119,7 @@ def image_groups(scorer: CompletionLogps) -> list[Group]:
 
 
 def proof_row(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Row:
-    """Puts all pairs into one row: packed with shared prompts, or padded if `scorer.backend` is None."""
+    """Puts all pairs into one row: packed with shared prompts, or padded if the scorer has no backend."""
     if scorer.backend is None:
         return padded_row(groups, device=device)
     return packed_row(groups, device, share_prompt=True)

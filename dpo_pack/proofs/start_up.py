@@ -1,7 +1,7 @@
 """Proves on small random rows that packing several pairs in a row changes no log-prob on this machine.
 
-Without proofs nobody would see attention leak between pairs: in DPO the first loss is log 2 even with a leak,
-because policy and reference leak in the same way. Each proof runs the real model with training's attention.
+Nobody would see attention leak between pairs: in DPO the first loss is log 2 even with a leak, because policy
+and reference leak in the same way. Each proof runs the real model with training's attention.
 
 Legend: S sequences, each a (context, completion) of token ids, N scored tokens, V vocabulary.
 """
@@ -28,9 +28,8 @@ from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.recurrence import torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.kernel import prove_kernel, prove_wiring
-from dpo_pack.proofs.recurrence import prove_recurrence
-from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, image_groups, pair_sums, proof_groups, proof_row
+from dpo_pack.proofs.recurrence import prove_layers
+from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, image_groups, pair_sums, proof_row, random_groups
 from dpo_pack.system.errors import is_out_of_memory, one_line
 
 # Allowed error of a sequence's log-prob in fp32, in nats.
@@ -46,17 +45,11 @@ def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
 
     Padded batches use the model's own attention, one sequence in each row, so only two proofs run.
     """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        groups = proof_groups(int(scorer.model.config.get_text_config().vocab_size))
-        proofs: list[Proof] = []
+    with random_groups(scorer, device) as groups:
+        proofs = [] if scorer.backend is None else prove_layers(scorer, groups, device)
+        if proofs and not proofs[0].passed:
+            return proofs
         if scorer.backend is not None:
-            calls, wiring = prove_wiring(scorer, groups, device)
-            if not wiring.passed:
-                return [wiring]
-            proofs = [wiring, *prove_kernel(scorer, calls, device)]
-            if scorer.num_recurrent_calls:
-                proofs.append(prove_recurrence(scorer, groups, device))
             proofs.append(prove_isolation(scorer, groups, device))
         proofs += [prove_causality(scorer, groups, device), prove_equivalence(scorer, groups, device)]
         return proofs if scorer.vision is None else [*proofs, prove_images(scorer, device)]
@@ -64,7 +57,6 @@ def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
 
 def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | None:
     """Returns why torch cannot compile the layers or the head; None if it can, or if it is not to compile.
-
     Computes a small row and gradients, which else compile in the first step, perhaps hours after the start.
     """
     if not scorer.is_compiled:
@@ -73,12 +65,7 @@ def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | N
     # The first layer's gradients are enough: to get them, torch runs the backward of all later layers. In a
     # sharded model the graph has the gathered weights, not the shards, so `inputs` cannot name a layer's.
     inputs = None if is_sharded(scorer.model) else trained or None
-    with (
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        torch._dynamo.config.patch(suppress_errors=False),
-    ):
-        torch.manual_seed(0)
-        groups = proof_groups(int(scorer.model.config.get_text_config().vocab_size))
+    with random_groups(scorer, device) as groups, torch._dynamo.config.patch(suppress_errors=False):
         try:
             sums = pair_sums(scorer, groups, device)
             if sums.requires_grad:  # not those of a reference
@@ -102,9 +89,8 @@ def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | N
 def prove_isolation(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
     """Proves that a pair's log-probs depend only on the pair's own tokens.
 
-    In a causal row a leak reaches only tokens behind the changed token. So in a mixture of experts a change
-    before it is noise, and both orders of the pairs are used: the same sequences stand before and behind.
-    """
+    A leak reaches only tokens behind the changed one. So in a mixture of experts a change before it is noise,
+    and both orders of the pairs are used: the same sequences stand before and behind."""
     moved, before, behind = _changes_around(scorer, groups, device)
     if routes_tokens(scorer.model.config):
         _, *others = _changes_around(scorer, groups[::-1], device)
@@ -142,11 +128,9 @@ def _changes_around(
 
 @torch.no_grad()
 def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
-    """Proves that no token sees a later one: a new last token must not change log-probs of earlier tokens.
-
-    One half of the pairs gets new last tokens, then the other. In a mixture of experts, the change of the
-    unchanged half is noise.
-    """
+    """Proves that no token sees a later one: new last tokens, of one half of the pairs and then of the other,
+    must not change log-probs of earlier tokens. In a mixture of experts, the change of the other half is
+    noise."""
     lengths = [len(completion) for group in groups for completion in group.completions]
     whole = scorer(proof_row(scorer, groups, device)).token_logps
     lasts, earlier, others = [], [], []
@@ -176,15 +160,12 @@ def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: to
 
 
 def _leak(scorer: CompletionLogps, changes: Tensor, *, noise: Tensor) -> tuple[float, float, str]:
-    """Returns (measured change, bound, bound in words) for log-probs that should not change.
-
-    In a dense model the largest change counts. In a mixture of experts it is the mean without the largest
-    tenth, because rounding can send a token to other experts.
-    """
-    if not routes_tokens(scorer.model.config):
-        return float(changes.max()), 0.0, "nothing"
-    bound = max(3 * float(noise.mean()), 4 * torch.finfo(scorer.compute_dtype).eps)
+    """Returns (measured change, bound, bound in words) for log-probs that should not change: the largest, or
+    in a mixture of experts the mean without the largest tenth: rounding can send a token to other experts."""
     leaks = float(changes.max())
+    if not routes_tokens(scorer.model.config):
+        return leaks, 0.0, "nothing"
+    bound = max(3 * float(noise.mean()), 4 * torch.finfo(scorer.compute_dtype).eps)
     if math.isfinite(leaks):
         leaks = float(changes.sort().values[: math.ceil(0.9 * len(changes))].mean())
     return leaks, bound, f"<= {bound:.0e}"
@@ -192,9 +173,7 @@ def _leak(scorer: CompletionLogps, changes: Tensor, *, noise: Tensor) -> tuple[f
 
 def _with_change(groups: Sequence[Group], pair: int, part: str) -> list[Group]:
     """Returns the groups with one changed token in one pair: the last of a completion or of the context.
-
-    Lengths of sequences and common prefixes do not change, so the row has the same shape and bits compare.
-    """
+    The row keeps its shape, so bits compare."""
     context, (chosen, rejected) = groups[pair].context.copy(), map(np.copy, groups[pair].completions)
     # The last token of a context is within the shortest sliding window.
     changed, other = {
@@ -212,9 +191,8 @@ def _with_change(groups: Sequence[Group], pair: int, part: str) -> list[Group]:
 def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
     """Proves that a row's log-probs equal those of each sequence alone under the model's own eager attention.
 
-    In low precision, rounding hides a position that is wrong by one in short rows. So if the parameters are
-    fp32, as under autocast by default, the proof runs in fp32 too.
-    """
+    Rounding in 16 bits hides a position that is wrong by one. So if the parameters are fp32, as under
+    autocast by default, the proof runs in fp32 too."""
     numbers, passed = distance_of_row(scorer, groups, device)
     bound = "mean error a token <= 3 x rounding"
     if scorer.compute_dtype == torch.float32:
@@ -261,17 +239,15 @@ def distance_of_row(
     def alone() -> Tensor:
         """Returns [S] float64 log-probs, a sequence in a batch of one, from the model's own full logits."""
         sums = []
-        with eager_attention(scorer.model), stock_layers(scorer.model):
+        with as_published(scorer.model):
             for group, completion in sequences:
-                context = group.context
-                ids = torch.from_numpy(np.concatenate((context, completion)))[None].to(device)
+                begin = len(group.context)
+                ids = torch.from_numpy(np.concatenate((group.context, completion)))[None].to(device)
                 with scorer.autocasting(device):
-                    images = (
-                        {} if scorer.vision is None else scorer.vision.of_sequence(scorer.model, group, ids)
-                    )
+                    images = scorer.vision.of_sequence(scorer.model, group, ids) if scorer.vision else {}
                     run = functools.partial(scorer.model, input_ids=ids, use_cache=False, **images)
-                    logits: Tensor = scorer.with_own_weights(run).logits[0, len(context) - 1 : -1]
-                logps = logits.float().log_softmax(dim=-1).gather(1, ids[0, len(context) :, None])
+                    logits: Tensor = scorer.with_own_weights(run).logits[0, begin - 1 : -1]
+                logps = logits.float().log_softmax(dim=-1).gather(1, ids[0, begin:, None])
                 sums.append(logps.double().sum())
         return torch.stack(sums)
 
@@ -284,9 +260,8 @@ def distance_from_stock(
 ) -> tuple[dict[str, float], bool]:
     """Returns (measured errors, whether they are small enough). `ours` and `tokens` are [S].
 
-    The mean error per token may be three times the error that rounding causes in the plain computation. In a
-    mixture of experts the mean leaves out the worst sequence, because rounding can send it to another expert.
-    In fp32 rounding is measured only if an error exceeds `FLOAT32_BOUND`.
+    The mean error per token may be three times the error that rounding causes in the plain computation; a
+    mixture of experts leaves out the worst sequence. In fp32 rounding is measured only above `FLOAT32_BOUND`.
     """
     alone = compute_alone()
     errors = (ours - alone).abs()
@@ -326,12 +301,12 @@ def _rounded_otherwise(model: PreTrainedModel, eps: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """In this context the model uses its own eager attention instead of ours, and no recurrent kernel."""
+def as_published(model: PreTrainedModel) -> Iterator[None]:
+    """In this context the model's layers compute as its family's code says, with eager attention."""
     ours = attention_names(model.config)
     model.set_attn_implementation("eager")
     try:
-        with torch_recurrences(model):
+        with torch_recurrences(model), stock_layers(model):
             yield
     finally:
         model.set_attn_implementation(ours)

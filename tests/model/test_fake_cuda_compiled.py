@@ -53,7 +53,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     register_attention()
     groups = proof_groups(1000)  # drawn by torch, here from a true generator
-    monkeypatch.setattr("dpo_pack.proofs.start_up.proof_groups", lambda vocabulary: groups)
+    monkeypatch.setattr("dpo_pack.proofs.rows.proof_groups", lambda vocabulary: groups)
     with inductor_without_a_gpu() as codes, fake_cuda(backward=True):
         yield codes
 

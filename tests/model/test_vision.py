@@ -34,7 +34,7 @@ from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.model.vision import VisionInputs, vision_family
 from dpo_pack.online.transformers_generator import generating
 from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.start_up import eager_attention, prove_images
+from dpo_pack.proofs.start_up import as_published, prove_images
 from dpo_pack.system.errors import ModelError, UnsupportedModelError
 
 CPU = torch.device("cpu")
@@ -248,7 +248,7 @@ def test_proofs_and_generation_give_the_tower_its_own_attention_back(tmp_path: P
     loaded, _, _ = load("qwen2_5_vl", tmp_path)
     before = attention_names(loaded.model.config)
     assert before == {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
-    with eager_attention(loaded.model):
+    with as_published(loaded.model):
         assert set(attention_names(loaded.model.config).values()) == {"eager"}
     assert attention_names(loaded.model.config) == before
     with generating(loaded.model):
