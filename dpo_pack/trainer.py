@@ -576,7 +576,7 @@ class Trainer:
         Polling needs all ranks, so it is done only before a pass that all ranks have. Before a later pass,
         other ranks can be waiting in a backward pass already, and a poll would wait for them forever.
         """
-        if batch.common_passes is None or number <= batch.common_passes:
+        if number <= batch.common_passes:
             self.interruption.poll(at_once=False)
 
     def step_record(self, batch: GlobalBatch, outcome: StepOutcome) -> dict[str, Any]:
@@ -595,7 +595,7 @@ class Trainer:
             "grad_norm": float(outcome.grad_norm),
             "learning_rate": outcome.learning_rate,
             "pairs": batch.num_pairs,
-            "rows": batch.num_rows,
+            "rows": len(batch.row_pairs),
             "tokens": batch.num_tokens,
             **batch.metrics,
             **self.clock.seconds(),

@@ -1,8 +1,8 @@
 """Assigns items to rows (bin packers), and items or rows to ranks. A row is one forward pass.
 
 An item is a pair, or pairs of one prompt merged into a group. A bin packer is a function (tokens of each item
-[n], token budget) -> rows; a row is an array of positions in [n], each position in exactly one row. An item
-above the budget is alone in its row; no other row exceeds it. Legend: n items, R ranks.
+[n], token budget) -> rows, arrays of positions in [n], each position in exactly one row. An item above the
+budget is alone in its row; no other row exceeds it. Legend: n items, R ranks.
 """
 
 from bisect import bisect_left, insort
@@ -83,8 +83,7 @@ def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[IntArray]:
 
     padded_tokens: [n], from `PairLengths.padded_tokens`. A row of k pairs costs k x the largest of their
     values, plus ROW_OVERHEAD_TOKENS. Some best solution cuts the list of pairs, sorted by length, into
-    pieces; dynamic programming tries every cut.
-    """
+    pieces."""
     order = np.argsort(-padded_tokens, kind="stable")
     tokens = padded_tokens[order]
     num_pairs = len(order)
@@ -108,10 +107,8 @@ def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[IntArray]:
 
 
 def pack_sequences_longest_first(row_tokens: IntArray, token_budget: int) -> list[IntArray]:
-    """Packs n items by next fit over decreasing lengths, for a pass without gradients.
-
-    The row with the most tokens comes first, so that a pass for which memory is too small fails at once.
-    """
+    """Packs n items by next fit over decreasing lengths, for a pass without gradients. The row with the most
+    tokens comes first, so that a pass for which memory is too small fails at once."""
     order = np.argsort(-row_tokens, kind="stable")
     rows = [order[positions] for positions in next_fit(row_tokens[order], token_budget)]
     tokens = np.array([row_tokens[row].sum() for row in rows], dtype=np.int64)
@@ -128,9 +125,8 @@ def pack_window(tokens: IntArray, order: IntArray, token_budget: int, algorithm:
     """Packs a window (part of an epoch, for `packing.scope: epoch`); returns rows in their training order.
 
     tokens: [n] of the window's items, in the order of the epoch. order: the window's pairs in that order, [n]
-    or more. So that an epoch does not begin with the rows of long items, rows are sorted by their first item,
-    and shuffled by the argsort of the first numbers of `order`, if it is random.
-    """
+    or more. Rows are sorted by their first item, and shuffled by the argsort of the first numbers of `order`,
+    so that an epoch does not begin with the rows of long items."""
     pack = _evenly_filled if algorithm == "best_fit_decreasing" else BIN_PACKERS[algorithm]
     rows = pack(tokens, token_budget)
     rows.sort(key=lambda row: int(row[0]))
@@ -140,11 +136,9 @@ def pack_window(tokens: IntArray, order: IntArray, token_budget: int, algorithm:
 
 
 def _evenly_filled(tokens: IntArray, token_budget: int) -> list[IntArray]:
-    """Packs items into about `fewest_rows_possible` rows with similar token counts and lengths.
-
-    Each item, longest first, goes to the emptiest row, so that steps are alike. If this needs too many more
-    rows, the rows of best fit decreasing are taken if fewer.
-    """
+    """Packs items into about `fewest_rows_possible` rows with similar token counts and lengths: each item,
+    longest first, goes to the emptiest row. If this needs too many more rows, the rows of best fit decreasing
+    are taken if fewer."""
     is_oversize = tokens > token_budget
     bound = fewest_rows_possible(tokens, token_budget)
     num_rows = bound - int(is_oversize.sum())
@@ -182,11 +176,10 @@ BIN_PACKERS: dict[str, BinPacker] = {
 def split_over_ranks(costs: FloatArray, num_ranks: int, *, equal_counts: bool = False) -> list[IntArray]:
     """Assigns n items or rows to ranks; returns the positions in [n] of each rank's, ascending. costs: [n].
 
-    First each item, costliest first, goes to the rank with the least cost so far (longest processing time,
-    Graham 1969). Then items are moved or swapped between the slowest rank and another rank, until the slowest
-    rank costs at most BALANCE_TOLERANCE times the mean or no single change helps. Every rank has an item if
-    n >= R. With `equal_counts` each rank gets n / R items, rounded up or down, and items are only swapped.
-    """
+    Each item, costliest first, goes to the rank with the least cost so far (longest processing time, Graham
+    1969). Then items move or swap between the slowest rank and another, until the slowest costs at most
+    BALANCE_TOLERANCE times the mean or nothing helps. Every rank has an item if n >= R. With `equal_counts`
+    each rank gets n / R items, rounded up or down."""
     if num_ranks == 1:
         return [np.arange(len(costs))]
     most = -(-len(costs) // num_ranks) if equal_counts else len(costs)
@@ -232,11 +225,9 @@ def _improve(costs: FloatArray, rank_of: IntArray, num_ranks: int, *, may_move: 
 
 
 def equalize_rows(ranks: list[list[list[int]]], costs: Sequence[float]) -> None:
-    """Gives every rank as many rows as the rank with the most rows; changes `ranks` in place.
-
-    ranks: the rows of each rank; a row is a list of positions in `costs`. A rank splits its costliest row; if
-    each of its rows is a single item, it takes the cheapest item that the costliest rank can spare, if any.
-    """
+    """Gives every rank as many rows as the rank with the most rows; changes `ranks`, rows of positions in
+    `costs`, in place. A rank splits its costliest row; if each row is a single item, it takes the cheapest
+    item that the costliest rank can spare, if any."""
 
     def cost(positions: Iterable[int]) -> float:
         return sum(costs[position] for position in positions)

@@ -5,15 +5,15 @@ layer A = heads x (query/key dimension + value dimension). A forward pass costs
 
     2 (W + S) x tokens  +  2 H x scored tokens  +  sum over layers of 2 A x area  -  2 F x unread positions
 
-where S are the products of a token with the states of recurrent layers (most models have none) and F is the
-number of weights of the last layer's feed-forward block. That block runs only at positions that predict a
-scored token (a token of a completion); the other positions are called unread.
+where S are the products of a token with the states of recurrent layers, and F the weights of the last layer's
+feed-forward block, which runs only at positions that predict a scored token (a token of a completion); the
+others are unread.
 
 The area of a sequence is its number of (query, key) pairs: n (n + 1) / 2 for n tokens, less with a sliding
-window. A backward pass costs two forward passes (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). What
-checkpointing or a chunked head repeats is not counted, as usual for model FLOPs utilisation (Chowdhery et al.
-2022, arXiv 2204.02311, appendix B), nor is what memory traffic decides: norms, softmax, rotary embeddings.
-The frozen tower of a vision-language model adds one forward pass over the images of each prompt in the row.
+window. A backward pass costs two forward passes (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). What is
+computed again, or decided by memory traffic, is not counted, as usual for model FLOPs utilisation (Chowdhery
+et al. 2022, arXiv 2204.02311, appendix B). The frozen tower of a vision-language model adds one forward pass
+over the images of each prompt in the row.
 
 Legend: P pairs of the data set, k pairs of one prompt. Lengths are in tokens.
 """
@@ -42,14 +42,10 @@ _AT_ONCE = 2**14  # pairs whose FLOPs are counted together, in the processor's c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """One context and the completions that continue it. A pair is a group of two, the chosen one first.
+    """One context and the completions that continue it; a pair is a group of two, the chosen one first."""
 
-    `context` is [C] token ids, C >= 1: its last token predicts the first token of each completion.
-    `completions` are one or more [L_i] arrays of token ids, L_i >= 1.
-    """
-
-    context: AnyIntArray
-    completions: tuple[AnyIntArray, ...]
+    context: AnyIntArray  # [C] token ids, C >= 1: its last token predicts the first of each completion
+    completions: tuple[AnyIntArray, ...]  # one or more, [L_i] token ids each, L_i >= 1
     # [L_i] the weight of each token in the sum of its completion's log-probs; None: all weights are 1. Only
     # of pairs on their way to a store: `PairTable.token_weights` reads the weights of a pair in a store.
     weights: tuple[npt.NDArray[np.float32], ...] | None = None
@@ -79,18 +75,13 @@ class PairLengths:
     tower: FloatArray | float = 0.0  # [P] FLOPs of the tower for a prompt's images
 
     def select(self, pairs: AnyIntArray) -> PairLengths:
-        """Returns the lengths of `pairs`, in the order of `pairs`."""
-        prompt, chosen, rejected = self.prompt[pairs], self.chosen[pairs], self.rejected[pairs]
-        tower = np.broadcast_to(self.tower, self.prompt.shape)[pairs]
-        return PairLengths(
-            prompt=prompt, chosen=chosen, rejected=rejected, shared=self.shared[pairs], tower=tower
-        )
+        tower = np.broadcast_to(self.tower, self.prompt.shape)
+        own = {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected, "shared": self.shared}
+        return PairLengths(tower=tower[pairs], **{name: values[pairs] for name, values in own.items()})
 
     def row_tokens(self, *, share_prompt: bool, sides: Bools | None = None) -> IntArray:
-        """Returns each pair's tokens in a packed row, [P]. If `share_prompt`, common prefixes count once.
-
-        sides: [P, (chosen, rejected)] whether the row has this sequence of the pair; default: it has both.
-        """
+        """Returns each pair's tokens in a packed row, [P]. With `share_prompt`, common prefixes count once.
+        sides: [P, (chosen, rejected)] whether the row has this sequence of the pair; default: it has both."""
         chosen, rejected = self._sequences(sides)
         tokens = chosen + rejected
         if share_prompt:
@@ -108,12 +99,12 @@ class PairLengths:
         return (chosen, rejected) if sides is None else (chosen * sides[:, 0], rejected * sides[:, 1])
 
     def completion_tokens(self) -> IntArray:
-        """Returns each pair's scored tokens, [P]: the output head computes logits for these tokens only."""
+        """Returns each pair's scored tokens, [P]."""
         return self.chosen.astype(np.int64) + self.rejected
 
 
 class GroupSize(NamedTuple):
-    """Tokens and cost of k pairs of one prompt as one group, which computes the prompt only once."""
+    """Tokens and cost of a row, or of k pairs of one prompt as one group, which computes the prompt once."""
 
     tokens: int
     cost: float
@@ -140,10 +131,8 @@ class PromptMerging(Protocol):
         """Returns the size of one group of [k] pairs of one prompt."""
 
     def cut(self, pairs: IntArray, token_budget: int) -> list[CutGroup]:
-        """Cuts [k] pairs of one prompt into groups within the budget.
-
-        Groups that meet in a row become one group again, which takes at most the sum of their `tokens`.
-        """
+        """Cuts [k] pairs of one prompt into groups within the budget. Groups that meet in a row become one
+        group again, which takes at most the sum of their `tokens`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -164,7 +153,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PairSizes:
-    """The sizes of pairs, in tokens and in cost; its methods measure rows of these pairs."""
+    """The sizes of pairs, in tokens and in cost, and of rows of them."""
 
     tokens: IntArray  # [P] of a pair alone
     costs: FloatArray  # [P] of a pair alone, in any unit
@@ -188,19 +177,15 @@ class PairSizes:
             costs=np.array([self._measure(group.pairs).cost for group in groups], dtype=np.float64),
         )
 
-    def tokens_in(self, row: IntArray) -> int:
-        """Returns how many tokens a forward pass over the row computes, padding included."""
+    def of_row(self, row: IntArray) -> GroupSize:
+        """Returns the tokens that a forward pass over the row computes, padding included, and its cost."""
         if self.merging is not None:
-            return sum(self._measure(row[group]).tokens for group in self.merging.groups_of(row))
-        tokens = self.tokens[row]
-        return int(len(row) * tokens.max() if self.pads else tokens.sum())
-
-    def cost_of(self, row: IntArray) -> float:
-        """Returns the cost of the row in the unit of `costs`."""
-        if self.merging is not None:
-            return sum(self._measure(row[group]).cost for group in self.merging.groups_of(row))
-        costs = self.costs[row]
-        return float(len(row) * costs.max() if self.pads else costs.sum())
+            sizes = [self._measure(row[group]) for group in self.merging.groups_of(row)]
+            return GroupSize(tokens=sum(s.tokens for s in sizes), cost=sum(s.cost for s in sizes))
+        tokens, costs = self.tokens[row], self.costs[row]
+        if self.pads:
+            return GroupSize(tokens=int(len(row) * tokens.max()), cost=float(len(row) * costs.max()))
+        return GroupSize(tokens=int(tokens.sum()), cost=float(costs.sum()))
 
     def _measure(self, group: IntArray) -> GroupSize:
         if self.merging is None or len(group) == 1:
@@ -236,10 +221,7 @@ class ModelShape:
 
 
 def causal_area(lengths: AnyIntArray, window: int | None) -> FloatArray:
-    """Returns the number of (query, key) pairs of causal attention over sequences of `lengths`, [n] -> [n].
-
-    The queries from position a to position b of a sequence have area(b) - area(a) such pairs.
-    """
+    """Returns the (query, key) pairs of causal attention over sequences of `lengths`, [n] -> [n]."""
     n = lengths.astype(np.float64)
     if window is None:
         window = int(n.max(initial=0))
@@ -256,10 +238,8 @@ def sequence_flops(
     areas: Sequence[FloatArray],
     unread_positions: npt.NDArray[Any] | float = 0.0,
 ) -> FloatArray:
-    """Returns the FLOPs of one forward pass over each of n sequences or rows, [n].
-
-    tokens, scored_tokens, unread_positions: [n]. areas: one [n] for each kind of attention.
-    """
+    """Returns the FLOPs of one forward pass over each of n sequences or rows, [n]. tokens, scored_tokens,
+    unread_positions: [n]. areas: one [n] for each kind of attention."""
     flops: FloatArray = 2.0 * (shape.token_weights + shape.state_products) * tokens
     flops += 2.0 * shape.head_weights * scored_tokens
     flops -= 2.0 * shape.last_block_weights * unread_positions
@@ -276,11 +256,8 @@ def pair_flops(
     passes: float = TRAINING_PASSES,
     sides: Bools | None = None,
 ) -> FloatArray:
-    """Returns the FLOPs of each pair in a packed row, [P]. With `share_prompt`, common prefixes count once.
-
-    Pairs of a row do not attend to each other, so a row, a rank or a step costs the sum over its pairs.
-    sides: see `PairLengths.row_tokens`.
-    """
+    """Returns the FLOPs of each pair in a packed row, [P]. Pairs of a row do not attend to each other, so a
+    row, a rank or a step costs the sum over its pairs. share_prompt, sides: see `PairLengths.row_tokens`."""
     flops = np.empty(len(lengths.prompt))
     for begin in range(0, len(flops), _AT_ONCE):
         block = np.arange(begin, min(begin + _AT_ONCE, len(flops)))
@@ -318,11 +295,9 @@ def _group_flops(
     shared: AnyIntArray,
     repeats: AnyIntArray,
 ) -> FloatArray:
-    """Returns the FLOPs of a forward pass over each of n prompts with k completions, [n].
-
-    prompts, shared: [n]. completions: [n, k]; only those count that are True in `sides`. `repeats` copies of
-    the `shared` first tokens are left out, [n].
-    """
+    """Returns the FLOPs of a forward pass over each of n prompts with k completions, [n]. prompts, shared:
+    [n]. completions: [n, k]; those that are False in `sides` are left out, as are `repeats` copies, [n], of
+    the `shared` first tokens."""
     prompts, completions = prompts.astype(np.int64), completions.astype(np.int64)
     ends = prompts[:, None] + completions
     tokens = (ends * sides).sum(axis=1) - repeats * shared
@@ -344,11 +319,8 @@ def padded_flops(
     scored_tokens: IntArray | None = None,
     passes: float = TRAINING_PASSES,
 ) -> float:
-    """Returns the FLOPs of n right-padded batches, all together.
-
-    longest: [n] the longest sequence of each batch. num_sequences, scored_tokens: [n]. Every position runs
-    through the layers, and through the head if `scored_tokens` is None.
-    """
+    """Returns the FLOPs of n right-padded batches, all together. longest: [n] the longest sequence of each
+    batch. num_sequences, scored_tokens: [n]; without `scored_tokens` every position runs through the head."""
     tokens = longest.astype(np.float64) * num_sequences
     forward = sequence_flops(
         shape,

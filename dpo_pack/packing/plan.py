@@ -32,11 +32,8 @@ StepRows = tuple[tuple[IntArray, ...], ...]  # the rows of each rank; a row is a
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingPlan:
-    """The plan of one epoch, from `PlanSettings.plan`; `pack_step(step)[rank][row]` is an array of pairs.
-
-    With `packing.scope: step`, `pack_step` packs the rows of its step, so a plan is made in almost no time.
-    With scope epoch, rows are packed when the plan is made.
-    """
+    """The plan of one epoch. In scope step `pack_step` packs the rows of its step, so a plan is made in
+    almost no time; in scope epoch the plan has all rows."""
 
     order: IntArray  # [E] pairs in the order they are trained on
     step_begins: IntArray  # [steps + 1] into `order`
@@ -57,16 +54,16 @@ class PackingPlan:
         return self.order[self.step_begins[step] : self.step_begins[step + 1]]
 
     def pack_step(self, step: int) -> StepRows:
-        """Returns the rows of each rank in a step. Every rank has a row if the step has enough items.
+        """Returns the rows of each rank in a step, arrays of pairs. Every rank has a row if there are enough
+        items.
 
         In scope epoch each finished row goes to one rank. But if the ranks are uneven and packing the step's
-        pairs again makes the slowest rank faster, they are packed again. This can only cost more rows.
-        """
+        pairs again makes the slowest rank faster, they are packed again. This can only cost more rows."""
         pairs = self.pairs(step)
         rows = [] if self.row_begins is None else self._finished_rows(step)
         if len(rows) < self.num_ranks or (self.equal_rows and len(rows) % self.num_ranks > 0):
             return self._pack(pairs)
-        costs = np.array([self.sizes.cost_of(row) for row in rows])
+        costs = np.array([self.sizes.of_row(row).cost for row in rows])
         parts = split_over_ranks(costs, self.num_ranks, equal_counts=self.equal_rows)
         dealt = tuple(tuple(rows[i] for i in part.tolist()) for part in parts)
         times = self._rank_times(dealt)
@@ -86,8 +83,9 @@ class PackingPlan:
 
     def _rank_times(self, ranks: StepRows) -> list[float]:
         """Returns each rank's costs and those of ROW_OVERHEAD_TOKENS tokens for each of its rows, [R]."""
-        tokens = sum(self.sizes.tokens_in(row) for rows in ranks for row in rows)
-        costs = [sum(self.sizes.cost_of(row) for row in rows) for rows in ranks]
+        sizes = [[self.sizes.of_row(row) for row in rows] for rows in ranks]
+        costs = [sum(size.cost for size in of_rank) for of_rank in sizes]
+        tokens = sum(size.tokens for of_rank in sizes for size in of_rank)
         overhead = ROW_OVERHEAD_TOKENS * sum(costs) / tokens
         return [cost + overhead * len(rows) for cost, rows in zip(costs, ranks, strict=True)]
 
@@ -112,11 +110,8 @@ class PackingPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """Settings that decide how an epoch is cut into steps and rows.
-
-    Scope step: a step is `pairs_per_step` pairs of the order, packed inside the step. Scope epoch: windows of
-    `window_pairs` pairs are packed into rows, and a step is `rows_per_step` rows.
-    """
+    """How an epoch is cut: in scope step, `pairs_per_step` pairs of the order, packed inside the step; in
+    scope epoch `rows_per_step` rows, of windows of `window_pairs` pairs."""
 
     token_budget: int
     pairs_per_step: int
@@ -134,15 +129,14 @@ class PlanSettings:
         equal_rows: bool = False,
         merging: PromptMerging | None = None,
     ) -> PackingPlan:
-        """Makes the plan of an epoch: every entry of `order` is in one step and in one row.
+        """Makes the plan of an epoch: every entry of `order`, [E] from `epoch_order`, is in one step and in
+        one row.
 
-        row_tokens: [P] from `PairLengths.row_tokens`, or `padded_tokens` if `algorithm` is PADDED.
-        order: [E] from `epoch_order`. row_costs: [P] positive, from `pair_flops`; default: `row_tokens`.
-        equal_rows: all ranks have equally many rows. merging: pairs of one prompt in a row become one group.
-
-        The last step has the remaining pairs or rows. A resumed run may have another number of ranks: neither
-        the pairs of a step nor `fingerprint`, a hash of all that decides steps and rows, depends on it.
-        """
+        row_tokens: [P] from `PairLengths.row_tokens`, or `padded_tokens` if `algorithm` is PADDED. row_costs:
+        [P] positive, from `pair_flops`; default: `row_tokens`. equal_rows: all ranks have equally many rows.
+        merging: pairs of one prompt in a row become one group. A resumed run may have another number of
+        ranks: neither the pairs of a step nor `fingerprint`, a hash of all that decides steps and rows,
+        depends on it."""
         assert self.algorithm in (*BIN_PACKERS, PADDED), f"unknown packing algorithm {self.algorithm}"
         assert min(self.token_budget, self.pairs_per_step, self.window_pairs, num_ranks) >= 1
         tokens = np.ascontiguousarray(row_tokens, dtype=np.int64)
@@ -174,7 +168,7 @@ class PlanSettings:
         )
 
     def _rows_of_epoch(self, sizes: PairSizes, order: IntArray) -> tuple[IntArray, IntArray]:
-        """Scope epoch: returns the pairs in the order of their rows, [E], and the row begins, [rows + 1]."""
+        """Returns the pairs in the order of their rows, [E], and the row begins, [rows + 1]."""
         assert self.rows_per_step is not None and self.rows_per_step >= 1 and self.algorithm != PADDED
         rows: list[IntArray] = []
         for begin in range(0, len(order), self.window_pairs):
@@ -201,11 +195,8 @@ def epoch_order(
     """Returns the pairs of one epoch in the order in which they are trained, [E].
 
     source_indices: [P] the source of each pair; source_weights: one number per source, not negative. Every
-    pair occurs floor(weight) times. Of a source with n pairs, n x (weight - floor(weight)) pairs, rounded to
-    the nearest whole number, occur once more, drawn anew each epoch. Without weights every pair occurs once.
-
-    The raw output of PCG64 is the same in all versions of numpy, so a resumed run continues the same order.
-    """
+    pair occurs floor(weight) times. Of a source with n pairs, n x (weight - floor(weight)) pairs, rounded,
+    occur once more, drawn anew each epoch. The raw output of PCG64 is the same in all versions of numpy."""
     shuffle_stream, mixture_stream = (  # different for the same seed and epoch
         np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, epoch))) for stream in (0, 1)
     )

@@ -23,10 +23,8 @@ GOOD_ENOUGH = 1.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedComparison:
-    """The epoch in padded micro-batches; their tokens = the plan's + saved by packing + saved by sharing.
-
-    Padded training runs every position through the output head. The plan runs only completions through it.
-    """
+    """The epoch in padded micro-batches, with every position through the output head; their tokens = the
+    plan's + saved by packing + saved by sharing."""
 
     microbatch_pairs: int
     tokens: int
@@ -37,11 +35,8 @@ class PaddedComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingStatistics:
-    """Measurements of the plan of one epoch on one rank.
-
-    Of an epoch with more than MAX_BALANCE_STEPS steps, rows, tokens, FLOPs and merged pairs are estimates
-    from that many steps.
-    """
+    """Measurements of the plan of one epoch on one rank; rows, tokens, FLOPs and merged pairs are estimates
+    if only `steps_measured` steps are measured."""
 
     num_pairs: int  # a pair counts as often as it is trained on
     num_steps: int
@@ -106,7 +101,6 @@ class PackingReport:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A dict with the fields of BudgetOutcome for each token budget."""
         return [asdict(outcome) for outcome in self.sweep]
 
     def __repr__(self) -> str:
@@ -131,12 +125,9 @@ def inspect_packing(
     truncated: Mapping[str, int],
     describe_pair: Callable[[int], str],
 ) -> PackingReport:
-    """Measures the plan of the epoch `order` ([E] pairs, E > 0, from `epoch_order`).
-
-    The costs in the plan must be FLOPs, unless the algorithm is PADDED. `budgets` and the plan's own are
-    compared on ranks[0] ranks. removed_pairs, truncated: counts by reason. describe_pair: returns where the
-    user finds a pair.
-    """
+    """Measures the plan of the epoch `order` ([E] pairs, E > 0, from `epoch_order`), whose costs must be
+    FLOPs unless the algorithm is PADDED. `budgets` and the plan's own are compared on ranks[0] ranks.
+    describe_pair: returns where the user finds a pair."""
     plan, settings = replace(planned, num_ranks=1, equal_rows=False), planned.settings
     return PackingReport(
         model=model,
@@ -165,7 +156,8 @@ def _statistics(
     steps, oversize = _spread_steps(plan, MAX_BALANCE_STEPS), plan.oversize_pairs.tolist()
     rows = [row for step in steps for row in plan.pack_step(step)[0]]
     scale = len(plan.order) / sum(map(len, rows))  # 1 if all steps are measured
-    tokens = np.array([plan.sizes.tokens_in(row) for row in rows])
+    sizes = [plan.sizes.of_row(row) for row in rows]
+    tokens = np.array([size.tokens for size in sizes])
     computed = round(int(tokens.sum()) * scale)
     unshared = int(lengths.row_tokens(share_prompt=False)[plan.order].sum())
     towers = 2 * np.broadcast_to(lengths.tower, lengths.prompt.shape)  # both sequences of a batch have them
@@ -176,7 +168,7 @@ def _statistics(
         by_sharing, flops = 0, padded_flops(shape, longest, num_sequences, scored_tokens=scored)
         flops += float(towers[np.concatenate(rows)].sum())
     else:
-        by_sharing, flops = unshared - computed, sum(plan.sizes.cost_of(row) for row in rows)
+        by_sharing, flops = unshared - computed, sum(size.cost for size in sizes)
     flops *= scale
     padded, merging, alone = [], plan.sizes.merging, lengths.padded_tokens()[order]
     for microbatch_pairs in PADDED_MICROBATCH_PAIRS:  # of the epoch's order; `plan.order` can be that of rows
@@ -186,15 +178,13 @@ def _statistics(
         padded_tokens = int(longest @ num_pairs)
         pairs = np.bincount(longest, weights=num_pairs)  # by the longest sequence of their micro-batch
         kinds = np.flatnonzero(pairs)
+        of_layers = padded_flops(shape, kinds // 2, 2 * pairs[kinds].astype(np.int64))
         comparison = PaddedComparison(
             microbatch_pairs=microbatch_pairs,
             tokens=padded_tokens,
             saved_by_packing_tokens=padded_tokens - computed - by_sharing,
             times_computed_tokens=padded_tokens / computed,
-            times_flops=(
-                padded_flops(shape, kinds // 2, 2 * pairs[kinds].astype(np.int64)) + towers[order].sum()
-            )
-            / flops,
+            times_flops=(of_layers + towers[order].sum()) / flops,
         )
         padded.append(comparison)
     groups = [] if merging is None else [group for row in rows for group in merging.groups_of(row)]
@@ -219,7 +209,8 @@ def rank_balance(plan: PackingPlan, *, max_steps: int = MAX_BALANCE_STEPS) -> Ra
     """Measures the loads of ranks in at most `max_steps` steps, the first and the last step included."""
     steps = _spread_steps(plan, max_steps)
     planned = [plan.pack_step(step) for step in steps]
-    costs = np.array([[sum(plan.sizes.cost_of(row) for row in rows) for rows in step] for step in planned])
+    of_row = plan.sizes.of_row
+    costs = np.array([[sum(of_row(row).cost for row in rows) for rows in step] for step in planned])
     num_rows = np.array([[len(rows) for rows in step] for step in planned])  # [steps, R], like costs
     slowest, mean = costs.max(axis=1), costs.mean(axis=1)
     begins, full = plan.step_begins, plan.settings.pairs_per_step
@@ -245,8 +236,7 @@ def _compare_budgets(
     """Returns the outcome of each budget, and of that of `plan`, which is for one rank.
 
     The time of a step, in tokens, is its tokens / `num_ranks`, plus ROW_OVERHEAD_TOKENS for each row of the
-    rank with the most rows. That of a pair counts: in scope epoch a step has any number of pairs.
-    """
+    rank with the most rows. That of a pair counts: in scope epoch a step has any number of pairs."""
     sizes, settings, outcomes = plan.sizes, plan.settings, []
     is_drawn = np.bincount(order, minlength=len(sizes.tokens)) > 0
     for budget in sorted({settings.token_budget, *budgets}):
@@ -260,7 +250,8 @@ def _compare_budgets(
         if rows is not None and changed != settings:
             under = changed.plan(sizes.tokens, order=measured, row_costs=sizes.costs, merging=sizes.merging)
         steps = _spread_steps(under, MAX_BUDGET_STEPS)
-        tokens = np.array([under.sizes.tokens_in(row) for step in steps for row in under.pack_step(step)[0]])
+        packed = (row for step in steps for row in under.pack_step(step)[0])
+        tokens = np.array([under.sizes.of_row(row).tokens for row in packed])
         balance = rank_balance(replace(under, num_ranks=num_ranks), max_steps=MAX_BUDGET_STEPS)
         time = tokens.sum() / len(steps) / num_ranks
         time += ROW_OVERHEAD_TOKENS * balance.mean_rows_of_fullest_rank

@@ -275,7 +275,7 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
         longest_pair = int(plan.sizes.tokens[np.unique(plan.order)].max())  # on any rank
         pairs = largest_row(plan, rank=ranks.rank())
         lengths = pair_lengths(setup.data.train).select(pairs)
-        tokens = keys = plan.sizes.tokens_in(pairs)
+        tokens = keys = plan.sizes.of_row(pairs).tokens
         if policy.is_packed and recipe.shares_prompts:
             keys = int(lengths.row_tokens(share_prompt=False).sum())
             if setup.device.type == "cpu" or policy.attention == "sdpa":  # numbers on a CPU, and bools
@@ -360,7 +360,7 @@ def largest_row(plan: PackingPlan, *, rank: int) -> IntArray:
     oversize = plan.oversize_pairs
     if len(oversize):
         rows.append(oversize[[int(plan.sizes.tokens[oversize].argmax())]])
-    return max(rows, key=plan.sizes.tokens_in, default=plan.pairs(0)[:1])
+    return max(rows, key=lambda row: plan.sizes.of_row(row).tokens, default=plan.pairs(0)[:1])
 
 
 def _can_stay_gathered(facts: MemoryFacts) -> bool:

@@ -273,6 +273,6 @@ def _packed_row(
     }
     return PackedRow(
         pairs={places[pair]: {part: int(tokens[pair]) for part, tokens in parts.items()} for pair in row},
-        tokens=plan.sizes.tokens_in(row),
+        tokens=plan.sizes.of_row(row).tokens,
         token_budget=settings.token_budget,
     )

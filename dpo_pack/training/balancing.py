@@ -2,9 +2,8 @@
 
 For each expert the loss multiplies two sums over all tokens of the step (model/shape.py): the times that it
 is chosen, which has no gradient, and its probabilities. So the counts of all rows and ranks must be known
-before the first backward pass; the loss is then linear in the probabilities, and each row adds its own part.
-The training forward pass of a rank's first row counts this row's choices, a pass without gradients at the
-start of the step those of all later rows.
+before the first backward pass, and each row adds its own part. The training forward pass of a rank's first
+row counts this row's choices, a pass without gradients at the start of the step those of all later rows.
 
 Legend: E experts, R layers with a router.
 """

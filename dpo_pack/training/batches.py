@@ -27,11 +27,8 @@ from dpo_pack.system import ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRow:
-    """The pairs of one row, ready for the policy.
-
-    A pair is two of the row's S sequences. They lie pair by pair (chosen, rejected, chosen, ...), unless one
-    sequence belongs to several pairs.
-    """
+    """The pairs of one row, ready for the policy. The row's S sequences lie pair by pair (chosen, rejected,
+    chosen, ...), unless one belongs to several pairs."""
 
     row: Row
     sequence_index: Tensor | None  # [2 P] int64, chosen and rejected of each pair; None: 0, 1, 2, ...
@@ -48,15 +45,14 @@ class GlobalBatch:
     """The pairs of one optimizer step: those of this rank, in rows, and counts over all ranks."""
 
     epoch: float  # epochs finished after this step
-    num_pairs: int  # over all ranks, like the two following counts
-    num_rows: int
+    num_pairs: int  # over all ranks, like the following count
     num_tokens: int  # without padding; a shared prompt counts once
     mean_chosen_tokens: float  # of a pair of any rank; where tokens have weights, the sum of the weights
     rows: Sequence[PairRow]  # the rows of this rank
     row_pairs: Sequence[npt.NDArray[np.int64]]  # the pairs of each row of all ranks
+    common_passes: int  # every rank has at least this many passes
     # This rank computes these after `rows`, with a gradient of zero, while other ranks still have rows.
     idle_rows: Sequence[Row] = ()
-    common_passes: int | None = None  # every rank has at least this many passes; None: there is one rank
     metrics: Mapping[str, float] = field(default_factory=dict)  # metrics that the source adds to the step
 
     @property
@@ -74,13 +70,6 @@ class PairReference:
     # pair begin and end.
     tokens: npt.NDArray[np.float32] | None = None
     spans: IntArray | None = None  # [P, (chosen, rejected), (begin, end)]
-
-    def token_logps(self, pairs: IntArray) -> npt.NDArray[np.float32] | None:
-        """Returns [N] per-token log-probs, pair by pair, chosen first; None if there are no such values."""
-        if self.tokens is None or self.spans is None:
-            return None
-        spans = self.spans[pairs].reshape(-1, 2).tolist()
-        return np.concatenate([self.tokens[begin:end] for begin, end in spans])
 
 
 class BatchSource(Protocol):
@@ -117,9 +106,8 @@ class RowBuilder:
     def row_tokens(self) -> npt.NDArray[np.int64]:
         """Returns [all pairs of the table] how many tokens each pair takes in a row; plans use these."""
         lengths = pair_lengths(self.table)
-        if not self.is_packed:
-            return lengths.padded_tokens()
-        return lengths.row_tokens(share_prompt=self.share_prompt)
+        share = self.share_prompt
+        return lengths.row_tokens(share_prompt=share) if self.is_packed else lengths.padded_tokens()
 
     def build(self, pairs: npt.NDArray[np.int64]) -> PairRow:
         """Builds the row of `pairs`, [P] positions in the table."""
@@ -139,8 +127,9 @@ class RowBuilder:
         sums, tokens = np.zeros((len(pairs), 2)), None
         if self.reference is not None:
             sums = self.reference.sums[pairs]
-            if self.reference.tokens is not None:
-                tokens = self.reference.token_logps(pairs)
+            if self.reference.tokens is not None and self.reference.spans is not None:
+                spans = self.reference.spans[pairs].reshape(-1, 2).tolist()  # of chosen, rejected, ...
+                tokens = np.concatenate([self.reference.tokens[begin:end] for begin, end in spans])
         sequence_index = token_index = token_weights = None
         if not np.array_equal(sequences, in_order):
             lengths = np.array([len(completion) for group in groups for completion in group.completions])
@@ -181,10 +170,8 @@ class RowBuilder:
 def token_copies(
     groups: Sequence[Group], sequences: npt.NDArray[np.int64], *, is_packed: bool, share_prompt: bool
 ) -> npt.NDArray[np.float32]:
-    """Returns for each token of a row in how many of the pairs' sequences it is; 0 for padding.
-
-    [T] of a packed row, in the order of `packed_row`; [B * L] of a padded batch.
-    """
+    """Returns for each token of a row in how many of the pairs' sequences it is; 0 for padding: [T] in the
+    order of `packed_row`, or [B * L] of a padded batch."""
     copies = iter(np.bincount(sequences).tolist())
     whole = [[np.concatenate((group.context, c)) for c in group.completions] for group in groups]
     longest = max(len(sequence) for of_group in whole for sequence in of_group)
@@ -204,17 +191,14 @@ def token_copies(
 def global_batch(
     builder: RowBuilder, plan: PackingPlan, step: int, *, rank: int, real_tokens: IntArray, epoch: float
 ) -> GlobalBatch:
-    """Returns the batch of number `step` of the plan for one `rank`.
-
-    real_tokens: [all pairs] tokens of each pair in a row, without padding.
-    """
+    """Returns the batch of a step of the plan for one `rank`. real_tokens: [all pairs] without padding."""
     of_ranks, pairs = plan.pack_step(step), plan.pairs(step)
     num_tokens = int(real_tokens[pairs].sum())
     if builder.merging is not None:
-        num_tokens = sum(plan.sizes.tokens_in(row) for rows in of_ranks for row in rows)
+        num_tokens = sum(plan.sizes.of_row(row).tokens for rows in of_ranks for row in rows)
     least_passes = max(map(len, of_ranks)) if plan.equal_rows else 1
     # A smaller row fits into the previous row's memory. Ranks that compute rows together wait less.
-    largest_first = sorted(of_ranks[rank], key=plan.sizes.tokens_in, reverse=True)
+    largest_first = sorted(of_ranks[rank], key=lambda row: plan.sizes.of_row(row).tokens, reverse=True)
     idle_rows: list[Row] = []
     if len(largest_first) < least_passes:
         row = builder.build(pairs[[real_tokens[pairs].argmin()]]).row  # of the step's shortest pair
@@ -224,7 +208,6 @@ def global_batch(
     return GlobalBatch(
         epoch=epoch,
         num_pairs=len(pairs),
-        num_rows=sum(map(len, of_ranks)),
         num_tokens=num_tokens,
         mean_chosen_tokens=float(builder.table.chosen_scored[pairs].sum()) / len(pairs),
         rows=[builder.build(row) for row in largest_first],
@@ -268,7 +251,7 @@ class OfflineSource:
         if self.row_costs is not None:
             self.row_costs = sizes.costs
         self._planned = (0, self.first_plan)  # the newest epoch and its plan
-        self._ahead: tuple[int, GlobalBatch] | None = None  # a step and its batch, not handed out yet
+        self._ahead: GlobalBatch | None = None  # of `next_step`, if it is made
         self._epoch_ends: list[int] = []  # the steps until the end of each epoch
         self.next_step = self.num_steps = 0
         for epoch in range(self.epochs):
@@ -282,7 +265,7 @@ class OfflineSource:
                 break
 
     def order(self, epoch: int) -> IntArray:
-        """Returns [E] the pairs of an epoch, in the order in which they are drawn. The first epoch is 0."""
+        """Returns [E] the pairs of an epoch, from 0, in the order in which they are drawn."""
         table = self.builder.table
         return epoch_order(
             table.num_pairs,
@@ -294,7 +277,6 @@ class OfflineSource:
         )
 
     def plan(self, epoch: int) -> PackingPlan:
-        """Returns the plan of an epoch: the pairs of each step, rank and row. The first epoch is 0."""
         return self.settings.plan(
             self.real_tokens if self.builder.is_packed else self.builder.row_tokens(),
             order=self.order(epoch),
@@ -307,22 +289,20 @@ class OfflineSource:
     def __iter__(self) -> Iterator[GlobalBatch]:
         while self.next_step < self.num_steps:
             self.prepare_next()
-            assert self._ahead is not None
-            (_, batch), self._ahead = self._ahead, None
+            batch, self._ahead = self._ahead, None
+            assert batch is not None
             self.next_step += 1
             yield batch
 
     def prepare_next(self) -> None:
-        """Makes the batch of the next step, unless the batch is ready or no step is left."""
-        is_made = self._ahead is not None and self._ahead[0] == self.next_step
-        if is_made or self.next_step >= self.num_steps:
+        if self._ahead is not None or self.next_step >= self.num_steps:
             return
         epoch = bisect_right(self._epoch_ends, self.next_step)
         step = self.next_step - (self._epoch_ends[epoch - 1] if epoch else 0)
         if self._planned[0] != epoch:
             self._planned = (epoch, self.plan(epoch))
         _, plan = self._planned
-        batch = global_batch(
+        self._ahead = global_batch(
             self.builder,
             plan,
             step,
@@ -330,7 +310,6 @@ class OfflineSource:
             real_tokens=self.real_tokens,
             epoch=epoch + (step + 1) / len(plan),
         )
-        self._ahead = (self.next_step, batch)
 
     @property
     def steps_fingerprint(self) -> str:
@@ -347,5 +326,4 @@ class OfflineSource:
         return {"next_step": self.next_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues after the batches that were handed out when `state` was taken."""
-        self.next_step = int(state["next_step"])
+        self.next_step, self._ahead = int(state["next_step"]), None

@@ -21,7 +21,7 @@ from dpo_pack.system.ranks import gather_and_place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tangent:
-    """A row's part of a coupled loss. It is linear around the log-probs of the first pass."""
+    """A row's part of a coupled loss, linear around the log-probs of the first pass."""
 
     values: Tensor  # [P] weighted losses
     chosen_slopes: Tensor  # [P] derivatives of the whole step's loss by each log-prob

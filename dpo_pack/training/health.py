@@ -2,7 +2,7 @@
 
 A step of few pairs is noisy, so the rules use running means: a fast mean over about the newest 5 lines, and a
 slow mean over about the newest 20. A checkpoint holds the `Health`, so a resumed run neither repeats nor
-forgets a warning. To add a rule, write a function and a line in RULES, at the end of this file.
+forgets a warning.
 """
 
 from __future__ import annotations
@@ -62,10 +62,8 @@ class Health:
 
 
 def examine(health: Health, record: Mapping[str, Any], run: RunFacts) -> tuple[Health, tuple[str, ...]]:
-    """Returns the `Health` after a train line of metrics.jsonl, and the warnings that are due.
-
-    It ignores a line with a number that is not finite: `NonfiniteGuard` reports the step of that line.
-    """
+    """Returns the `Health` after a train line of metrics.jsonl, and the warnings that are due. A line with a
+    number that is not finite is left to `NonfiniteGuard`."""
     numbers = [value for value in record.values() if isinstance(value, (int, float))]
     if not all(math.isfinite(value) for value in numbers):
         return health, ()
@@ -214,8 +212,8 @@ _SMALL_GAIN = 0.05  # of reward accuracy
 
 
 def what_can_be_told(record: Mapping[str, Any], *, without_effect: float = 0.5) -> str:
-    """Returns what the held-out set can show at all, and what rounding hides, from the interval of the reward
-    accuracy; "" if there is none. If nothing is learned, the accuracy is `without_effect`."""
+    """Returns what the held-out set can show at all, and what rounding hides; "" without an interval of the
+    reward accuracy. If nothing is learned, the accuracy is `without_effect`."""
     low, high = record.get("intervals", {}).get("rewards/accuracies") or (None, None)
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return ""

@@ -1,7 +1,5 @@
-"""Evaluates on held-out pairs: a forward pass over all pairs, then means, 95 % intervals and groups of pairs.
-
-Preference data often prefers the longer completion, and a policy can raise its accuracy by learning only
-this. So an evaluation also gives every mean by length.
+"""Evaluates on held-out pairs: a forward pass over all pairs, then means, 95 % intervals and groups of pairs:
+also by length, because a policy can raise its accuracy by learning only that the longer completion wins.
 
 An evaluation in 16 bits rounds margins, perhaps by more than training has moved them. So M of the pairs are
 computed in fp32, too, and correct the means: docs/numerics.md says how.
@@ -25,7 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from dpo_pack.data.store import key_values
+from dpo_pack.data.store import PairTable, key_values
 from dpo_pack.losses import Objective, ScoredPairs, weighted_losses
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
@@ -86,8 +84,7 @@ class HeldOutResult:
     """The result of a policy on one held-out set."""
 
     name: str
-    pair_keys: list[bytes]  # [P] names of the pairs' token ids
-    row_numbers: Positions  # [P] the pairs' rows in their sources, from 1
+    table: PairTable  # the pairs
     metrics: dict[str, FloatArray]  # METRICS_WITH_INTERVALS, [P] each in the order of the set's table
     estimates: dict[str, FloatArray]  # the same, corrected: their means estimate those of fp32
     traits: PairTraits
@@ -97,7 +94,7 @@ class HeldOutResult:
     def compared(self) -> dict[str, Any]:
         """The record by which evaluations of a run are compared: without corrections if only some pairs are
         measured, because the noise of a correction by 64 pairs exceeds that of the rounding of all."""
-        if self.record.get("measured_pairs", len(self.pair_keys)) == len(self.pair_keys):
+        if self.record.get("measured_pairs", self.table.num_pairs) == self.table.num_pairs:
             return self.record
         return self.record | {metric: float(values.mean()) for metric, values in self.metrics.items()}
 
@@ -116,11 +113,10 @@ def evaluate_pairs(
 ) -> Tensor:
     """Returns the `pair_values` of all pairs of the builder's table, in the table's order, on every rank.
 
-    A loss that couples pairs couples all pairs of the table. `token_budget` limits the rows, which have no
-    gradients. `mean_chosen_tokens`: of the set, if the table is a part of it. `score` puts the reference's
-    log-probs into a row. `progress` gets the number of pairs of each row that this rank has computed.
-    `between_rows` is called before each row, equally often on every rank.
-    """
+    A loss that couples pairs couples all pairs of the table. `token_budget` limits the rows.
+    `mean_chosen_tokens`: of the set, if the table is a part of it. `score` puts the reference's log-probs
+    into a row. `progress` gets the number of pairs of each row that this rank has computed. `between_rows` is
+    called before each row, equally often on every rank."""
     build_rows = pack_sequences_longest_first if builder.is_packed else padded_rows
     parts: list[Tensor] = []
     positions = [np.zeros(0, dtype=np.int64)]
@@ -224,9 +220,8 @@ def held_out_result(
 ) -> HeldOutResult:  # fmt: skip
     """Returns averages, intervals and groups of `evaluate_pairs`' values.
 
-    `dtype` is that of the policy's matrix products; `seed` is for the bootstrap. With `measured` pairs (what
-    `draw_measured` returns, and their values in fp32) the metrics with intervals are estimates of fp32's.
-    """
+    `dtype` is that of the policy's matrix products. With `measured` pairs (what `draw_measured` returns, and
+    their values in fp32) the metrics with intervals are estimates of fp32's."""
     beta, has_reference = objective.options.beta, objective.needs_reference
     columns = pair_metrics(values, beta=beta, dtype=dtype)
     judged = [m for m in METRICS_WITH_INTERVALS if has_reference or not m.startswith("kl/")]
@@ -261,11 +256,9 @@ def held_out_result(
     }
     if measured is not None:
         record |= {metric: means[metric] for metric in judged} | {"measured_pairs": len(pairs)}
-    keys = np.concatenate([table.chosen_keys, table.rejected_keys], axis=1)  # [P, bytes of two sequences]
     return HeldOutResult(
         name=name,
-        pair_keys=[key.tobytes() for key in keys],
-        row_numbers=table.row_numbers,
+        table=table,
         metrics=metrics,
         estimates=estimates,
         traits=traits,
@@ -274,33 +267,28 @@ def held_out_result(
 
 
 def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: int) -> None:
-    """Writes the metrics of each pair of all held-out sets to a Parquet file. Raises CacheError.
-
-    `row` is the pair's row in the source `row_source`; `source` is the name of the held-out set.
-    """
-    tables = [
-        pa.table(
-            {
-                "step": [step] * len(result.pair_keys),
-                "source": [result.name] * len(result.pair_keys),
-                "pair": result.pair_keys,
-                "prompt": result.traits.prompts,
-                "row_source": [result.traits.source_names[number] for number in result.traits.source_indices],
-                "row": result.row_numbers.astype(np.int64),
-                **result.metrics,
-            }
-        )
-        for result in results
-    ]
+    """Writes the metrics of each pair of all held-out sets to a Parquet file: `row` is the pair's row in the
+    source `row_source`, `source` the name of the set. Raises CacheError."""
+    tables = []
+    for result in results:
+        table, traits = result.table, result.traits
+        keys = np.concatenate([table.chosen_keys, table.rejected_keys], axis=1)  # [P, bytes of both]
+        columns: dict[str, Any] = {
+            "step": [step] * table.num_pairs,
+            "source": [result.name] * table.num_pairs,
+            "pair": [key.tobytes() for key in keys],
+            "prompt": traits.prompts,
+            "row_source": [traits.source_names[number] for number in traits.source_indices],
+            "row": table.row_numbers.astype(np.int64),
+        }
+        tables.append(pa.table(columns | result.metrics))
     with written_aside(path) as temporary:
         pq.write_table(pa.concat_tables(tables), temporary, write_page_checksum=True)
 
 
 def compare_results(one: HeldOutResult, other: HeldOutResult, *, seed: int) -> dict[str, Any]:
-    """Returns means, intervals and groups of `other` - `one`, pair by pair, for each metric.
-
-    Both results must have the same pairs.
-    """
+    """Returns means, intervals and groups of `other` - `one`, pair by pair, for each metric. Both must have
+    the same pairs."""
     differences = {metric: other.estimates[metric] - one.estimates[metric] for metric in one.estimates}
     return means_by_group(differences, one.traits, seed=seed, lowest_accuracy=-1.0)
 
@@ -312,7 +300,7 @@ def means_by_group(
     metrics: Mapping[str, FloatArray], traits: PairTraits, *, seed: int, lowest_accuracy: float = 0.0
 ) -> dict[str, Any]:
     """Returns means of `metrics`, [P] each, with intervals: over all pairs, `by_source` if the pairs have
-    several sources, and `by_length`, each pair in one bucket of LENGTH_BUCKETS. Empty groups are left out."""
+    several sources, and `by_length`, by LENGTH_BUCKETS. Empty groups are left out."""
     ratios = traits.chosen_tokens / traits.rejected_tokens
     buckets = np.searchsorted(list(LENGTH_BUCKETS.values()), ratios, side="right") - 1
     kinds: dict[str, tuple[npt.NDArray[np.integer], Sequence[str]]] = {}
@@ -322,10 +310,8 @@ def means_by_group(
     means = partial(_means, metrics, traits, seed=seed, lowest_accuracy=lowest_accuracy)
     described = means(np.arange(len(traits.prompts)))
     for kind, (numbers, names) in kinds.items():
-        described[kind] = {}
-        for number, name in enumerate(names):
-            if len(pairs := np.flatnonzero(numbers == number)):
-                described[kind][name] = means(pairs)
+        groups = {name: np.flatnonzero(numbers == number) for number, name in enumerate(names)}
+        described[kind] = {name: means(pairs) for name, pairs in groups.items() if len(pairs)}
     return described
 
 
@@ -340,30 +326,21 @@ def _means(
     if (name := "rewards/accuracies") in metrics:  # a correction can lead beyond what is possible
         bounds = (lowest_accuracy, 1.0)
         means[name], *intervals[name] = np.clip([means[name], *intervals[name]], *bounds).tolist()
-    return {
-        "pairs": len(pairs),
-        "prompts": len(np.unique(prompts)),
-        **means,
-        "intervals": intervals,
-    }
+    return {"pairs": len(pairs), "prompts": len(np.unique(prompts)), **means, "intervals": intervals}
 
 
-def mean_intervals(
-    values: FloatArray, *, seed: int, prompts: IntArray | None = None, num_resamples: int = NUM_RESAMPLES
-) -> FloatArray:
+def mean_intervals(values: FloatArray, *, seed: int, prompts: IntArray | None = None) -> FloatArray:
     """Returns 95 % intervals of means: [P, M] values of P pairs -> [M, 2], lower and upper bound.
 
     The bootstrap's percentile interval (Efron & Tibshirani 1993, chapter 13). A resample draws prompts, each
-    with all its pairs, because these resemble each other. All columns get the same draws.
-    prompts: [P] pairs of the same prompt have the same number; None: each pair has a prompt of its own.
+    with all its pairs, because these resemble each other. prompts: [P] numbers; None: each pair has its own.
     """
-    sums, sizes = values, np.ones(len(values), dtype=np.int64)
-    if prompts is not None:
-        _, prompts, sizes = np.unique(prompts, return_inverse=True, return_counts=True)
-        sums = np.zeros((len(sizes), values.shape[1]))
-        np.add.at(sums, prompts, values)
+    prompts = np.arange(len(values)) if prompts is None else prompts
+    _, prompts, sizes = np.unique(prompts, return_inverse=True, return_counts=True)
+    sums = np.zeros((len(sizes), values.shape[1]))
+    np.add.at(sums, prompts, values)
     num_prompts, num_metrics = sums.shape
-    num_resamples = max(_MIN_RESAMPLES, min(num_resamples, _MAX_DRAWS // num_prompts))
+    num_resamples = max(_MIN_RESAMPLES, min(NUM_RESAMPLES, _MAX_DRAWS // num_prompts))
     rng = np.random.default_rng(seed)
     means = np.empty((num_resamples, num_metrics))
     at_a_time = max(1, _VALUES_AT_A_TIME // (num_prompts * num_metrics))
@@ -377,12 +354,9 @@ def mean_intervals(
 
 
 def length_preference(accuracies: FloatArray, traits: PairTraits) -> dict[str, float]:
-    """Measures whether data and policy prefer the longer completion of a pair that has a longer one.
-
-    `length/chosen_longer`: the part of pairs whose chosen completion is longer. `length/prefers_longer`: the
-    part of pairs whose longer completion has the larger reward; a tie counts half. accuracies: [P] those of
-    `pair_metrics`. Returns {} if no pair has a longer completion.
-    """
+    """Measures whether data and policy prefer the longer completion: the part of pairs whose chosen
+    completion is longer, and the part whose longer completion has the larger reward (a tie counts half), of
+    pairs that have a longer one. accuracies: [P] those of `pair_metrics`."""
     difference = traits.chosen_tokens - traits.rejected_tokens
     differs = difference != 0
     if not differs.any():

@@ -1,13 +1,8 @@
 """Metrics of a step or an evaluation: numbers that are kept for each pair, and averages over all pairs.
 
-While a step runs, `pair_values` keeps numbers that the step computes anyway, one table line for each pair. It
-averages nothing and does not wait for the device. When a metrics line is logged, the tables of all rows and
-ranks are joined. So every average, quantile and fraction is over all pairs of the global step, and does not
-depend on how the pairs were divided among rows and ranks.
-
-To add a metric: if it needs a number that is not kept yet, add a line to KEPT. Then add a line to
-`pair_metrics` (a mean over pairs), to `averages` (a mean over tokens, or another statistic) or to
-MARGIN_QUANTILES (a quantile of the margin). Add a row to docs/metrics.md.
+While a step runs, `pair_values` keeps numbers that the step computes anyway, one table line for each pair,
+and does not wait for the device. When a metrics line is logged, the tables of all rows and ranks are joined:
+no average depends on how the pairs were divided among rows and ranks.
 
 A metric has TRL's name if TRL has the metric. For every loss, a reward is beta x (policy - reference) summed
 log-probs, never divided by the length. Legend: P pairs of a table, [2 P] completions in the order chosen,
@@ -82,11 +77,8 @@ def logps(values: Tensor, model: Literal["policy", "reference"]) -> PairLogps:
 
 
 def rounding(sums: Tensor, num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns an estimate of the rounding error of summed log-probs, in nats, in the shape of `sums`.
-
-    Errors of tokens are independent, so a sum's error grows with the square root of its number of tokens.
-    `dtype` is that of the matrix products, see ROUNDING_PER_TOKEN.
-    """
+    """Returns an estimate of the rounding error of summed log-probs, in nats, in the shape of `sums`: errors
+    of tokens are independent. `dtype` is that of the matrix products."""
     return ROUNDING_PER_TOKEN[dtype] * num_tokens.sqrt() * (sums / num_tokens).abs().clamp(min=1.0)
 
 
@@ -100,10 +92,8 @@ def margin_rounding(values: Tensor, *, beta: float, dtype: torch.dtype) -> Tenso
 
 
 def pair_metrics(values: Tensor, *, beta: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns by name, for each metric that is a mean over pairs, the value of each pair, [P].
-
-    `dtype` is that of the policy's matrix products.
-    """
+    """Returns by name, for each metric that is a mean over pairs, the value of each pair, [P]. `dtype` is
+    that of the policy's matrix products."""
     policy, reference = logps(values, "policy"), logps(values, "reference")
     chosen_logratios = policy.chosen - reference.chosen
     rejected_logratios = policy.rejected - reference.rejected
@@ -136,11 +126,8 @@ def pair_metrics(values: Tensor, *, beta: float, dtype: torch.dtype) -> dict[str
 def averages(
     values: Tensor, *, beta: float, dtype: torch.dtype, has_reference: bool = True
 ) -> dict[str, float]:
-    """Returns all metrics by name, over all pairs of `values`. Waits for the device, once.
-
-    `dtype` is that of the policy's matrix products. If there is no reference, there is no divergence from it,
-    and so no `kl/*`.
-    """
+    """Returns all metrics by name, over all pairs of `values`. Waits for the device, once. Without a
+    reference there is no divergence from it, so no `kl/*`."""
     columns = pair_metrics(values, beta=beta, dtype=dtype)
     metrics = {name: of_pairs.mean() for name, of_pairs in columns.items()}
     margins = columns["rewards/margins"]

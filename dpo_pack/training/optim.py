@@ -1,9 +1,9 @@
 """Optimizers by name, the learning-rate schedule, clipping, and the guard against values that are not finite.
 
 The guard keeps losses and gradients that are not finite away from the parameters, without waiting for the
-device. A fused optimizer takes a flag as a tensor on the device (`found_inf`, which torch made for gradient
-scalers). If the flag is 1, the kernel does not change parameters, moments and step counts, not even by one
-bit. The host reads the flag when it next logs, evaluates or saves.
+device: a fused optimizer takes a flag on the device (`found_inf`, which torch made for gradient scalers). If
+it is 1, the kernel changes no bit of parameters, moments and step counts. The host reads the flag when it
+next logs, evaluates or saves.
 """
 
 from __future__ import annotations
@@ -39,12 +39,10 @@ def build_optimizer(
 ) -> Optimizer:
     """Builds the optimizer that a recipe's `optim.name` names, for the parameters that are trained.
 
-    adamw (Loshchilov & Hutter 2017, arXiv 1711.05101) computes in fp32 for any dtype. adamw_8bit is AdamW
-    whose moments have 8 bits each (Dettmers et al. 2021, arXiv 2110.02861). adafactor (Shazeer & Stern 2018,
-    arXiv 1804.04235) has no first moments; as in transformers' Trainer its rate is absolute: it does not
-    depend on the size of a tensor. It ignores `betas` and `eps`. Raises RecipeError if adamw_8bit or
-    adafactor would train bfloat16 parameters.
-    """
+    adamw (Loshchilov & Hutter 2017, arXiv 1711.05101) computes in fp32 for any dtype. adamw_8bit has moments
+    of 8 bits (Dettmers et al. 2021, arXiv 2110.02861). adafactor (Shazeer & Stern 2018, arXiv 1804.04235)
+    ignores `betas` and `eps`; its rate is absolute, as in transformers' Trainer. Raises RecipeError if these
+    two would train bfloat16 parameters."""
     # As in transformers' Trainer, names and kinds of modules count too: gpt_oss's experts have matrices of
     # biases, and Cohere's query and key norms have a row for each head.
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED)))
@@ -86,10 +84,8 @@ def check_optimizer(name: str, device: torch.device) -> None:
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Scales gradients down to the L2 norm `max_norm` if their norm is larger; returns the earlier norm, [].
-
-    The host does not wait. The norm is over all shards, and in fp32, also for bfloat16 gradients.
-    """
+    """Scales gradients down to the L2 norm `max_norm` if their norm is larger; returns the earlier norm, [],
+    over all shards and in fp32. The host does not wait."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norms = torch._foreach_norm(grads, 2.0, dtype=torch.float32)
@@ -102,9 +98,7 @@ def learning_rate_schedule(
     optimizer: Optimizer, name: str, *, num_steps: int, warmup_steps: int, min_lr_ratio: float
 ) -> LRScheduler:
     """Returns transformers' schedule `name`. Step i of w warm-up steps has the rate lr x (i - 1) / w.
-
-    `min_lr_ratio`, for `linear` and `cosine`: the final learning rate divided by the largest.
-    """
+    `linear` and `cosine` end at `min_lr_ratio` times the largest rate."""
 
     def linear(step: int) -> float:
         if step < warmup_steps:
@@ -153,9 +147,7 @@ def num_warmup_steps(num_steps: int, *, warmup_ratio: float, warmup_steps: int |
 
 class NonfiniteGuard:
     """Decides for each step whether to skip its update, and later reports the steps that were not finite.
-
-    With `stops` the first such step also blocks all later updates, until the host reads about it.
-    """
+    With `stops` the first such step also blocks all later updates, until the host reads about it."""
 
     def __init__(self, *, stops: bool, device: torch.device) -> None:
         self.stops = stops
@@ -169,14 +161,12 @@ class NonfiniteGuard:
     ) -> None:
         """Makes the next `optimizer.step()` change nothing if a loss or gradient of `step` is not finite.
 
-        losses: [P] of this rank's pairs, which have the positions `pairs` in the source's table. Does not
-        wait for the device, unless the optimizer is not fused.
-        """
+        losses: [P] of this rank's pairs, which are `pairs` of the source's table. Waits for the device only
+        if the optimizer is not fused."""
         # Gradients may be offloaded to the CPU; their norm is then on the CPU too.
         is_finite = torch.isfinite(losses.sum()) & torch.isfinite(grad_norm).to(losses.device)
-        must_skip = sum_over_ranks((~is_finite).float()).clamp(
-            max=1
-        )  # all ranks must update, or all must skip
+        # All ranks must update, or all must skip.
+        must_skip = sum_over_ranks((~is_finite).float()).clamp(max=1)
         self._unread.append((step, must_skip, grad_norm, pairs, losses))
         if self.stops:
             must_skip = self._is_blocked = torch.maximum(self._is_blocked, must_skip)
@@ -188,7 +178,7 @@ class NonfiniteGuard:
 
     def report(self, directory: Path, table: PairTable, source_names: Sequence[str]) -> Iterator[str]:
         """Yields a sentence for each non-finite step since the previous call; lists its pairs in `directory`,
-        those whose own loss is not finite first. Waits for the device; every rank must call this method."""
+        those whose own loss is not finite first. Waits for the device; every rank must call it."""
         unread, self._unread = self._unread, []
         flags = torch.stack([is_nonfinite for _, is_nonfinite, *_ in unread]).tolist() if unread else []
         for step, _, grad_norm, own_pairs, own_losses in itertools.compress(unread, flags):

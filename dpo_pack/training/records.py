@@ -1,8 +1,7 @@
 """What a run records of its steps: metrics.jsonl, the trackers that the recipe names, and pairs.parquet.
 
-pairs.parquet: a step only keeps the table of numbers that it computes anyway, see training/metrics.py. The
-tables of many steps are written as one file of this directory, complete or absent. A checkpoint first writes
-what is in memory, and a resumed run first removes the lines of steps after its checkpoint.
+pairs.parquet is a directory: the tables of many steps are one file of it, complete or absent. A checkpoint
+first writes what is in memory, and a resumed run first removes the lines of steps after its checkpoint.
 """
 
 from __future__ import annotations
@@ -51,12 +50,10 @@ _PART = re.compile(r"part-(\d+)-(\d+)\.parquet")
 class MetricsLog:
     """Writes `metrics.jsonl`: one JSON object a line. Only the first rank writes.
 
-    `offset` is the length of the file in bytes, `crc32` the CRC-32 of these bytes; a checkpoint holds both. A
-    resumed run opens the log at its checkpoint's offset; this removes the lines that were written later.
-    """
+    A checkpoint holds `offset`, the length of the file in bytes, and `crc32` of these bytes. A resumed run
+    opens the log at its checkpoint's offset; this removes later lines."""
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
-        """Opens the file, which has at least `offset` bytes; cuts off the bytes after `offset`."""
         self.offset, self.crc32 = offset, 0
         self._file = None
         if ranks.is_first():
@@ -99,10 +96,9 @@ def start_trackers(
 ) -> str | None:
     """Starts accelerate's `trackers`, those of `Accelerator(log_with=...)`, which show `settings`.
 
-    For a resumed run (`goes_on`), pass the same `run_id` as before, and as `mlflow_run` the id that this
-    function returned before: MLflow makes the id of a run itself. Raises RunError if a tracker fails.
-    TensorBoard does not show what an earlier process sent of steps after `step`.
-    """
+    For a resumed run (`goes_on`), pass the same `run_id`, and as `mlflow_run` the id that this function
+    returned: MLflow makes the id itself. TensorBoard does not show what an earlier process sent of steps
+    after `step`. Raises RunError if a tracker fails."""
     directory.mkdir(exist_ok=True)
     key = hashlib.sha256(run_id.encode()).hexdigest()  # comet_ml and swanlab get parts of it as id
     # Without these options, accelerate would name the project after the run, and a resumed run would be new.
@@ -153,11 +149,8 @@ def track(
     held_out_names: Sequence[str] = (),
     breakdowns: bool = False,
 ) -> None:
-    """Sends the numbers of a metrics line to the trackers, under the names of transformers' Trainer and TRL.
-
-    Trackers get numbers by source and by length only with `breakdowns`. A tracker's error does not end
-    training, because metrics.jsonl has every line.
-    """
+    """Sends the numbers of a metrics line to the trackers, under the names of transformers' Trainer and TRL;
+    numbers by source and by length only with `breakdowns`. A tracker's error does not end training."""
     prefix = "train/"
     if record["split"] != "train":
         prefix = "eval/" if len(held_out_names) == 1 else f"eval/{record['source']}_"
@@ -187,9 +180,8 @@ class PairLog:
     """Writes a line for each time a pair was trained on; rank 0 writes the lines of all ranks.
 
     `source`, `row`: where the pair came from. `margin`: beta x (policy - reference), chosen minus rejected.
-    `loss`: with the pair's weight. Log-probs are sums in nats. Without a reference, the columns of the
-    reference are null, and `margin` is beta x the policy's log-probs, chosen minus rejected.
-    """
+    `loss`: with the pair's weight. Log-probs are sums in nats. Without a reference, its columns are null, and
+    `margin` leaves it out."""
 
     directory: Path
     table: PairTable  # the training pairs
@@ -215,10 +207,8 @@ class PairLog:
     def add(
         self, step: int, epoch: float, pairs: npt.NDArray[np.int64], values: Tensor, *, num_pairs: int
     ) -> None:
-        """Keeps the `pair_values` of this rank's [P] `pairs` in a step; all ranks together have `num_pairs`.
-
-        Every rank must call this: when enough pairs are in memory, it writes them with `flush`.
-        """
+        """Keeps the `pair_values` of this rank's [P] `pairs` in a step of `num_pairs` on all ranks. Every
+        rank must call it: it writes when enough pairs are in memory."""
         facts = np.column_stack((np.full(len(pairs), step), np.full(len(pairs), epoch), pairs))
         self._waiting.append((facts, values))
         self._num_waiting += num_pairs
@@ -226,10 +216,8 @@ class PairLog:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the values in memory to disk; waits for the device. Every rank must call it.
-
-        Raises CacheError.
-        """
+        """Writes the values in memory to disk; waits for the device. Every rank must call it. Raises
+        CacheError."""
         if not self._waiting:
             return
         facts = torch.from_numpy(np.concatenate([facts for facts, _ in self._waiting]))

@@ -1,15 +1,10 @@
 """The sources of the reference log-probs of a step's pairs, and the check of cached ones against the policy.
 
-The training loop asks a `Reference` for a batch's log-probs and for its updates. There are two kinds:
-
 - `CachedReference`: the rows already have log-probs from the run's reference.parquet, or the loss needs none.
-- `LiveReference`: a reference model scores the rows of each step. Online runs need this kind, because the
-  cache has no log-probs of new pairs. It can also follow the policy (TR-DPO, Gorbatovski et al. 2024, arXiv
-  2404.09656): every `follow_every` steps,
+- `LiveReference`: a reference model scores the rows of each step, as online runs need it. It can also follow
+  the policy (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656): every `follow_every` steps,
 
-      reference <- mixup * policy + (1 - mixup) * reference,
-
-  which is a soft update if mixup < 1, and a hard update if mixup = 1.
+      reference <- mixup * policy + (1 - mixup) * reference.
 
 Legend: P pairs of a row.
 """
@@ -63,7 +58,7 @@ class Reference(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedReference:
-    """A reference whose log-probs the run computed, or read from the cache, before its first step."""
+    """A reference whose log-probs the run has before its first step."""
 
     # The log-probs of a table's pairs; raises CacheError if one is missing. None: no loss needs them.
     lookup: Callable[[PairTable], PairReference] | None
@@ -196,10 +191,9 @@ def check_start(
 ) -> None:
     """Compares the policy's log-probs of one row of `pairs`, [P] positions, with the cached reference.
 
-    If they do not agree, the row is computed again, which tells dropout from noise. The allowed noise is ten
-    times the rounding of a sum in `dtype`, or ten times the change when the pairs stand in reverse order
-    (routers can then choose other experts), if larger. Raises RunError.
-    """
+    If they do not agree, the row is computed again, which tells dropout from noise. Allowed are ten times the
+    rounding of a sum in `dtype` and, because routers can choose other experts, of the change when the pairs
+    stand in reverse order. Raises RunError."""
     row = builder.build(pairs)
     sums = with_reference(row, policy(row.row)).reference  # [P, (chosen, rejected)]
     table = builder.table

@@ -2,14 +2,11 @@
 
 A step of DPO changes a weight of about 1e-2 by about 5e-7, and rounding to bfloat16 would undo nearly every
 update. So the optimizer updates fp32 master weights (mixed precision, Micikevicius et al. 2017, arXiv
-1710.03740). The parameter itself is the upper half of the master's bits, and only the lower 16 bits are
-stored beside it (Split-SGD, Kalamkar et al. 2020, arXiv 2005.04680). Split-SGD truncates the master; here the
-parameter is the nearest bfloat16 number, and the low bits are signed:
+1710.03740). The parameter is the upper half of the master's bits, and only the lower 16 bits are stored
+beside it (Split-SGD, Kalamkar et al. 2020, arXiv 2005.04680). Split-SGD truncates the master; here the
+parameter is the nearest bfloat16 number (half-way, the one of larger magnitude), and the low bits are signed:
 
     bits(master) = bits(parameter) * 2^16 + low_bits,    -2^15 <= low_bits < 2^15
-
-This equation holds for every bit pattern. A master half-way between two parameters goes to the parameter of
-larger magnitude: with torch's ties to even, low_bits would also need to be +2^15.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ def join_master(parameter: Tensor, low_bits: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slice:
-    """A part of one parameter: flat views of the tensors that its update reads and writes, [n] each."""
+    """A part of one parameter: flat views of what its update reads and writes, [n] each."""
 
     parameter: Tensor
     grad: Tensor
@@ -60,10 +57,9 @@ class _Slice:
 class SplitAdamW(Optimizer):
     """AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101) in fp32, over bfloat16 and fp32 parameters together.
 
-    Its updates equal those of torch's fused AdamW over fp32 masters, bit for bit, and so does what
-    `found_inf` means. The host does not wait. The state of a parameter is `step`, `exp_avg` and `exp_avg_sq`
-    in fp32; a bfloat16 parameter also has `low_bits` in int16. The state is sharded like the parameter.
-    """
+    Its updates, and what `found_inf` means, equal those of torch's fused AdamW over fp32 masters, bit for
+    bit. The host does not wait. The state of a parameter, sharded like it, is `step`, `exp_avg` and
+    `exp_avg_sq` in fp32; a bfloat16 parameter also has `low_bits` in int16."""
 
     def __init__(
         self,

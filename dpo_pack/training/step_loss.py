@@ -38,7 +38,7 @@ from dpo_pack.training.coupling import Tangent, row_tangents
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoss:
-    """The loss of one step. `begin_step_loss` makes it before the first row."""
+    """The loss of one step, from `begin_step_loss`."""
 
     objective: Objective
     batch: GlobalBatch
@@ -46,10 +46,8 @@ class StepLoss:
     balance: StepBalance | None  # of a mixture of experts
 
     def of_row(self, number: int, output: RowLogps, pairs: ScoredPairs) -> tuple[Tensor, Tensor]:
-        """Returns [P] weighted losses of row `number` (the first is 1), and [] the row's share of the loss.
-
-        R ranks average their gradients, so each rank divides the sum of its losses by num_pairs / R.
-        """
+        """Returns [P] weighted losses of row `number` (the first is 1), and [] the row's share of the loss. R
+        ranks average their gradients, so each rank divides the sum of its losses by num_pairs / R."""
         if self.tangents is None:
             mean_chosen_tokens = self.batch.mean_chosen_tokens
             losses = weighted_losses(self.objective, pairs, mean_chosen_tokens=mean_chosen_tokens)
@@ -85,9 +83,7 @@ def begin_step_loss(
     device: torch.device,
 ) -> StepLoss:
     """Returns the loss of the step. Runs the pass over its rows first, if the objective or a router needs it.
-
-    `batch` has the reference's log-probs. Every rank must call it.
-    """
+    Every rank must call it."""
     balance = None if router is None else StepBalance(settings=router)
     tangents = None
     rows = [*(pair_row.row for pair_row in batch.rows), *batch.idle_rows]
@@ -110,11 +106,10 @@ def begin_step_loss(
 
 
 def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredPairs:
-    """Returns log-probs of policy and reference, weights and statistics, [P] each, of a row's pairs.
-
-    `output` is what the policy computed. That of a sequence that belongs to several pairs is repeated.
-    """
-    output = _by_pair(output, row)
+    """Returns log-probs of policy and reference, weights and statistics, [P] each, of a row's pairs. `output`
+    is what the policy computed."""
+    if row.sequence_index is not None or row.token_weights is not None:
+        output = _by_pair(output, row)
     num_tokens = output.num_tokens.view(-1, 2)  # [P, (chosen, rejected)]
     policy, reference = output.sums.view(-1, 2), row.reference
     pair_weights = row.pair_weights
@@ -133,25 +128,19 @@ def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredP
             weights = length_desensitized_weights(row.token_weights, lengths, objective.ld_alpha)
             policy, reference = (weighted_sums(values, weights, lengths).view(-1, 2) for values in both)
     statistics = (output.entropy_sums, output.top1_sums, output.mean_logit_sums)
-    chosen_tokens, rejected_tokens = num_tokens.double().unbind(dim=1)
-    logps = [
-        PairLogps(
-            chosen=sums[:, 0], rejected=sums[:, 1],
-            chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens,
-        )
-        for sums in (policy, reference)
-    ]  # fmt: skip
+    counts = dict(zip(("chosen_tokens", "rejected_tokens"), num_tokens.double().unbind(dim=1), strict=True))
     return ScoredPairs(
-        policy=logps[0],
-        reference=logps[1],
+        policy=PairLogps(chosen=policy[:, 0], rejected=policy[:, 1], **counts),
+        reference=PairLogps(chosen=reference[:, 0], rejected=reference[:, 1], **counts),
         pair_weights=pair_weights,
         statistics=torch.stack(statistics, dim=1).view(-1, 2, len(statistics)),
     )
 
 
 def with_reference(row: PairRow, output: RowLogps) -> PairRow:
-    """Returns the row with the reference's log-probs in it. `output` is what the reference computed."""
-    output = _by_pair(output, row)
+    """Returns the row with the reference's log-probs in it, from what the reference computed."""
+    if row.sequence_index is not None or row.token_weights is not None:
+        output = _by_pair(output, row)
     return replace(row, reference=output.sums.view(-1, 2), reference_tokens=output.token_logps)
 
 
@@ -187,8 +176,6 @@ def _by_pair(output: RowLogps, row: PairRow) -> RowLogps:
 
 
 def weighted_sums(token_values: Tensor, weights: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the weighted sum of each sequence's tokens, [S] float64, of [N] values and [N] weights.
-
-    A token of weight zero adds nothing, also if its value is not finite.
-    """
+    """Returns [S] float64 weighted sums of each sequence's tokens, of [N] values and weights. A token of
+    weight zero adds nothing, also if its value is not finite."""
     return sequence_sums(token_values.double().masked_fill(weights == 0, 0.0) * weights, lengths)

@@ -64,11 +64,9 @@ class Meter:
     seconds: float = 0.0
 
     def add(self, rows: Iterable[IntArray], *, pairs: int, tokens: int, seconds: float) -> float:
-        """Counts a step. rows: the pairs of each row of all ranks. `pairs`, `tokens`: how many the step has.
-
-        Returns the step's FLOPs on one device, as a mean over devices.
-        """
-        flops = sum(map(self.sizes.cost_of, rows)) / num_ranks()
+        """Counts a step. rows: the pairs of each row of all ranks. Returns the step's FLOPs on one device, a
+        mean."""
+        flops = sum(self.sizes.of_row(row).cost for row in rows) / num_ranks()
         self.steps += 1
         self.pairs += pairs
         self.tokens += tokens
@@ -77,7 +75,7 @@ class Meter:
         return flops
 
     def take(self) -> dict[str, float]:
-        """Returns rates of the steps since the previous call, and mean seconds a step. Sets sums to zero."""
+        """Returns rates of the steps since the previous call, and mean seconds a step; begins anew."""
         seconds = max(self.seconds, 1e-9)
         rates = {
             "tokens_per_second": self.tokens / seconds,
@@ -92,10 +90,8 @@ class Meter:
 
 @functools.cache
 def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Returns the peak FLOPs a second in dense matrix products of `dtype`; None if it is not known.
-
-    For a CPU it is that of the fastest product of large square matrices in a tenth of a second.
-    """
+    """Returns the peak FLOPs a second in dense matrix products of `dtype`; None if it is not known. For a CPU
+    it is that of large square matrices, the best in a tenth of a second."""
     if device.type == "cuda":
         return gpu_peak(torch.cuda.get_device_name(device), dtype)
     if device.type != "cpu":

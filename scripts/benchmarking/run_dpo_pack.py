@@ -67,7 +67,9 @@ def run_dpo_pack(
         reference_seconds=trainer.log.reference_seconds,
         startup_seconds=startup_seconds,
         cpu_seconds=sum(cpu_seconds),
-        computed_tokens=sum(plan.sizes.tokens_in(row) for ranks in plan for rows in ranks for row in rows),
+        computed_tokens=sum(
+            plan.sizes.of_row(row).tokens for ranks in plan for rows in ranks for row in rows
+        ),
         losses=[step["loss"] for step in steps],
         grad_norms=[step["grad_norm"] for step in steps],
         chosen_logps=[step["logps/chosen"] for step in steps],

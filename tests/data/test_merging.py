@@ -152,7 +152,7 @@ def test_pairs_that_take_fewer_tokens_apart_stay_apart_in_plan_and_row() -> None
         algorithm="best_fit_decreasing", merging=merging,
     )  # fmt: skip
     ((row,),) = plan.pack_step(0)
-    assert plan.sizes.tokens_in(row) == alone.sum()
+    assert plan.sizes.of_row(row).tokens == alone.sum()
     builder = RowBuilder(
         table=table, reference=None, is_packed=True, share_prompt=True,
         device=torch.device("cpu"), merging=merging,
@@ -182,7 +182,7 @@ def test_parts_of_a_cut_group_meet_in_a_row_only_if_it_holds_them_as_one_group_a
         merging.tokens, order=np.arange(3), token_budget=690, pairs_per_step=3,
         algorithm="best_fit_decreasing", merging=merging,
     )  # fmt: skip
-    assert sorted(plan.sizes.tokens_in(row) for row in plan.pack_step(0)[0]) == [300, 380]
+    assert sorted(plan.sizes.of_row(row).tokens for row in plan.pack_step(0)[0]) == [300, 380]
 
 
 completions = st.builds(
@@ -215,8 +215,8 @@ def test_whatever_pairs_share_merged_rows_keep_to_the_budget_and_take_no_more_th
     rows = [row for step in plan for rows in step for row in rows]
     assert sorted(itertools.chain(*(row.tolist() for row in rows))) == sorted(order.tolist())
     for row in rows:
-        assert len(row) == 1 or plan.sizes.tokens_in(row) <= token_budget
-        assert plan.sizes.tokens_in(row) <= alone[row].sum()
+        assert len(row) == 1 or plan.sizes.of_row(row).tokens <= token_budget
+        assert plan.sizes.of_row(row).tokens <= alone[row].sum()
 
 
 def test_cutting_many_pairs_of_a_prompt_looks_at_each_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,9 +272,9 @@ def test_a_merging_plan_trains_every_pair_once_within_the_budget(
     trained = [pair for step in plan for rows in step for row in rows for pair in row.tolist()]
     assert sorted(trained) == list(range(table.num_pairs))
     rows = [row for step in plan for rows in step for row in rows]
-    assert all(plan.sizes.tokens_in(row) <= 150 for row in rows)
-    assert sum(plan.sizes.tokens_in(row) for row in rows) < tokens.sum()
-    assert sum(plan.sizes.cost_of(row) for row in rows) < costs.sum()
+    assert all(plan.sizes.of_row(row).tokens <= 150 for row in rows)
+    assert sum(plan.sizes.of_row(row).tokens for row in rows) < tokens.sum()
+    assert sum(plan.sizes.of_row(row).cost for row in rows) < costs.sum()
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", *slow("sppo_hard")])

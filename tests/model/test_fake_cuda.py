@@ -242,7 +242,8 @@ def test_a_whole_step_waits_for_no_device(
     guard = NonfiniteGuard(stops=True, device=CUDA)
     rows = [pair_row(other) for _ in range(2)]
     batch = GlobalBatch(
-        epoch=0.0, num_pairs=6, num_rows=2, num_tokens=100, mean_chosen_tokens=5.0, rows=rows, row_pairs=[],
+        epoch=0.0, num_pairs=6, num_tokens=100, mean_chosen_tokens=5.0, rows=rows, row_pairs=[],
+        common_passes=2,
     )  # fmt: skip
     if reference is not None:
         batch = reference.score_batch(batch)

@@ -258,7 +258,7 @@ def test_a_plan_trains_every_pair_once_within_the_budget_with_work_for_every_ran
         assert len(step) == num_ranks
         assert sum(bool(rows) for rows in step) == min(num_ranks, len(pairs))
         for row in itertools.chain(*step):
-            assert len(row) == 1 or plan.sizes.tokens_in(row) <= BUDGET
+            assert len(row) == 1 or plan.sizes.of_row(row).tokens <= BUDGET
 
 
 @without_deadline
@@ -283,7 +283,7 @@ def test_padded_rows_count_their_padding_in_tokens_and_cost() -> None:
         ints([40, 44]), order=ints([0, 1]), token_budget=BUDGET, pairs_per_step=2, algorithm=PADDED
     )
     (((row,),),) = plan
-    assert plan.sizes.tokens_in(row) == plan.sizes.cost_of(row) == 2 * 44
+    assert plan.sizes.of_row(row).tokens == plan.sizes.of_row(row).cost == 2 * 44
 
 
 def test_the_plan_names_the_pairs_of_the_epoch_that_exceed_the_budget() -> None:

@@ -153,7 +153,7 @@ def test_scope_epoch_trains_every_pair_once_in_full_steps_and_a_last_one_on_any_
         assert sorted(flat_pairs(plan, step)) == sorted(plan.pairs(step).tolist())
         assert len(alone.pack_step(step)[0]) == rows_per_step or step == len(plan) - 1
         for row in itertools.chain(*plan.pack_step(step)):
-            assert len(row) == 1 or plan.sizes.tokens_in(row) <= BUDGET
+            assert len(row) == 1 or plan.sizes.of_row(row).tokens <= BUDGET
         num_rows = {len(rows) for rows in plan.pack_step(step)}
         if equal_rows and len(plan.pairs(step)) >= num_ranks * max(num_rows):
             assert len(num_rows) == 1
@@ -200,8 +200,8 @@ def test_of_finished_rows_and_rows_packed_again_a_step_takes_those_whose_slowest
     )  # fmt: skip
 
     def slowest(ranks: Sequence[Sequence[IntArray]]) -> float:
-        costs = [sum(plan.sizes.cost_of(row) for row in rows) for rows in ranks]
-        a_token = sum(costs) / sum(plan.sizes.tokens_in(row) for rows in ranks for row in rows)
+        costs = [sum(plan.sizes.of_row(row).cost for row in rows) for rows in ranks]
+        a_token = sum(costs) / sum(plan.sizes.of_row(row).tokens for rows in ranks for row in rows)
         return max(
             cost + ROW_OVERHEAD_TOKENS * a_token * len(rows) for cost, rows in zip(costs, ranks, strict=True)
         )
@@ -211,7 +211,7 @@ def test_of_finished_rows_and_rows_packed_again_a_step_takes_those_whose_slowest
         rows, packed = plan._finished_rows(step), plan._pack(plan.pairs(step))
         ranks = plan.pack_step(step)
         if len(rows) >= plan.num_ranks:
-            parts = split_over_ranks(np.array([plan.sizes.cost_of(row) for row in rows]), plan.num_ranks)
+            parts = split_over_ranks(np.array([plan.sizes.of_row(row).cost for row in rows]), plan.num_ranks)
             finished = [[rows[i] for i in part] for part in parts]
             is_finished = [list(map(tuple, rows)) for rows in ranks] == [
                 list(map(tuple, rows)) for rows in finished
@@ -220,7 +220,7 @@ def test_of_finished_rows_and_rows_packed_again_a_step_takes_those_whose_slowest
             if not is_finished:
                 assert slowest(ranks) == slowest(packed) < slowest(finished)
             elif slowest(packed) < slowest(finished):  # even enough: not packed again
-                costs = [sum(plan.sizes.cost_of(row) for row in rows) for rows in ranks]
+                costs = [sum(plan.sizes.of_row(row).cost for row in rows) for rows in ranks]
                 assert max(costs) <= 1.02 * sum(costs) / 2
     assert min(taken.values()) > 0, taken
 

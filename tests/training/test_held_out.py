@@ -214,7 +214,7 @@ SLOW = [(600, 1.0, 3.0), *((num_pairs, *case) for num_pairs in (200, 400, 800) f
     ("num_pairs", "size", "widest"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_intervals_hold_the_accuracy_of_fp32_however_large_the_rounding(
-    num_pairs: int, size: float, widest: float
+    num_pairs: int, size: float, widest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2,000 draws of pairs; `right` is the accuracy in fp32 of the population from which they are drawn.
 
@@ -234,9 +234,8 @@ def test_intervals_hold_the_accuracy_of_fp32_however_large_the_rounding(
         )
         found, _ = estimate_exact(ours, exact, drawn, chances)
         estimates[:, draw], truths[:, draw] = found["rewards/accuracies"], true > 0
-    (low, high), (lowest, highest) = (
-        mean_intervals(x, seed=1, num_resamples=2_000).T for x in (estimates, truths)
-    )
+    monkeypatch.setattr("dpo_pack.training.held_out.NUM_RESAMPLES", 2_000)
+    (low, high), (lowest, highest) = (mean_intervals(x, seed=1).T for x in (estimates, truths))
     assert 0.93 <= ((low <= right) & (right <= high)).mean() <= 0.98
     width = (high - low).mean() / (highest - lowest).mean()
     assert width <= widest

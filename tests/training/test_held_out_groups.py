@@ -97,6 +97,7 @@ def test_many_pairs_take_fewer_resamples_but_at_least_200(
     values = np.random.default_rng(7).normal(size=(num_pairs, 1))
     with monkeypatch.context() as patch:
         patch.setattr(held_out, "_MAX_DRAWS", 10**9)
-        expected = mean_intervals(values, seed=0, num_resamples=resamples)
+        patch.setattr(held_out, "NUM_RESAMPLES", resamples)
+        expected = mean_intervals(values, seed=0)
     monkeypatch.setattr(held_out, "_MAX_DRAWS", 30_000)
     assert np.array_equal(mean_intervals(values, seed=0), expected)
