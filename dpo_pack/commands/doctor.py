@@ -31,7 +31,6 @@ def describe_environment() -> dict[str, Any]:
         has_window=False,
         has_softcap=False,
         has_sinks=False,
-        has_custom_scale=False,
     )
     obstacles = {name: backend_obstacle(name, usual, device=device, dtype=dtype) for name in BACKENDS}
     return {

@@ -61,11 +61,9 @@ def load_model(
 ) -> LoadedModel:
     """Loads the model on the device, with a new `adapter` if given, else with the one of its facts.
 
-    If the strategy shards, all ranks must call it: rank 0 reads the weights and sends each rank its shards.
-    With `tensors`, the checkpoint's on the meta device, it reads no weights, and compares these with the
-    model. Raises ModelError when loading fails, a weight is missing or (`refuses_unused`) not used,
-    UnsupportedModelError when the model cannot be exact.
-    """
+    All ranks must call it if the strategy shards. With `tensors`, the checkpoint's on the meta device, it
+    reads no weights, and compares these with the model. Raises ModelError when loading fails, a weight is
+    missing or (`refuses_unused`) not used, UnsupportedModelError when the model cannot be exact."""
     if not strategy.shards:
         weights_on = device if tensors is None else torch.device("meta")
         return _load(facts, device, weights_on, adapter, tensors)
@@ -121,9 +119,8 @@ def _load(
                 reads_weights=weights_on.type != "meta",
             )
         said += more
-    vision = None
-    if facts.processor is not None:
-        vision = VisionInputs(processor=facts.processor, family=vision_family(config))
+    processor = facts.processor
+    vision = None if processor is None else VisionInputs(processor=processor, family=vision_family(config))
     scorer = CompletionLogps(
         model,
         backend=BACKENDS[choice.name] if facts.is_packed else None,
@@ -153,7 +150,6 @@ def _choose_attention(facts: ModelFacts, config: PretrainedConfig, device: torch
 def _change_layers(
     facts: ModelFacts, scorer: CompletionLogps, device: torch.device, weights_on: torch.device
 ) -> None:
-    """Replaces forwards of layers by those that the facts ask for, and puts the weights on `weights_on`."""
     model = scorer.model
     if facts.kernels == "liger":
         apply_liger(model)
@@ -180,10 +176,7 @@ def _read_model(
     weights_on: torch.device,
     tensors: Mapping[str, Tensor] | None,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Reads the model, and returns lines for the user about its tensors.
-
-    On the meta device its parameters have no values, but its buffers have.
-    """
+    """Returns also lines for the user. On the meta device parameters have no values, but buffers have."""
     attention: Any = own_attention(config)
     if facts.is_packed:
         # The language model gets our attention; towers keep theirs, which reads all of an image.
@@ -225,7 +218,7 @@ def _read_model(
 def _checkpoint_activations(
     model: PreTrainedModel, *, keeps_products: bool = False, offloads: bool = False
 ) -> None:
-    """Makes layers recompute activations; with `keeps_products` all but matrix products and attention, with
+    """Makes layers recompute activations: with `keeps_products` not those of products and attention, with
     `offloads` from inputs that the host keeps."""
     settings: dict[str, Any] = {"use_reentrant": False}
     if keeps_products:

@@ -23,15 +23,11 @@ _LOGIT_SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_log
 _SINK_FAMILIES = frozenset(
     {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
 )
-# In most of these families the layers scale or normalize queries or keys, so that attention does not scale.
-# Zamba 2's attention reads two hidden states side by side and scales by half of the head dimension.
-_OWN_SCALE_FAMILIES = frozenset({"gemma3n_text", "gemma4_text", "opt", "zamba2"})
 _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE_EXPERTS_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def head_transform(config: PretrainedConfig) -> HeadTransform:
-    """Returns how this model changes its logits after the matrix product of the output head."""
     values = config.get_text_config().to_dict()
     scale = 1.0
     for key in ("logit_scale", "lm_head_multiplier"):  # of Cohere and Falcon-H1
@@ -49,7 +45,6 @@ def head_transform(config: PretrainedConfig) -> HeadTransform:
 
 
 def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
-    """Returns the features that this model's attention needs from a backend."""
     text = config.get_text_config()
     values = text.to_dict()
     # Attributes, because GPT-2 and other families store these two under other names.
@@ -65,39 +60,27 @@ def attention_needs(config: PretrainedConfig) -> AttentionNeeds:
         has_window=bool(values.get("sliding_window")),
         has_softcap=own_attention(config) is not None,
         has_sinks=values.get("model_type") in _SINK_FAMILIES,
-        # Whether the factor of its scores is another one than 1 / sqrt(head dimension).
-        has_custom_scale=values.get("model_type") in _OWN_SCALE_FAMILIES
-        or any(values.get(key) is not None for key in ("attention_multiplier", "query_pre_attn_scalar"))
-        or bool((values.get("rope_parameters") or {}).get("mscale_all_dim"))  # DeepSeek with yarn
-        or values.get("scale_attn_weights") is False  # GPT-2's, and the next
-        or bool(values.get("scale_attn_by_inverse_layer_idx")),
     )
 
 
 def own_attention(config: PretrainedConfig) -> str | None:
-    """Returns the attention that transformers must use if rows are not packed; None lets transformers choose.
-
-    With a softcap it is eager: some releases choose sdpa, which ignores the softcap without an error.
-    """
+    """Returns what transformers must use if rows are not packed; None: it chooses. With a softcap it is
+    eager, because some releases choose sdpa, which ignores the softcap."""
     softcap = config.get_text_config().to_dict().get("attn_logit_softcapping")
     return None if softcap is None else "eager"
 
 
 def attention_names(config: PretrainedConfig) -> dict[str, str | None]:
     """Returns the attention of a model ("") and of its parts, as transformers sets it: towers have others.
-
-    Parts without one, such as MPT's `attn_config`, are left out: transformers refuses to set None.
-    """
+    Without parts that have none, such as MPT's `attn_config`: transformers refuses to set None."""
     parts = [(name, getattr(config, name)) for name in config.sub_configs]
     named = {name: part._attn_implementation for name, part in parts if part is not None}
     return {"": config._attn_implementation, **{name: own for name, own in named.items() if own is not None}}
 
 
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
-    """Returns, from the config, each attention layer's sliding window; None means full attention.
-
-    A chunked layer (Llama 4) counts as full attention: `check_rows` refuses sequences longer than a chunk.
-    """
+    """Returns, from the config, each attention layer's sliding window; None means full attention, as of a
+    chunked layer (Llama 4): `check_lengths` refuses sequences longer than a chunk."""
     text = config.get_text_config()
     values = text.to_dict()
     # We read the attribute and not `values`, because Gemma 3 uses another window than its file names.
@@ -110,7 +93,7 @@ def layer_windows(config: PretrainedConfig) -> list[int | None]:
 
 
 def effective_window(window: int | None, config: PretrainedConfig) -> int | None:
-    """Returns `window`; None if no sequence can be longer than the window: Phi 3.5 MoE then ignores it."""
+    """Returns `window`; None if no sequence can be longer: Phi 3.5 MoE then ignores it."""
     known = config.get_text_config().to_dict().get("max_position_embeddings")
     return None if window is None or (known is not None and window >= int(known)) else window
 
@@ -129,10 +112,8 @@ def num_recurrent_calls(config: PretrainedConfig) -> int:
 
 
 def check_packs(config: PretrainedConfig) -> None:
-    """Raises UnsupportedModelError if rows of the config's family cannot be packed. Needs no weights.
-
-    A family that is refused for its recurrent layers can be packed if a config names only attention layers.
-    """
+    """Raises UnsupportedModelError if rows of the config's family cannot be packed. A family that is refused
+    for its recurrent layers can be packed if a config names only attention layers."""
     text = config.get_text_config()
     family = FAMILIES.get(text.model_type, _PLAIN)
     layers = set(text.to_dict().get("layer_types") or ())
@@ -154,16 +135,6 @@ def check_packs(config: PretrainedConfig) -> None:
     raise UnsupportedModelError(f"{text.model_type} cannot be packed: {obstacle}; use packing.mode: padded")
 
 
-def check_positions(config: PretrainedConfig, longest_sequence: int) -> None:
-    """Raises ModelError if the longest sequence, in tokens, is longer than `known_positions`."""
-    known = known_positions(config)
-    if known is not None and longest_sequence > known:
-        raise ModelError(
-            f"data.max_length: the longest sequence has {longest_sequence} tokens, but this model is exact "
-            f"for {known} positions only; set data.max_length: {known}"
-        )
-
-
 def rotary_kinds(config: PretrainedConfig) -> list[dict[str, Any]]:
     """Returns [a config's rotary parameters, and those of each kind of layer if it has them (Gemma 3)]."""
     rope = config.get_text_config().to_dict().get("rope_parameters") or {}
@@ -173,9 +144,8 @@ def rotary_kinds(config: PretrainedConfig) -> list[dict[str, Any]]:
 def known_positions(config: PretrainedConfig) -> int | None:
     """Returns how many positions a model computes exactly; None if its config has no such number.
 
-    Some rotary variants change their frequencies with the longest position in a batch. They are exact up to
-    the config's original maximum, or, if the config has none, up to `max_position_embeddings`.
-    """
+    Rotary variants whose frequencies change with the longest position of a batch are exact up to the original
+    maximum, or, if the config has none, up to `max_position_embeddings`."""
     values = config.get_text_config().to_dict()
     names = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last two: GPT-2, MPT
     known = next((values[name] for name in names if values.get(name) is not None), None)
@@ -185,12 +155,18 @@ def known_positions(config: PretrainedConfig) -> int | None:
     return None if known is None else int(known)
 
 
-def check_rows(config: PretrainedConfig, *, longest_sequence: int, longest_row: int) -> None:
-    """Raises UnsupportedModelError if Llama 4 would not compute packed rows exactly. Lengths are in tokens.
-
-    A sequence must fit into a chunk of its local layers, a row into the first step of `floor_scale` tokens.
-    """
-    values = config.get_text_config().to_dict()
+def check_lengths(config: PretrainedConfig, *, longest_sequence: int, longest_row: int | None) -> None:
+    """Raises ModelError if a sequence is longer than `known_positions`. Raises UnsupportedModelError if a
+    sequence of a packed row does not fit into a chunk of Llama 4's local layers, or a row into the first step
+    of `floor_scale` tokens. Lengths are in tokens; without `longest_row`, rows are padded."""
+    known, values = known_positions(config), config.get_text_config().to_dict()
+    if known is not None and longest_sequence > known:
+        raise ModelError(
+            f"data.max_length: the longest sequence has {longest_sequence} tokens, but this model is exact "
+            f"for {known} positions only; set data.max_length: {known}"
+        )
+    if longest_row is None:
+        return
     chunk = values.get("attention_chunk_size")
     is_chunked = "chunked_attention" in (values.get("layer_types") or ())
     if is_chunked and chunk is not None and longest_sequence > chunk:
@@ -229,10 +205,8 @@ def replace_settings(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def count_experts(values: dict[str, Any]) -> tuple[float, float]:
-    """Returns (routed experts of a layer, experts that one token uses); (1, 1) if the config names none.
-
-    If a config has one number for each layer (Hunyuan), these are means over layers.
-    """
+    """Returns (routed experts of a layer, experts that one token uses), means over layers if these differ;
+    (1, 1) if the config names none."""
     num_experts = next((np.mean(values[key]) for key in _NUM_EXPERTS_KEYS if values.get(key)), 1.0)
     num_active = next((np.mean(values[key]) for key in _ACTIVE_EXPERTS_KEYS if values.get(key)), num_experts)
     return float(num_experts), float(num_active)
@@ -258,44 +232,33 @@ RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid"})
 _NO_MIXING_LAYERS = frozenset({"mlp", "moe"})  # Nemotron-H counts its feed-forward blocks as layers
 
 
-_MAMBA1 = "a shared prompt ends in a state, and transformers' code for Mamba 1 cannot start from one"
-_NOT_WRITTEN = "dpo-pack has no code for its recurrence, which would mix the sequences of a row"
-_OWN_ATTENTION = "its own code computes the attention, and does not take a row's layout"
-_SELECTS = "its attention selects tokens, and its n-grams join tokens, across the sequences of a row"
-_NEEDS_FLA = "its delta attention is packed only on CUDA with flash-linear-attention, which is not installed"
-_DROPS_ARGUMENTS = "its layers do not pass a row's layout on to their attention"
-
 _PLAIN = Family()
+_WITHOUT_FLA = (
+    "its delta attention is packed only on CUDA with flash-linear-attention, which is not installed"
+)
+_KIMI = Family(functions=2, kernel="chunk_kimi_delta_attention", reason=_WITHOUT_FLA)
+_RECURRENT = ("bamba", "granitemoehybrid", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+_REFUSED = {  # by the reason
+    "a shared prompt ends in a state, and transformers' code for Mamba 1 cannot start from one": (
+        ("falcon_mamba", "jamba", "mamba")
+    ),
+    "dpo-pack has no code for its recurrence, which would mix the sequences of a row": (
+        ("minimax", "recurrent_gemma", "rwkv", "xlstm")
+    ),
+    "its own code computes the attention, and does not take a row's layout": (
+        ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt")
+    ),
+    "its attention selects tokens, and its n-grams join tokens, across the sequences of a row": (
+        ("qwen4_exp_text",)
+    ),
+    "its layers do not pass a row's layout on to their attention": ("nemotron", "stablelm"),
+}
 FAMILIES: dict[str, Family] = {
-    "bailing_hybrid": Family(functions=2, kernel="chunk_kimi_delta_attention", reason=_NEEDS_FLA),
-    "bamba": Family(functions=2),
+    **dict.fromkeys((*_RECURRENT, "zamba2"), Family(functions=2)),
     "falcon_h1": Family(functions=2, since=(5, 16)),
-    "granitemoehybrid": Family(functions=2),
-    "kimi_linear": Family(functions=2, kernel="chunk_kimi_delta_attention", reason=_NEEDS_FLA),
-    "lfm2": Family(functions=1, since=(5, 22)),
-    "lfm2_moe": Family(functions=1, since=(5, 22)),
+    **dict.fromkeys(("mamba2", "nemotron_h"), Family(functions=2, since=(5, 17))),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), Family(functions=1, since=(5, 22))),
     "lfm3": Family(functions=1),
-    "mamba2": Family(functions=2, since=(5, 17)),
-    "nemotron_h": Family(functions=2, since=(5, 17)),
-    "olmo_hybrid": Family(functions=2),
-    "qwen3_5_moe_text": Family(functions=2),
-    "qwen3_5_text": Family(functions=2),
-    "qwen3_next": Family(functions=2),
-    "zamba2": Family(functions=2),
-    "bloom": Family(reason=_OWN_ATTENTION),
-    "codegen": Family(reason=_OWN_ATTENTION),
-    "falcon": Family(reason=_OWN_ATTENTION),
-    "falcon_mamba": Family(reason=_MAMBA1),
-    "gpt_neo": Family(reason=_OWN_ATTENTION),
-    "gptj": Family(reason=_OWN_ATTENTION),
-    "jamba": Family(reason=_MAMBA1),
-    "mamba": Family(reason=_MAMBA1),
-    "minimax": Family(reason=_NOT_WRITTEN),
-    "mpt": Family(reason=_OWN_ATTENTION),
-    "nemotron": Family(reason=_DROPS_ARGUMENTS),
-    "qwen4_exp_text": Family(reason=_SELECTS),
-    "recurrent_gemma": Family(reason=_NOT_WRITTEN),
-    "rwkv": Family(reason=_NOT_WRITTEN),
-    "stablelm": Family(reason=_DROPS_ARGUMENTS),
-    "xlstm": Family(reason=_NOT_WRITTEN),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), _KIMI),
+    **{name: Family(reason=reason) for reason, names in _REFUSED.items() for name in names},
 }

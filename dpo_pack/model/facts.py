@@ -22,17 +22,14 @@ from dpo_pack.model.loading import load_errors
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.quantize import Quantization, quantization_settings
 from dpo_pack.model.scorer import Precision
-from dpo_pack.model.shape import RouterBalance, model_shape, num_parameters, router_balance, without_weights
+from dpo_pack.model.shape import RouterBalance, model_shape, router_balance, without_weights
 from dpo_pack.packing.lengths import ModelShape
 from dpo_pack.system import ranks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelFacts:
-    """What is known about a model without loading its weights into memory.
-
-    The cached properties take time to compute, so they are computed only if a command reads them.
-    """
+    """What is known about a model without loading its weights. Cached properties take time to compute."""
 
     path: str  # a hub id or a directory: of the base model, if `adapter` is given
     revision: str | None
@@ -79,8 +76,7 @@ class ModelFacts:
 
     @functools.cached_property
     def num_parameters(self) -> int:
-        """The number of parameters of the model. Tied embeddings count once."""
-        return num_parameters(self.architecture)
+        return int(self.architecture.num_parameters())
 
     @functools.cached_property
     def tower_parameters(self) -> int:
@@ -89,7 +85,6 @@ class ModelFacts:
 
     @functools.cached_property
     def shape(self) -> ModelShape:
-        """The sizes of the model that are needed to compute the FLOPs of rows."""
         shape = model_shape(self.architecture, self.processor)
         trims_last_block = self.is_packed and self.balance is None
         return shape if trims_last_block else replace(shape, last_block_weights=0.0)
@@ -105,9 +100,8 @@ class ModelFacts:
     def namespace(self) -> dict[str, Any]:
         """All facts besides token ids that the model's log-probs depend on, as a JSON object.
 
-        All ranks must read this property together. Rank 0 hashes all weights and stores the hashes in a file
-        for the other ranks. Raises ModelError when weights are missing or unreadable.
-        """
+        All ranks must read it together: rank 0 hashes all weights, the others read its file of hashes. Raises
+        ModelError when weights are missing or unreadable."""
         memo, precision = self.cache_dir / "model_hashes.json", self.precision
         autocast = None if precision.autocast is None else str(precision.autocast).removeprefix("torch.")
         with ranks.first_goes_first():

@@ -2,9 +2,9 @@
 
 - On a CPU, oneDNN computes the products of linear layers where it is faster than torch's own.
 - liger-kernel (Hsu et al. 2024, arXiv 2410.10989) computes RMSNorm, rotary positions and gated MLPs in one
-  pass each: memory limits their speed. We do not use its losses, because we need log-probs of tokens.
-- After the attention of the last layer no position reads another position. So the last feed-forward block is
-  computed only at positions whose hidden state predicts a scored token; elsewhere its gradients are zero.
+  pass each; its losses give no log-probs of tokens.
+- The last feed-forward block, after which no position reads another, is computed only at positions whose
+  hidden state predicts a scored token.
 
 Legend: T tokens of the row, U scored positions, D features in, O features out.
 """
@@ -39,7 +39,7 @@ from dpo_pack.system.machine import is_intel
 def times_transposed(features: Tensor, weight: Tensor) -> Tensor:
     """Computes `features @ weight.T` without gradients: [..., D], [O, D] -> [..., O]."""
     product = _onednn_product()
-    if product is None or not _is_cpu_float32(features):
+    if product is None or features.device.type != "cpu" or features.dtype != torch.float32:
         return features @ weight.T
     return product(features, weight, None, "none", [], "")
 
@@ -54,7 +54,8 @@ def speed_up_linears(model: nn.Module) -> None:
 
 
 def _linear(module: nn.Linear, features: Tensor) -> Tensor:
-    if features.ndim < 2 or not _is_cpu_float32(features) or torch.is_autocast_enabled("cpu"):
+    is_float32 = features.device.type == "cpu" and features.dtype == torch.float32
+    if features.ndim < 2 or not is_float32 or torch.is_autocast_enabled("cpu"):
         return nn.functional.linear(features, module.weight, module.bias)
     # We flatten to two dimensions: for more, oneDNN returns a view, which a model could not change in place.
     product: Tensor = _Linear.apply(features.flatten(0, -2), module.weight, module.bias)  # type: ignore[no-untyped-call]
@@ -84,10 +85,6 @@ class _Linear(torch.autograd.Function):
             grad.T @ features if needs_weight else None,
             grad.sum(dim=0) if needs_bias else None,
         )
-
-
-def _is_cpu_float32(features: Tensor) -> bool:
-    return features.device.type == "cpu" and features.dtype == torch.float32
 
 
 @functools.cache
@@ -156,7 +153,7 @@ _replaced: dict[str, dict[str, Callable[..., Any]]] = {}
 
 
 def check_kernels(config: PretrainedConfig, device: torch.device) -> None:
-    """Checks `model.kernels: liger`. Raises RecipeError (device) or UnsupportedModelError (family)."""
+    """Raises RecipeError (device) or UnsupportedModelError (family) if liger cannot be used."""
     if device.type != "cuda":
         raise RecipeError(
             f"model.kernels: liger's kernels run on CUDA devices, and this is {device.type}; set "
@@ -171,10 +168,8 @@ def check_kernels(config: PretrainedConfig, device: torch.device) -> None:
 
 
 def apply_liger(model: PreTrainedModel) -> None:
-    """Makes the layers of `model` compute with liger-kernel, in place; functions are replaced for its family.
-
-    Raises UnsupportedModelError when the package does not fit the installed transformers.
-    """
+    """Makes the layers of `model` compute with liger-kernel, in place. Raises UnsupportedModelError when the
+    package does not fit the installed transformers."""
     family = model.config.get_text_config().model_type
     code = sys.modules[type(model).__module__]
     before = dict(vars(code))
@@ -203,21 +198,14 @@ def apply_liger(model: PreTrainedModel) -> None:
 
 
 def feed_forwards(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module | None]]:
-    """Returns (decoder layer, its feed-forward block) of each layer; None if the block is not one module."""
-    num_layers = model.config.get_text_config().num_hidden_layers
-    lists = [m for m in text_model(model).modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    """Returns (decoder layer, its feed-forward block), at least one; None if the block is not one module."""
+    text, num_layers = text_model(model), model.config.get_text_config().num_hidden_layers
+    lists = [m for m in text.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
     found = []
     for layer in lists[0] if lists else ():
         blocks = [block for name, block in layer.named_children() if name in ("mlp", "feed_forward", "ffn")]
         found.append((layer, blocks[0] if len(blocks) == 1 else None))
-    return found
-
-
-def last_feed_forward(model: PreTrainedModel) -> tuple[nn.Module, nn.Module] | None:
-    """Returns (the last decoder layer, its feed-forward block); None if the block is not one module."""
-    for layer, block in feed_forwards(model)[-1:]:
-        return None if block is None else (layer, block)
-    return None
+    return found or [(text, None)]
 
 
 def tileable_feed_forwards(model: PreTrainedModel, *, has_experts: bool) -> list[nn.Module]:
@@ -260,14 +248,11 @@ def _in_tiles(whole: Callable[..., Tensor], num_tokens: int, features: Tensor) -
 
 
 def trim_last_layer(model: PreTrainedModel) -> None:
-    """Makes the last feed-forward block skip unscored positions of packed rows; changes the model in place.
-
-    Exact if the block never mixes positions; proofs check that.
-    """
-    found = last_feed_forward(model)
-    if found is None:
+    """Makes the last feed-forward block skip unscored positions of packed rows, in place. Exact if the block
+    never mixes positions; proofs check that."""
+    layer, block = feed_forwards(model)[-1]
+    if block is None:
         return
-    layer, block = found
     trimmed = _TrimmedBlock(whole=block.forward)
     block.forward = trimmed.forward
     layer.register_forward_pre_hook(trimmed.before_layer, with_kwargs=True)
@@ -278,8 +263,6 @@ def trim_last_layer(model: PreTrainedModel) -> None:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _TrimmedBlock:
-    """A feed-forward block's forward, and the positions at which the current row needs the block."""
-
     whole: Callable[..., Any]
     positions: Tensor | None = None  # [U], None: all
 

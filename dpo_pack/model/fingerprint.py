@@ -1,7 +1,7 @@
 """Identifies a model by its content: the result, a *namespace*, is the key of its log-probs in the cache.
 
-Two directories with the same weights are the same model: the names of directories and the division of the
-weights into files do not matter. If one element of one tensor differs, it is another model.
+Names of directories and the division of the weights into files do not matter; one other element of a tensor
+makes another model.
 """
 
 from __future__ import annotations
@@ -62,10 +62,8 @@ _Memo = dict[str, dict[str, str]]  # path, inode, size and ctime of a file -> na
 
 
 def model_directory(path: str, revision: str | None) -> Path:
-    """Returns a local model directory: `path` itself, or for a hub id its snapshot in the local cache.
-
-    Raises ModelError if the snapshot lacks weights and they cannot be downloaded.
-    """
+    """Returns a local model directory, for a hub id its snapshot in the local cache. Raises ModelError if the
+    snapshot lacks weights and they cannot be downloaded."""
     directory = Path(path)
     if directory.is_dir():
         return directory
@@ -80,10 +78,8 @@ def model_directory(path: str, revision: str | None) -> Path:
 
 
 def meta_tensors(path: str, revision: str | None, recipe_key: str) -> dict[str, Tensor] | str:
-    """Returns a checkpoint's tensors on the meta device, from the headers of its safetensors files.
-
-    Of a hub id that is not in the cache only the headers are downloaded. Returns why, if there are none to
-    read. Raises ModelError if a file is missing or damaged.
+    """Returns a checkpoint's tensors on the meta device, from the headers of its safetensors files, or why
+    there are none to read. Of a hub id not in the cache only the headers are downloaded. Raises ModelError.
     """
     directory = Path(path)
     for name in () if directory.is_dir() else ("model.safetensors", "model.safetensors.index.json"):
@@ -125,11 +121,8 @@ def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
 
 
 def weights_fingerprint(path: str, revision: str | None, memo_path: Path) -> str:
-    """Returns the fingerprint of the weights of a hub id, a model's directory or an adapter's.
-
-    The file `memo_path` keeps hashes of tensors, so that an unchanged model is not read again. Raises
-    ModelError.
-    """
+    """Returns the fingerprint of the weights of a hub id, a model's directory or an adapter's. The file
+    `memo_path` keeps hashes of tensors, so that unchanged files are not read again. Raises ModelError."""
     if is_adapter(path):
         return adapter_fingerprint(Path(path), memo_path)
     return files_fingerprint(weight_files(model_directory(path, revision)), memo_path)
@@ -214,9 +207,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 def relevant_config(config: PretrainedConfig | dict[Any, Any], *, whole: bool = False) -> dict[Any, Any]:
     """Returns the fields of a config on which log-probs depend; without dropout, which is off in training.
-
-    `whole`: with those of the towers, and not only of the language model.
-    """
+    `whole`: with those of the towers."""
     if not isinstance(config, dict):
         config = (config if whole else config.get_text_config()).to_dict()
     return {
@@ -227,11 +218,9 @@ def relevant_config(config: PretrainedConfig | dict[Any, Any], *, whole: bool = 
 
 
 def modelling_source(model: PreTrainedModel) -> str:
-    """Returns the sha256 over the names and contents of the source files that compute the model's outputs.
-
-    These are the files of its classes, what remote code imports from its own package, and of transformers the
-    masks, the integrations and other models' functions that the model calls.
-    """
+    """Returns the sha256 over names and contents of the source files that compute the model's outputs: those
+    of its classes, what remote code imports from its own package, and of transformers the masks, the
+    integrations and other models' functions that the model calls."""
     names = {type(part).__module__ for part in model.modules()}
     # Models use these without an import of their own, the last one only to scale rotary frequencies.
     names |= {"transformers.masking_utils", "transformers.integrations.sdpa_attention"}

@@ -122,10 +122,8 @@ def _repeated(groups: Sequence[Group], *, is_shared: bool) -> tuple[Group, ...]:
 
 
 def padded_row(groups: Sequence[Group], *, device: torch.device) -> Row:
-    """Returns a right-padded batch of the same sequences in the same order, without shared prefixes.
-
-    No real token of a causal model sees a later position, so any token id can pad: 0, which every model has.
-    """
+    """Returns a right-padded batch of the same sequences in the same order, without shared prefixes. Any
+    token id can pad, because no real token sees a later position: 0, which every model has."""
     sequences = [(group.context, completion) for group in groups for completion in group.completions]
     completion_lengths = np.asarray([len(completion) for _, completion in sequences], dtype=np.int64)
     lengths = completion_lengths + [len(context) for context, _ in sequences]

@@ -48,9 +48,8 @@ def check_report(
 ) -> list[str]:
     """Returns lines about tensors that the model does not use. Raises ModelError if it cannot start.
 
-    `whole` and `loading` are the report of a load before and after transformers' clean-up. `source` is the
-    recipe key with the checkpoint. With `refuses_unused`, tensors left out for no known reason are an error.
-    """
+    `whole` and `loading`: the report of a load before and after transformers' clean-up. `source`: recipe key
+    and checkpoint. With `refuses_unused`, tensors left out for no known reason are an error."""
     name = type(model).__name__
     if missing := sorted(loading["missing_keys"]):
         remedy = "give a model with complete weights"
@@ -68,9 +67,8 @@ def check_report(
         )
     left_out: dict[str | None, list[str]] = defaultdict(list)
     for tensor in sorted(whole.unexpected_keys):
-        left_out[_why_unused(tensor, model, is_expected=tensor not in loading["unexpected_keys"])].append(
-            tensor
-        )
+        reason = _why_unused(tensor, model, is_expected=tensor not in loading["unexpected_keys"])
+        left_out[reason].append(tensor)
     text, lines = model.config.get_text_config(), []
     if _NO_MTP in left_out:
         text.update({key: 0 for key in _MTP_KEYS if text.to_dict().get(key)})

@@ -24,12 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from dpo_pack.system.errors import (
-    DpoPackError,
-    ModelError,
-    first_line,
-    is_out_of_memory,
-)
+from dpo_pack.system.errors import DpoPackError, ModelError, first_line, is_out_of_memory
 from dpo_pack.system.hub import check_model, is_adapter
 from dpo_pack.system.machine import install_command
 
@@ -40,7 +35,7 @@ _TEXT_ONLY = frozenset({"llama4"})
 def load_config(
     path: str, *, revision: str | None, trust_remote_code: bool, recipe_key: str
 ) -> PretrainedConfig:
-    """Loads a model's config.json. Raises ModelError if it cannot be loaded or has no layer."""
+    """Loads a model's config.json. Raises ModelError."""
     check_model(path, revision, recipe_key)
     if is_adapter(path):
         raise ModelError(f"{recipe_key}: {path} is an adapter; merge it into its base, and give that model")
@@ -55,10 +50,9 @@ def load_config(
     if theta is not None and used != theta:
         what = f"config.json of {path} has rope_theta {theta}, and {used} in rope_parameters"
         raise ModelError(f"{recipe_key}: {what}, which transformers would use; make them equal")
-    num_layers = getattr(text, "num_hidden_layers", None)
-    if num_layers is not None and num_layers < 1:
+    if (number := getattr(text, "num_hidden_layers", None)) is not None and number < 1:
         raise ModelError(
-            f"{recipe_key}: the config.json of {path} has num_hidden_layers: {num_layers}; correct it"
+            f"{recipe_key}: the config.json of {path} has num_hidden_layers: {number}; correct it"
         )
     return config
 
@@ -68,9 +62,8 @@ def load_processor(path: str, *, revision: str | None, trust_remote_code: bool, 
     check_model(path, revision, recipe_key)
     with load_errors(path, recipe_key):
         try:
-            processor = AutoProcessor.from_pretrained(
-                path, revision=revision, trust_remote_code=trust_remote_code
-            )
+            given: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+            processor = AutoProcessor.from_pretrained(path, **given)
         except ImportError as error:
             what = f"the processor of {path} needs another package ({first_line(error)})"
             raise ModelError(f"{recipe_key}: {what}; {install_command('images')}") from error
@@ -85,10 +78,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Loads a tokenizer. The file `chat_template` replaces its template. Raises ModelError."""
     check_model(path, revision, recipe_key)
+    given: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with load_errors(path, recipe_key):
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(path, **given)
     if chat_template is not None:
         try:
             tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
@@ -109,10 +101,8 @@ def load_tokenizer(
 
 
 def auto_class(config: PretrainedConfig, source: str) -> Any:
-    """Returns transformers' class that builds a causal LM; of a vision checkpoint, all of it.
-
-    `source`: the recipe key with the checkpoint. Raises ModelError if there is no such class.
-    """
+    """Returns transformers' class that builds a causal LM; of a vision checkpoint, all of it. `source`:
+    recipe key and checkpoint. Raises ModelError if there is no such class."""
     kind, values = type(config), config.to_dict()
     has_own_code = "AutoModelForCausalLM" in (values.get("auto_map") or {})
     causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
@@ -141,14 +131,12 @@ def load_errors(path: str, recipe_key: str) -> Iterator[None]:
                 f"{recipe_key}: {path} does not fit in memory ({reason}); set "
                 "model.dtype=bfloat16, train an adapter (model.lora), or shard the model over several devices"
             ) from error
+        remedy = (
+            "it must be a hub id or a directory with config.json, safetensors weights and tokenizer files"
+        )
         if isinstance(error, StrictDataclassError):
-            raise ModelError(
-                f"{recipe_key}: cannot load {path}: {reason}; correct its config.json"
-            ) from error
-        raise ModelError(
-            f"{recipe_key}: cannot load {path}: {reason}; it must be a hub id or a directory "
-            "with config.json, safetensors weights and tokenizer files"
-        ) from error
+            remedy = "correct its config.json"
+        raise ModelError(f"{recipe_key}: cannot load {path}: {reason}; {remedy}") from error
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ class HeadTransform:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedStatistics:
-    """The statistics that the head computes beside the log-probs. Each one reads all logits once more."""
+    """What the head computes beside the log-probs. Each reads all logits once more."""
 
     metrics: bool = True  # entropy, is_top1, mean_logit
     squares: bool = False  # log_sum_squares
@@ -84,10 +84,9 @@ def token_logps(
     """Computes the log-prob of each target under the head's softmax.
 
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] int64 -> ([N] fp32 log-probs, statistics).
-    Differentiable in hidden, weight and bias. Matrix products are in `compute_dtype`, because autocast has no
-    effect in an autograd Function's backward; the log-softmax is in fp32 (float64 if the products are). The
-    backward pass computes a chunk's logits again, unless its softmax was kept or the head is frozen.
-    """
+    Differentiable in hidden, weight and bias. Matrix products are in `compute_dtype` (autocast has no effect
+    in an autograd Function's backward), the log-softmax in fp32 or float64. The backward pass computes a
+    chunk's logits again, unless its softmax was kept or the head is frozen."""
     passes = passes or HeadPasses()
     vocabulary_bytes = weight.shape[0] * max(4, weight.element_size())
     # Compiled passes have two buffers in the products' dtype, and none in fp32.
@@ -106,10 +105,8 @@ def token_logps(
 
 
 def sequence_sums(token_values: Tensor, lengths: Tensor) -> Tensor:
-    """Adds up each sequence's tokens: [N] values, [S] lengths -> [S] sums in float64.
-
-    A reward is a small difference of two large sums.
-    """
+    """Adds up each sequence's tokens: [N] values, [S] lengths -> [S] sums in float64, because a reward is a
+    small difference of two large sums."""
     # `unsafe` skips a check of the lengths: the check would wait for the device.
     return torch.segment_reduce(token_values.double(), "sum", lengths=lengths, unsafe=True)
 
@@ -232,8 +229,6 @@ class _ChunkedLogps(torch.autograd.Function):
 
 
 class ChunkResult(NamedTuple):
-    """The results of the forward pass for one chunk."""
-
     logps: Tensor  # [C]
     log_normalizer: Tensor  # [C]
     statistics: tuple[Tensor | None, ...]  # [C] each, in the order of TokenStatistics
@@ -294,10 +289,7 @@ def _chunk_backward(
     *,
     sums: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the logits' gradient [C, V], in the dtype of products, and if `sums`, its sum over tokens [V].
-
-    `product` is the product of the forward pass, computed again.
-    """
+    """Returns the gradient of logits [C, V], in the dtype of products, and if `sums`, its sum [V]."""
     dtype = product.dtype
     logits, slope = _logits(product, bias, transform)
     del product
@@ -334,7 +326,7 @@ def logit_grad(softmax: Tensor, targets: Tensor, grad_logps: Tensor, slope: Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPasses:
-    """The computations on a chunk of logits between two matrix products."""
+    """What is computed of a chunk of logits between two matrix products."""
 
     forward: Callable[..., ChunkResult] = _chunk_forward
     backward: Callable[..., tuple[Tensor, Tensor | None]] = _chunk_backward

@@ -143,7 +143,7 @@ def require_peft(key: str) -> None:
 
 
 def read_adapter(directory: Path, key: str) -> SavedAdapter:
-    """Reads an adapter's config. Raises ModelError if the adapter cannot be used; the error names `key`."""
+    """Reads an adapter's config. Raises ModelError, which names `key`, if the adapter cannot be used."""
     file = directory / "adapter_config.json"
     config: _AdapterConfig | None = read_json(file, _AdapterConfig)
     if config is None:
@@ -206,11 +206,9 @@ def attach_adapter(
     recipe_key: str,
     reads_weights: bool,
 ) -> Adapter:
-    """Puts a new or a saved adapter into `model`, in place; after that, only the adapter is trained.
-
-    `base` and `revision` name the source of the model. Without `reads_weights`, the adapter's parameters have
-    no values. Raises ModelError when the adapter does not fit or would not be exact.
-    """
+    """Puts a new or a saved adapter into `model`, in place; after that, only the adapter is trained. `base`
+    and `revision`: the source of the model. Without `reads_weights`, the adapter's parameters have no values.
+    Raises ModelError when the adapter does not fit or would not be exact."""
     require_peft(recipe_key)
     is_new = isinstance(adapter, LoraSettings)
     key = "model.lora" if is_new else recipe_key
@@ -288,8 +286,7 @@ def _attach_new(model: PreTrainedModel, settings: LoraSettings) -> tuple[PeftMod
 
 
 def _towers(model: PreTrainedModel) -> list[str]:
-    """Returns the names of the outermost modules that are no part of the language model, so that text never
-    reaches them."""
+    """Returns the names of the outermost modules that are no part of the language model."""
     if model.config.get_text_config() is model.config:
         return []
     parts: Any = (model.get_decoder(), model.get_output_embeddings())

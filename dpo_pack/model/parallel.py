@@ -81,10 +81,8 @@ class DistributedPolicy:
         return contextlib.nullcontext() if is_last else self.without_reduction()
 
     def idle(self, row: Row, between: Callable[[RowLogps], object] | None = None) -> None:
-        """Runs a row with a gradient of 0. A rank that has no more rows must do so while others compute rows.
-
-        `between` gets the forward's output, before the backward pass.
-        """
+        """Runs a row with a gradient of 0, as a rank without rows must while others compute rows. `between`
+        gets the forward's output, before the backward pass."""
         output = self.forward(row)
         if between is not None:
             between(output)
@@ -99,11 +97,8 @@ def distribute_policy(
     *,
     stays_gathered: bool = False,
 ) -> DistributedPolicy:
-    """Turns the ranks' scorers into one policy that all ranks train together. Every rank must call it.
-
-    A sharded scorer reduces gradients after each row, with `accumulate_unsharded` after a step's last row.
-    With `stays_gathered` each rank gathers the shards once a step, and holds all weights until its end.
-    """
+    """Turns the ranks' scorers into one policy that all ranks train together. Every rank must call it. With
+    `stays_gathered` each rank gathers the shards once a step, and holds all weights until its end."""
     if strategy.name == "ddp":
         copies = _copies(scorer, accelerator or Accelerator(cpu=not ranks.uses_cuda()))
         return DistributedPolicy(
@@ -174,11 +169,9 @@ def _gathered(scorer: Any) -> Iterator[None]:
 
 
 def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.device) -> None:
-    """Turns every parameter into a DTensor of rank 0's values, in place. Every rank must call it.
-
-    Other ranks' parameters may be on the meta device. A layer gathers its weights for its own passes, the
-    scorer's forward the others. Raises UnsupportedModelError if the model does not allow sharding.
-    """
+    """Turns every parameter into a DTensor of rank 0's values, in place; other ranks' may be on the meta
+    device. Every rank must call it. A layer gathers its weights for its own passes, the scorer's forward the
+    others. Raises UnsupportedModelError if the model does not allow sharding."""
     assert strategy.mesh is not None
     model = scorer.model
     _check_same_tensors(model)
@@ -219,10 +212,8 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
 
 
 def _send_as_cast(layer: Any, dtype: torch.dtype) -> None:
-    """Makes ranks send the weights of a layer's linear modules in autocast's `dtype`, half as many bytes.
-
-    A linear module rounds them anyway. torch looks for a shard's two functions in `_init_extensions`; without
-    this method of torch, weights are sent as they are.
+    """Makes ranks send the weights of a layer's linear modules, which autocast rounds anyway, in its `dtype`.
+    torch looks for a shard's two functions in `_init_extensions`; without it, weights are sent as they are.
     """
     linear = [module for module in layer.modules() if type(module) is nn.Linear]
     cast = {id(parameter) for module in linear for parameter in module.parameters(recurse=False)}
@@ -248,9 +239,7 @@ def _cast_shard(
     mp_policy: Any,
 ) -> tuple[tuple[Tensor, ...], None]:
     """Returns this rank's shard in `dtype`, filled up with zeros because all ranks must send equal sizes.
-
-    torch counts the parameters that are not given, so all five have names.
-    """
+    torch counts the parameters that are not given, so all five have names."""
     num_lines = -(-outer_size[0] // mesh.size(-1))
     sent = shard.new_zeros((num_lines, *outer_size[1:]), dtype=dtype)
     sent[: len(shard)] = shard

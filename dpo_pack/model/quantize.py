@@ -1,10 +1,8 @@
 """Quantises the frozen base of an adapter while it is loaded (`model.quantize`).
 
 nf4 is the 4-bit type of QLoRA, with quantised scales (Dettmers et al. 2023, arXiv 2305.14314); int8 has a
-scale for each row of a weight. bitsandbytes stores the weights. Its products are not exact in packed rows, so
-a layer restores its weight and computes what a linear layer with that weight computes.
-
-Legend: D features in, O features out.
+scale for each row of a weight. bitsandbytes stores the weights; its products are not exact in packed rows, so
+a layer restores its weight. Legend: D features in, O features out.
 """
 
 from __future__ import annotations

@@ -42,10 +42,9 @@ def save_model(
 ) -> dict[str, Tensor]:
     """Writes weights (or only the adapter), configs and tokenizer as `from_pretrained` reads them.
 
-    For a sharded model, `state` holds its whole tensors. `dtype` is the type of the weights in the files;
-    None: as they are. `turn_end` is a token that the files of a model name as an end, before the model's EOS.
-    Returns the tensors that a reader finds under the names in the model.
-    """
+    `state`: whole tensors of a sharded model. `dtype`: of the weights in the files; None: as they are.
+    `turn_end`: a token that the files of a model name as an end, before the model's EOS. Returns the tensors
+    that a reader finds under the names in the model."""
     model, adapter = loaded.model, loaded.adapter
     tensors = model.state_dict(keep_vars=True) if state is None else state
     if adapter is not None and state is None:
@@ -106,9 +105,7 @@ def _kept_wide(model: PreTrainedModel, name: str, dtype: torch.dtype) -> bool:
 @torch.no_grad()
 def round_weights(model: PreTrainedModel, dtype: torch.dtype, *, keeps_type: bool) -> tuple[int, int]:
     """Rounds all saved tensors to the values of `dtype`; with `keeps_type` they stay in their own type.
-
-    Returns how many of this rank's values change, and how many of these become 0 or subnormal.
-    """
+    Returns how many of this rank's values change, and how many of these become 0 or subnormal."""
     num_changed = num_lost = 0
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and not _kept_wide(model, name, dtype):
@@ -128,13 +125,11 @@ def round_weights(model: PreTrainedModel, dtype: torch.dtype, *, keeps_type: boo
 def find_beyond(state: dict[str, Tensor], dtype: torch.dtype) -> str | None:
     """Returns the name of the first tensor with a finite value that is infinite in `dtype`."""
     most = torch.finfo(dtype).max
-    floats = {
-        name: tensor for name, tensor in state.items() if tensor.is_floating_point() and len(tensor.shape)
-    }
-    return next(
-        (name for name, tensor in floats.items() if bool(((tensor.abs() > most) & tensor.isfinite()).any())),
-        None,
-    )
+    for name, tensor in state.items():
+        is_number = tensor.is_floating_point() and len(tensor.shape)
+        if is_number and bool(((tensor.abs() > most) & tensor.isfinite()).any()):
+            return name
+    return None
 
 
 def _rounded(model: PreTrainedModel, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

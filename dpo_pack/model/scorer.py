@@ -64,10 +64,8 @@ def routing_sums(router_logits: Sequence[Tensor], token_copies: Tensor, top_k: i
 
 
 class CompletionLogps(nn.Module):
-    """A causal LM that computes the log-probs of rows' completions.
-
-    One forward computes layers and head, so that sharding gathers the head's weight for it, too.
-    """
+    """A causal LM that computes the log-probs of rows' completions: layers and head in one forward, so that
+    sharding gathers the head's weight for it, too."""
 
     def __init__(
         self,
@@ -80,10 +78,7 @@ class CompletionLogps(nn.Module):
         wanted: WantedStatistics | None = None,
         vision: VisionInputs | None = None,
     ) -> None:
-        """If `backend` is None, rows are padded batches and the model computes its own attention.
-
-        `vision`: for rows with images.
-        """
+        """If `backend` is None, rows are padded batches and the model computes its own attention."""
         super().__init__()
         self.model = model
         self.adapter = adapter
@@ -204,10 +199,8 @@ class CompletionLogps(nn.Module):
         return outputs
 
     def with_own_weights(self, compute: Callable[[], Value]) -> Value:
-        """Returns `compute()`, a function that calls the model without this scorer's `forward`.
-
-        If the model is sharded, this gathers the weights outside of the layers; every rank must call it.
-        """
+        """Returns `compute()`, which calls the model without this scorer's `forward`: of a sharded model,
+        with the weights outside of the layers gathered; every rank must call it."""
         return compute()
 
     @contextlib.contextmanager
@@ -222,10 +215,8 @@ class CompletionLogps(nn.Module):
     @contextlib.contextmanager
     def in_float32(self) -> Iterator[None]:
         """In this context the scorer computes in fp32: no autocast, no TF32, no kernels that round more.
-
-        Parameters in 16 bits are cast while they are needed, those of a layer only while it computes.
-        Quantised ones stay. The weights must not be in shards.
-        """
+        Parameters in 16 bits, but not quantised ones, are cast while they are needed. The weights must not be
+        in shards."""
         exact: dict[str, Any] = {"autocast": None, "gather_dtype": torch.float32, "recurrent_kernels": {}}
         exact |= {"backend": self.backend and BACKENDS["sdpa"]}
         exact |= {"recurrence": self.recurrence or RecurrentCall.run}
@@ -276,10 +267,8 @@ class CompletionLogps(nn.Module):
     def autocasting(
         self, device: torch.device, *, keeps_casts: bool = False
     ) -> contextlib.AbstractContextManager[Any]:
-        """Context of autocast, if the recipe has it. `keeps_casts`: weights are cast once, for many forwards.
-
-        One forward casts each weight once, so it only takes memory to keep the casts.
-        """
+        """Context of autocast, if the recipe has it. `keeps_casts`: weights are cast once, for many forwards;
+        one forward casts each weight once."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=self.autocast, cache_enabled=keeps_casts)
@@ -315,10 +304,8 @@ class LoadedModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """The dtypes of parameters and of autocast (None: no autocast), the same for policy and reference.
-
-    `gathered` is the dtype in which FSDP2 gathers weights and computes, or in which a copy of 16-bit weights
-    computes; None means the parameters' dtype.
-    """
+    `gathered`: in which FSDP2 gathers weights and computes, or a copy of 16-bit weights computes; None: the
+    parameters'."""
 
     parameters: torch.dtype
     autocast: torch.dtype | None
@@ -350,11 +337,9 @@ def resolve_precision(
     gather_dtype: str | None = None,
     trains_adapter: bool = False,
 ) -> Precision:
-    """Resolves `model.dtype` (auto: fp32) and `model.autocast` (auto: bf16 on CUDA, if parameters are fp32).
-
-    Adapters are always fp32. A GPU without bf16 has no autocast by itself, because torch emulates it slowly.
-    `gather_dtype` is the recipe's `distributed.gather_dtype`, which replaces autocast.
-    """
+    """Resolves `model.dtype` (auto: fp32) and `model.autocast` (auto: bf16 on CUDA, if parameters are fp32
+    and the GPU has bf16). Adapters are always fp32. `gather_dtype` (`distributed.gather_dtype`) replaces
+    autocast."""
     parameters: torch.dtype = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     if gather_dtype is not None:
         return Precision(parameters=parameters, autocast=None, gathered=getattr(torch, gather_dtype))

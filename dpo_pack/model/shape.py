@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dpo_pack.model.compiling import outermost_layers, text_model, tower_parameters
 from dpo_pack.model.config import attention_needs, count_experts, layer_windows, routes_tokens
-from dpo_pack.model.fast_layers import last_feed_forward
+from dpo_pack.model.fast_layers import feed_forwards
 from dpo_pack.model.loading import auto_class, quiet_transformers
 from dpo_pack.model.recurrence import recurrence_sizes
 from dpo_pack.model.recurrence.kernels import KERNELS
@@ -36,10 +36,7 @@ from dpo_pack.system.errors import RecipeError
 def without_weights(
     config: PretrainedConfig, *, trust_remote_code: bool = False, source: str = "model"
 ) -> PreTrainedModel:
-    """Builds the architecture on the meta device, where it takes no memory. Does not change the config.
-
-    `source`: the recipe key with the checkpoint, for errors.
-    """
+    """Builds the architecture on the meta device. `source`: recipe key and checkpoint, for errors."""
     with quiet_transformers(), torch.device("meta"):
         auto = auto_class(config, source)
         model = auto.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
@@ -47,22 +44,15 @@ def without_weights(
     return model
 
 
-def num_parameters(model: PreTrainedModel) -> int:
-    """Returns the number of the model's parameters. Tied embeddings count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def model_shape(model: PreTrainedModel, processor: PixelProcessor | None = None) -> ModelShape:
     """Counts what a model's FLOPs depend on: of routed experts those that a token uses, and no embeddings.
-
-    `processor`: of images, if rows have some.
-    """
+    `processor`: of images, if rows have some."""
     head = model.get_output_embeddings().weight
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     skipped = {id(weight) for weight in (*embeddings, head)}
     text = model.config.get_text_config()
     experts = count_experts(text.to_dict()) if routes_tokens(model.config) else (1.0, 1.0)
-    last = last_feed_forward(model)
+    _, last_block = feed_forwards(model)[-1]
     read, recurrent = text_model(model), list[tuple[float, float]]()
     if KERNELS.keys() & vars(sys.modules[type(read).__module__]).keys():  # its code calls such functions
         recurrent = [recurrence_sizes(module) for module in read.modules()]
@@ -80,7 +70,7 @@ def model_shape(model: PreTrainedModel, processor: PixelProcessor | None = None)
         attention=attention,
         state_products=sum(products for products, _ in recurrent),
         kept_numbers=sum(kept for _, kept in recurrent),
-        last_block_weights=0.0 if last is None else _token_weights(last[1], experts, skipped),
+        last_block_weights=0.0 if last_block is None else _token_weights(last_block, experts, skipped),
         image_token=-1 if processor is None else model.config.image_token_id,
         image_flops=0.0 if processor is None else image_flops(model, processor),
     )
@@ -100,8 +90,8 @@ def _token_weights(module: torch.nn.Module, experts: tuple[float, float], skippe
 
 
 def tower_weights(model: PreTrainedModel) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the weights of towers that multiply each patch, the first of which makes patches of pixels, and
-    those that multiply each token of an image."""
+    """Returns the weights of towers that multiply each patch (the first makes patches of pixels), and those
+    that multiply each token of an image."""
     towers, kinds = tower_parameters(model), (nn.Linear, nn.Conv2d, nn.Conv3d)
     first, *others = (m.weight for m in model.modules() if isinstance(m, kinds) and m.weight in towers)
     in_layers = {weight for layer in outermost_layers(model) for weight in layer.parameters()}
@@ -109,10 +99,8 @@ def tower_weights(model: PreTrainedModel) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def image_flops(model: PreTrainedModel, processor: PixelProcessor) -> float:
-    """Returns the FLOPs of the tower's weights for each placeholder of an image, forward only.
-
-    As in an image of 512 x 512. The tower's attention is not counted.
-    """
+    """Returns the FLOPs of the tower's weights, without its attention, for each placeholder of an image of
+    512 x 512, forward only."""
     of_patches, of_tokens = tower_weights(model)
     pixels = processor.pixel_inputs([np.zeros((512, 512, 3), dtype=np.uint8)])["pixel_values"]
     num_tokens = processor.image_ids(512, 512).count(model.config.image_token_id)
@@ -131,11 +119,8 @@ class RouterBalance:
 
 
 def router_balance(model: PreTrainedModel, coefficient: float | None) -> RouterBalance | None:
-    """Returns the model's load-balancing loss; None if it has none.
-
-    `coefficient` is `loss.router_aux_coef`; None: that of the model's config. Raises RecipeError if the model
-    has no such loss but `coefficient` is not 0.
-    """
+    """Returns the model's load-balancing loss; None if it has none. `coefficient`: `loss.router_aux_coef`;
+    None: that of the model's config. Raises RecipeError if it is not 0 but the model has no such loss."""
     if not _returns_router_logits(model):
         if coefficient:
             what = "mixtures" if routes_tokens(model.config) else "models"

@@ -1,8 +1,7 @@
 """Images in prompts: what a vision-language model needs for the images of one row.
 
-Pixels are read and made when a row's forward pass begins, so that the host holds those of one row. The tower,
-which turns pixels into features, runs once a row, for all images in the order of the row, without gradients.
-The features take the places of placeholder tokens, which the prompts have.
+Pixels are read and made when a row's forward pass begins. The tower, which turns pixels into features, runs
+once a row, without gradients. The features take the places of placeholder tokens, which the prompts have.
 
 Most families number the tokens of a sequence. Others have positions on three axes (M-RoPE, Wang et al. 2024,
 arXiv 2409.12191): the tokens of an image have rows and columns, and the text behind an image goes on at the
@@ -68,10 +67,8 @@ def vision_family(config: PretrainedConfig) -> VisionFamily:
     if family is not None and release >= family.since:
         return family
     if family is not None:
-        needed = "{}.{}".format(*family.since)
-        reason = (
-            f"{kind} needs transformers {needed} or newer for images, and this is {transformers.__version__}"
-        )
+        needed = "transformers {}.{} or newer".format(*family.since)
+        reason = f"{kind} needs {needed} for images, and this is {transformers.__version__}"
     elif kind in _SEES_AHEAD:
         reason = f"in {kind} the tokens of an image see later tokens, which a packed row does not allow"
     else:
@@ -89,11 +86,8 @@ class VisionInputs:
     def of_row(
         self, model: PreTrainedModel, prompts: Sequence[Group], position_ids: Tensor
     ) -> dict[str, Any]:
-        """Returns keyword arguments of the model's layers for a row with images.
-
-        `prompts`: as often as they are in the row, so each begins where a position of the row, [B, L], is 0.
-        Raises ModelError if the prompts have not one placeholder for each feature.
-        """
+        """Returns keyword arguments of the model's layers for a row with images. `prompts`: as often as they
+        are in the row, so each begins where a position of the row, [B, L], is 0. Raises ModelError."""
         backbone: Any = model.base_model
         inputs = [self._of_prompt(group) for group in prompts]
         shown = [of_prompt for of_prompt in inputs if of_prompt]
@@ -105,10 +99,8 @@ class VisionInputs:
         written = sum(int((group.context == backbone.config.image_token_id).sum()) for group in prompts)
         made = sum(part.shape[:-1].numel() for part in features.pooler_output)
         if written != made:  # LLaVA's processor, for instance, has the model's patch_size as a setting
-            what = (
-                f"the processor writes {written} tokens for a row's images, and the model has {made} features"
-            )
-            raise ModelError(f"model.images: {what} of them; use a processor with the settings of the model")
+            what = f"the processor writes {written} tokens for a row's images, and the model has {made}"
+            raise ModelError(f"model.images: {what} features; use a processor with the model's settings")
         arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": features}}
         if self.family.has_axes:
             on_axes = [_on_axes(backbone, *both) for both in zip(prompts, inputs, strict=True)]

@@ -17,7 +17,7 @@ import dpo_pack
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.sources import Data
 from dpo_pack.data.store import PairTable, pair_lengths
-from dpo_pack.model.config import check_rows
+from dpo_pack.model.config import check_lengths
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.bin_packing import PADDED
@@ -316,7 +316,7 @@ def _budget_search(setup: Setup, model: ModelFacts) -> BudgetSearch:
         if not model.is_packed:
             return True
         try:
-            check_rows(model.config, longest_sequence=longest, longest_row=token_budget)
+            check_lengths(model.config, longest_sequence=longest, longest_row=token_budget)
         except UnsupportedModelError:
             return False
         return True

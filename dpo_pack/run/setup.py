@@ -30,7 +30,7 @@ from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.losses import Objective, make_objective
 from dpo_pack.model.building import load_model
-from dpo_pack.model.config import check_positions, check_rows, known_positions
+from dpo_pack.model.config import check_lengths, known_positions
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fingerprint import meta_tensors
 from dpo_pack.model.loading import load_config, load_tokenizer
@@ -289,14 +289,15 @@ def check_data(setup: Setup, model: ModelFacts) -> None:
     longest row."""
     recipe, online = setup.recipe, setup.recipe.online
     longest = longest_sequence(setup.tables) + (0 if online is None else online.max_new_tokens)
-    check_positions(model.config, longest)
-    if setup.policy_facts.is_packed:
-        # A prompt with its completions that exceeds the budget gets its own row. Without a shared prompt, the
-        # row repeats the prompt for each completion.
-        most_sequences = 2 if online is None else online.completions_per_prompt
-        budgets = (recipe.packing.token_budget, setup.reference_token_budget)
-        longest_row = max(*budgets, most_sequences * longest)
-        check_rows(model.config, longest_sequence=longest, longest_row=longest_row)
+    # A prompt with its completions that exceeds the budget gets its own row. Without a shared prompt, the row
+    # repeats the prompt for each completion.
+    most_sequences = 2 if online is None else online.completions_per_prompt
+    longest_row = (
+        max(recipe.packing.token_budget, setup.reference_token_budget, most_sequences * longest)
+        if setup.policy_facts.is_packed
+        else None
+    )
+    check_lengths(model.config, longest_sequence=longest, longest_row=longest_row)
     check_tokens(model, setup.tokenizer, setup.tables)
 
 
@@ -448,7 +449,7 @@ def _check_facts(
     check_model(model, device, is_trained=key == "model.path")
     notes: list[str] = []
     if model.is_packed:
-        check_rows(model.config, longest_sequence=0, longest_row=longest_row)
+        check_lengths(model.config, longest_sequence=0, longest_row=longest_row)
     if model.quantization is not None:
         model.architecture  # noqa: B018  # builds the model on the meta device
         tensors: dict[str, Tensor] | str = "they are quantised, or will be"
@@ -492,7 +493,6 @@ def _check_source(
     tables = [PairTable.of([loaded.store])]
     longest = longest_sequence(tables) + (max_new_tokens or 0)
     for model in models:
-        check_positions(model.config, longest)
-        if model.is_packed:
-            check_rows(model.config, longest_sequence=longest, longest_row=2 * longest)
+        longest_row = 2 * longest if model.is_packed else None
+        check_lengths(model.config, longest_sequence=longest, longest_row=longest_row)
         check_tokens(model, tokenizer, tables)

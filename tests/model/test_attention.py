@@ -43,7 +43,6 @@ PLAIN = AttentionNeeds(
     has_window=False,
     has_softcap=False,
     has_sinks=False,
-    has_custom_scale=False,
 )
 
 
@@ -139,7 +138,7 @@ def test_flash_attention_takes_values_that_are_narrower_than_keys(
 ) -> None:
     use_stand_ins(monkeypatch)
     segments, options = make_segments(CPU), AttentionOptions(scale=0.2, window=None, softcap=None, sinks=None)
-    needs = replace(PLAIN, head_dim=24, value_head_dim=16, has_custom_scale=True)
+    needs = replace(PLAIN, head_dim=24, value_head_dim=16)
     assert backend_obstacle(name, needs, device=CUDA, dtype=torch.bfloat16) is None
     tokens, keys = sum(segments.query_lengths), sum(segments.key_lengths)
     torch.manual_seed(0)

@@ -172,7 +172,6 @@ def test_what_a_config_says_of_attention_is_what_its_layers_ask_for(family: str)
     assert needs.has_window == any(call.window is not None for call in calls)
     assert needs.has_softcap == any(call.softcap is not None for call in calls)
     assert needs.has_sinks == any(call.has_sinks for call in calls)
-    assert needs.has_custom_scale == any(call.scale != pytest.approx(call.head_dim**-0.5) for call in calls)
 
 
 def test_a_hybrid_family_with_attention_layers_only_packs(tmp_path: Path) -> None:

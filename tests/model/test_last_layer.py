@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
-from dpo_pack.model.fast_layers import last_feed_forward, trim_last_layer
+from dpo_pack.model.fast_layers import feed_forwards, trim_last_layer
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.shape import model_shape, without_weights
@@ -60,9 +60,8 @@ def test_log_probs_and_gradients_of_a_trimmed_last_layer_are_those_of_the_whole_
 
 def test_the_last_feed_forward_block_sees_each_read_position_once() -> None:
     scorer = scorer_of("llama", trims=False)
-    found = last_feed_forward(scorer.model)
-    assert found is not None
-    block = found[1]
+    _, block = feed_forwards(scorer.model)[-1]
+    assert block is not None
     seen: list[int] = []
     whole = block.forward
 

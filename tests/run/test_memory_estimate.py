@@ -31,7 +31,7 @@ from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 import dpo_pack.run.memory_estimate as memory
 from dpo_pack.model.compiling import tower_parameters
 from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
-from dpo_pack.model.shape import model_shape, num_parameters, without_weights
+from dpo_pack.model.shape import model_shape, without_weights
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.memory_estimate import (
     GIB,
@@ -69,7 +69,7 @@ LLAMA_WIDE = {**WIDE, "intermediate_size": 352, "num_key_value_heads": 2, "head_
 def shape_of(family: str, **changes: Any) -> MemoryShape:
     config = tiny_config(family, **changes)
     model = without_weights(config)
-    return memory_shape(config, model_shape(model), num_parameters(model))
+    return memory_shape(config, model_shape(model), model.num_parameters())
 
 
 # ---------------------------------------------------------------------------------------------- activations
@@ -200,7 +200,7 @@ def test_a_tower_is_frozen_and_no_weight_of_text_tokens() -> None:
         config.vision_config.num_hidden_layers = depth
         model = without_weights(config)
         towers = sum(parameter.numel() for parameter in tower_parameters(model))
-        shape = memory_shape(config, model_shape(model), num_parameters(model) - towers)
+        shape = memory_shape(config, model_shape(model), model.num_parameters() - towers)
         return plain(shape, tower_parameters=towers)
 
     small, large = facts(3), facts(30)

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from dpo_pack.model.quantize import bits_per_weight, quantization_settings
 from dpo_pack.model.scorer import resolve_precision
-from dpo_pack.model.shape import model_shape, num_parameters, without_weights
+from dpo_pack.model.shape import model_shape, without_weights
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.templates import MODELS, TEMPLATES, recipe_template
 from dpo_pack.run.memory_estimate import GIB, MemoryFacts, MemoryShape, estimate_memory, memory_shape
@@ -53,7 +53,7 @@ def shape_of(name: str) -> MemoryShape:
     values = dict(CONFIGS[name])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     model = without_weights(config)
-    return memory_shape(config, model_shape(model), num_parameters(model))
+    return memory_shape(config, model_shape(model), model.num_parameters())
 
 
 @pytest.mark.parametrize("name", MODELS)

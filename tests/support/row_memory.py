@@ -17,7 +17,7 @@ import torch
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
-from dpo_pack.model.shape import model_shape, num_parameters, without_weights
+from dpo_pack.model.shape import model_shape, without_weights
 from dpo_pack.packing.lengths import Group
 from dpo_pack.run.memory_estimate import MemoryFacts, estimate_memory, memory_shape
 from dpo_pack.training.optim import build_optimizer
@@ -68,7 +68,7 @@ def memory_facts(kind: str, loaded: LoadedModel, row: Row) -> MemoryFacts:
     assert row.segments is not None
     model = without_weights(config)
     return MemoryFacts(
-        shape=memory_shape(config, model_shape(model), num_parameters(model)),
+        shape=memory_shape(config, model_shape(model), model.num_parameters()),
         row_tokens=row.num_tokens,
         row_keys=sum(row.segments.key_lengths),
         row_scored=len(row.targets),

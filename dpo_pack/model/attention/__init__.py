@@ -1,10 +1,9 @@
 """The *seam*: the one function through which a model's attention layers call our attention kernels.
 
-A row is one model input that holds several sequences; its layout says which tokens see which. transformers
-calls `row_attention` instead of its own attention for every model whose config names `ATTENTION_NAME`.
-`model(...)` passes the layout on to it as the keyword argument `row_segments`, because checkpointing
-recomputes layers when a global variable could already describe another row. No mask function has this name,
-so transformers builds no masks and does not search for packed sequences.
+transformers calls `row_attention` instead of its own attention for every model whose config names
+`ATTENTION_NAME`. `model(...)` passes a row's layout on to it as the keyword argument `row_segments`, because
+checkpointing recomputes layers when a global variable could already describe another row. No mask function
+has this name, so transformers builds no masks and does not search for packed sequences.
 
 Also chooses, for a model and a device, the attention backend: the function that computes attention.
 """
@@ -130,7 +129,6 @@ class AttentionNeeds:
     has_window: bool
     has_softcap: bool
     has_sinks: bool
-    has_custom_scale: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +142,8 @@ class BackendChoice:
 def select_backend(
     requested: str, needs: AttentionNeeds, *, device: torch.device, dtype: torch.dtype
 ) -> BackendChoice:
-    """Returns the requested backend, or for "auto" the first of `BACKENDS` that computes the model exactly.
-
-    `dtype` is the dtype of the activations. Raises UnsupportedModelError when the requested backend cannot
-    compute this model exactly.
-    """
+    """Returns the requested backend, or for "auto" the first of `BACKENDS` that computes the model exactly in
+    activations of `dtype`. Raises UnsupportedModelError when the requested backend cannot."""
     if requested != "auto":
         obstacle = backend_obstacle(requested, needs, device=device, dtype=dtype)
         if obstacle is not None:
