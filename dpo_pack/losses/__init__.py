@@ -1,9 +1,7 @@
 """Preference losses: pure functions of policy and reference log-probs, and the objective of a run.
 
-To add a loss: declare it in LOSS_DECLARATIONS of recipe/training.py, write its function, and add the function
-to LOSSES below. Write -F.logsigmoid(x), not F.softplus(-x), which torch rounds to a straight line above 20. A
-new option is a key of `LossRecipe` in recipe/training.py and a field of `LossOptions`, named
-`<loss>_<option>` unless several losses share it.
+To add a loss, see CONTRIBUTING.md. Write -F.logsigmoid(x), not F.softplus(-x), which torch rounds to a
+straight line above 20. An option is named `<loss>_<option>` unless several losses share it.
 
 `contrastive.py` has the losses that compare a pair with the reference, `reference_free.py` the losses without
 a reference, `transport.py` the losses in which the value of a pair depends on the other pairs of the step.
@@ -67,9 +65,7 @@ def make_objective(
     ld_alpha: float | None = None,
 ) -> Objective:
     """Makes the objective of a run from (name, factor) terms; `options` are the fields of `LossOptions`.
-
-    Raises RecipeError if a loss that the user wrote cannot be used.
-    """
+    Raises RecipeError if a loss that the user wrote cannot be used."""
     loss_options = LossOptions(**options)
     loaded = tuple(
         (load_custom_loss(name, loss_options) if ":" in name else LOSSES[name], factor)
@@ -79,11 +75,9 @@ def make_objective(
 
 
 def load_custom_loss(name: str, options: LossOptions) -> Loss:
-    """Imports a loss that the user wrote, `module:function`, installed or in the working directory.
-
-    Each row calls it as function(policy, reference, options) -> [P] float64 values, differentiable in the
-    policy's log-probs, each of its own pair only: the packer chooses the pairs of a row. Raises RecipeError.
-    """
+    """Imports a loss that the user wrote, `module:function`: function(policy, reference, options) -> [P]
+    float64 values of each row, differentiable in the policy's log-probs, each of its own pair only. Raises
+    RecipeError."""
     function = load_function(name, "loss.type")
     try:
         required = _unmet_requirement(function, options)

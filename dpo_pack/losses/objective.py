@@ -15,10 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLogps:
-    """Summed completion log-probs of P pairs under one model, and the number of tokens in each sum.
-
-    If tokens have weights, the sums are weighted, and the numbers are sums of weights.
-    """
+    """Summed completion log-probs of P pairs under one model, and the number of tokens in each sum; weighted
+    sums and sums of weights if tokens have weights."""
 
     chosen: Tensor  # [P] float64, nats
     rejected: Tensor  # [P] float64, nats
@@ -28,10 +26,8 @@ class PairLogps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """The options that loss functions read; their names are those in `LossRecipe.options`.
-
-    They have no defaults here, so that an option that only one of the two classes has raises a TypeError.
-    """
+    """The options that loss functions read, named as in `LossRecipe.options`. Without defaults, so that an
+    option that only one of the two classes has raises a TypeError."""
 
     beta: float
     label_smoothing: float
@@ -129,10 +125,9 @@ def length_desensitized_sums(token_logps: Tensor, num_tokens: Tensor, alpha: flo
 def length_desensitized_weights(token_weights: Tensor, lengths: Tensor, alpha: float) -> Tensor:
     """LD-DPO's factors of tokens that have weights: those of `length_desensitized_sums`, times the weights.
 
-    token_weights: [N] float64, in the same order. lengths: [2 P] tokens of chosen, rejected, chosen, ... Here
-    |y| is the sum of a completion's weights. The weight of a token counts in full up to a sum of
-    min(|y_w|, |y_l|) over the completion's first tokens, and times alpha beyond. Returns [N].
-    """
+    token_weights: [N] float64, in the same order. lengths: [2 P] tokens of chosen, rejected, ... Here |y| is
+    the sum of a completion's weights: a token's weight counts in full up to a sum of min(|y_w|, |y_l|) over
+    the completion's first tokens, and times alpha beyond. Returns [N]."""
     upto = torch.nn.functional.pad(token_weights.cumsum(0), (1, 0))  # [N + 1]
     ends = lengths.cumsum(0)
     before = upto[ends - lengths]  # [2 P] the sum of all weights before each completion

@@ -1,7 +1,7 @@
 """A client for servers with OpenAI's interface: the package openai, and limits that it lacks.
 
 A request is also repeated if an answer takes too long, is too large or is unusable. A process that ends does
-not wait for the threads of a ThreadPool, so a run that a signal interrupts does not wait for open requests.
+not wait for the threads of a ThreadPool, nor so for open requests.
 """
 
 import json
@@ -53,9 +53,8 @@ class Endpoint:
         """Sends a request for each of `bodies`; returns what `read` makes of the answers, in order.
 
         `read` raises ValueError if the client must ask again. If a server's refusal names `optional` fields,
-        the request is repeated without these fields, or with their other names; if that succeeds, they are
-        never sent again, and a warning says so. Raises RunError if no request can succeed.
-        """
+        the request is repeated without them, or with their other names; if that succeeds, they are never sent
+        again, and a warning says so. Raises RunError if no request can succeed."""
         before = set(self.refused)
         with self._client(read) as client, ThreadPool(min(self.concurrency, len(bodies)) or 1) as pool:
             answers = list(pool.imap(lambda body: self._ask(client, path, body, optional), bodies))

@@ -1,9 +1,8 @@
 """Completions from a server that has OpenAI's HTTP interface /completions: vLLM, SGLang, llama.cpp, others.
 
-Prompts are sent as token ids, so the server continues exactly the tokens that training uses. Training takes
-the server's own tokens (`return_token_ids` of vLLM). If the server gives none, its text is tokenised behind
-the prompt. Training does not update the server's weights, so a completion that is used at step n is n steps
-old.
+Prompts are sent as token ids. Training takes the server's own tokens (`return_token_ids` of vLLM); if it
+gives none, its text is tokenised behind the prompt. Training does not update the server's weights, so a
+completion that is used at step n is n steps old.
 """
 
 from collections import Counter

@@ -44,9 +44,8 @@ class FunctionJudge:
         def score(*, prompts: list[str | list[dict]], completions: list[str]) -> list[float]
 
     A prompt is text, or a list of messages if the data is conversational. The completions of one prompt
-    follow one another. If a number is `None` or not finite, the prompt fails. If a call raises an error, the
-    judge repeats it up to `retries` times, then does so for each prompt alone.
-    """
+    follow one another. If a number is `None` or not finite, the prompt fails. A call that raises an error is
+    repeated up to `retries` times, then each prompt alone."""
 
     name: str  # module:function
     function: Callable[..., Any]
@@ -150,10 +149,8 @@ _UNFINISHED = re.compile(r"\s*(?:<(?:\w+:)?th(?:ink|inking|ought)>|\[THINK\]|<\|
 
 def read_verdict(text: str, pattern: re.Pattern[str] | None = None) -> float | None:
     """Returns the score of the answer that is shown first: 1, 0, or 0.5 for a tie; None: no clear verdict.
-
-    text: a model's words after its reasoning. pattern: has one group; that of its last match is the verdict,
-    with 1 and 2 for A and B.
-    """
+    text: a model's words after its reasoning. pattern: the group of its last match is the verdict, or 1 and 2
+    for A and B."""
     if pattern is not None:
         verdict = (pattern.findall(text) or [""])[-1].strip()
         return _read_statement({"1": "A", "2": "B"}.get(verdict, verdict))
@@ -182,9 +179,8 @@ def _read_statement(text: str) -> float | None:
 class LlmJudge:
     """Asks a server's model which of two completions is better. A score is the fraction of comparisons won.
 
-    Models favour the answer that is shown first (Zheng et al. 2023, arXiv 2306.05685). So the judge compares
-    each pair of completions in both orders. If a model looks only at the order, both score one half.
-    """
+    Models favour the answer that is shown first (Zheng et al. 2023, arXiv 2306.05685), so each pair of
+    completions is compared in both orders."""
 
     endpoint: Endpoint
     recipe_key: str  # error messages name this key of the recipe

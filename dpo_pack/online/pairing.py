@@ -1,10 +1,7 @@
 """Makes preference pairs from the completions of one prompt and their scores.
 
 A method is a function that proposes pairs of positions. `make_pairs` puts the better one first, and drops
-pairs whose scores differ too little. A new method needs a function, a line in METHODS and its name in
-recipe/online.py.
-
-Legend: n completions of a prompt.
+pairs whose scores differ too little. Legend: n completions of a prompt.
 """
 
 from collections.abc import Callable, Sequence

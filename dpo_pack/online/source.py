@@ -2,7 +2,7 @@
 
 A phase answers `rollouts_per_update` prompts and puts the pairs into a queue. A step takes `pairs_per_step`
 pairs from the front; the next phase runs when the queue has too few. The ranks divide the prompts of a phase,
-and later the rows of a step. In between every rank gets all outcomes, so all have the same queue and counts.
+and every rank gets all outcomes, so all have the same queue and counts.
 
 Legend: P pairs of a step, N prompts.
 """
@@ -42,8 +42,6 @@ FRUITLESS_PHASES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineSettings:
-    """How prompts become steps."""
-
     pairs_per_step: int
     rollouts_per_update: int  # prompts answered before the policy is updated on them
     max_staleness_steps: int | None  # a pair that waited longer is dropped and counted

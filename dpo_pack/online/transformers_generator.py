@@ -1,11 +1,9 @@
-"""The policy answers prompts on the training device, with transformers' `generate`.
+"""The policy answers prompts on the training device, with transformers' `generate`, its own attention and a
+KV cache: no weight is loaded or copied.
 
-The module that trains also generates, so no weight is loaded or copied. Meanwhile it uses transformers' own
-attention and a KV cache, and does not recompute activations.
-
-The host draws all random numbers. Each token has a uniform number, a function of (seed, number of the prompt
-in the run, number of the completion, position), and is the first at which the cumulative distribution is
-above that number. So a completion depends neither on other sequences in the batch, nor on the rank.
+Each token has a uniform number that the host draws, a function of (seed, number of the prompt in the run,
+number of the completion, position), and is the first at which the cumulative distribution is above it. So a
+completion depends neither on other sequences in the batch, nor on the rank.
 
 Legend: B sequences of a batch, n completions of a prompt, V vocabulary, L tokens.
 """
@@ -39,11 +37,8 @@ from dpo_pack.system.console import shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersGenerator:
-    """Draws n completions for each prompt from the current policy.
-
-    The KV cache of a batch, sequences x (longest prompt + max_new_tokens), has at most `token_budget` tokens,
-    unless the batch is one sequence.
-    """
+    """Draws n completions for each prompt from the current policy. The KV cache of a batch of several
+    sequences has at most `token_budget` tokens: sequences x (longest prompt + max_new_tokens)."""
 
     scorer: CompletionLogps
     tokenizer: PreTrainedTokenizerBase
@@ -57,19 +52,14 @@ class TransformersGenerator:
         n = self.sampling.completions_per_prompt
         sequences = [(draw, number) for draw in draws for number in range(n)]
         lengths = [len(draw.prompt.ids) for draw, _ in sequences]
-        batches: list[list[int]] = []  # of positions in `sequences`: the longest prompts first
-        for place in sorted(range(len(sequences)), key=lambda place: -lengths[place]):
-            if batches:
-                cached = lengths[batches[-1][0]] + self.sampling.max_new_tokens
-                if (len(batches[-1]) + 1) * cached <= self.token_budget:
-                    batches[-1].append(place)
-                    continue
-            batches.append([place])
+        left = sorted(range(len(sequences)), key=lambda place: -lengths[place])
         completions: dict[int, Completion] = {}
         ends = end_tokens(self.scorer.model, self.tokenizer)  # `generating` hides the generation config
         written = shown(self.console, "Generating", "completions", len(sequences))
         with generating(self.scorer.model), written as bar:
-            for batch in batches:
+            while left:  # the first prompt is the longest
+                fitting = max(1, self.token_budget // (lengths[left[0]] + self.sampling.max_new_tokens))
+                batch, left = left[:fitting], left[fitting:]
                 batch_completions = self._complete([sequences[place] for place in batch], ends)
                 completions.update(zip(batch, batch_completions, strict=True))
                 bar.advance(len(batch))
@@ -123,7 +113,7 @@ class TransformersGenerator:
 
 @contextmanager
 def generating(model: PreTrainedModel) -> Iterator[None]:
-    """In this `with` block, a model in training is set up for generation; afterwards for training again."""
+    """Context in which a model in training is set up for generation."""
     attention = attention_names(model.config)
     config, model.generation_config = model.generation_config, GenerationConfig()
     training = [module for module in model.modules() if module.training]
@@ -212,10 +202,8 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) ->
 
 
 def _invert(masses: Tensor, uniforms: Tensor) -> Tensor:
-    """Returns [B]: the first position where the cumulative sum of `masses` exceeds `uniforms` x their sum.
-
-    masses: [B, V] unnormalised probabilities. uniforms: [B]. No returned position has probability zero.
-    """
+    """Returns [B]: the first position where the cumulative sum of `masses`, [B, V] unnormalised
+    probabilities, exceeds `uniforms`, [B], x their sum. No returned position has probability zero."""
     cumulative = masses.cumsum(dim=-1)
     targets = uniforms[:, None] * cumulative[:, -1:]
     places = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
@@ -238,10 +226,8 @@ def completion_of(
     stop: Sequence[str],
     stop_end: int | None,
 ) -> Completion:
-    """Returns the completion at the start of `ids` [L]: all tokens up to and with the first of `ends`.
-
-    It ends earlier after `stop_end` tokens, if these contain a stop string.
-    """
+    """Returns the completion at the start of `ids` [L]: all tokens up to and with the first of `ends`, or
+    `stop_end` tokens, if these contain a stop string and are fewer."""
     places = np.flatnonzero(np.isin(ids, sorted(ends)))
     eos_end = int(places[0]) + 1 if len(places) else None
     end = min((end for end in (eos_end, stop_end) if end is not None), default=None)

@@ -107,10 +107,8 @@ def start_engine(
     gpu_memory_utilization: float,
     trust_remote_code: bool,
 ) -> VllmEngine:
-    """Starts vLLM with the architecture of `model`, without weights. Raises ModelError.
-
-    max_tokens: of the longest prompt plus its completion. gpu_memory_utilization: a part of the memory.
-    """
+    """Starts vLLM with the architecture of `model`, without weights. Raises ModelError. max_tokens: of the
+    longest prompt plus its completion. gpu_memory_utilization: a part of the memory."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # else vLLM reports its use over the network
@@ -252,10 +250,8 @@ def prove_agreement(
     dtype: torch.dtype,
 ) -> float:
     """Proves that vLLM computes the policy's log-probs: only this finds a tensor that vLLM did not load.
-
-    vLLM continues the start of `prompt`. Returns the mean difference in nats. Raises ModelError if rounding
-    in `dtype`, that of the activations, cannot explain it.
-    """
+    Returns the mean difference in nats. Raises ModelError if rounding in `dtype`, that of activations, cannot
+    explain it."""
     start, num_tokens = prompt[:64], min(max_new_tokens, 32)
     options = {"max_tokens": num_tokens, "seed": 0, "logprobs": 0, "ignore_eos": True}
     try:

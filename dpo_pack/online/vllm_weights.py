@@ -1,7 +1,7 @@
 """Gives the policy's tensors, in the form of a checkpoint, to an engine that has its own copy of the weights.
 
-The tensors come layer by layer, under the names that checkpoints of the family have. An adapter is added to
-the base weights. The computed weights (merged or regrouped) of only one layer at a time are in memory.
+They come layer by layer, with an adapter added to the base weights, so that the computed weights (merged or
+regrouped) of only one layer at a time are in memory.
 """
 
 import contextlib
@@ -22,10 +22,8 @@ _LAYER = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.)")  # a name up to its first number
 
 @torch.no_grad()
 def checkpoint_tensors(model: PreTrainedModel, *, has_adapter: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) of all parameters and persistent buffers; tied tensors come once.
-
-    A tensor that no adapter changes is no copy but the model's own, so read it before the next training step.
-    """
+    """Yields (name, tensor) of all parameters and persistent buffers; tied tensors come once. A tensor that
+    no adapter changes is the model's own, so read it before the next training step."""
     tensors: dict[int, tuple[str, Tensor]] = {}  # by identity: tied tensors have one
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensors.setdefault(id(tensor), (name, tensor))
@@ -48,11 +46,8 @@ def _layer_of(name: str) -> str:
 def _as_in_checkpoints(
     model: PreTrainedModel, named: Iterable[tuple[str, Tensor]], adapted: Sequence[Any], *, has_adapter: bool
 ) -> dict[str, Tensor]:
-    """Returns a layer's tensors, adapters added, with the names and shapes of checkpoints.
-
-    A checkpoint may have a prefix before the text model. Such names are not used: the engine gets the class
-    of this model, not that of the checkpoint.
-    """
+    """Returns a layer's tensors, adapters added, with the names and shapes of checkpoints, but without a
+    prefix before the text model: the engine gets the class of this model."""
     own = vars(model).pop("_weight_conversions", None)
     try:
         with _merged(adapted):

@@ -1,8 +1,7 @@
 """Evaluation of an online run: compares the current policy with the starting policy on held-out prompts.
 
 Both policies write one completion for each prompt, with the same random numbers, and the judge scores the two
-together. An unchanged policy writes the same answers, so its win rate is exactly one half. The ranks divide
-the prompts, and every rank gets the metrics over all prompts.
+together. An unchanged policy writes the same answers, so its win rate is exactly one half.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
