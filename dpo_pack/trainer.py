@@ -481,7 +481,7 @@ class Trainer:
         """Runs the training loop until no step is left or early stopping ends the run."""
         state, log, every_steps = self.state, self.log, self.recipe.train.eval_every_steps
         batches = iter(self.source)
-        log.begin_step()
+        self.clock.restart()
         while not ends_run(self.selection, state.standing):
             self.interruption.poll()
             with self.interruption.lifted():  # no step has begun, so a signal ends the run at once
@@ -509,7 +509,7 @@ class Trainer:
                 log.write_step(state, record)
             self.saver.mark_place()
             self.close_step()
-            log.begin_step()
+            self.clock.restart()
 
     def close_step(self) -> None:
         """Evaluates and saves a checkpoint, if these are due after this step (or before the first step)."""

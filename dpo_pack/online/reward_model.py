@@ -168,23 +168,18 @@ def load_reward_model(
             dtype=precision.parameters,
             attn_implementation=ATTENTION_NAME if packed else own_attention(config),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below
+            ignore_mismatched_sizes=True,  # `check_report` refuses them
         )
     model, loading = loaded
     assert isinstance(model, PreTrainedModel)
     heads = [module for name, module in model.named_children() if name == "score"]
-    for name, stored, expected in sorted(loading["mismatched_keys"]):
-        outputs = f" has {stored[0]} outputs, and a reward model one" if name.startswith("score.") else ""
-        raise ModelError(
-            f"{recipe_key}: {path}{outputs}: {name} is {list(stored)}, not {list(expected)}; choose a model "
-            "with one output (num_labels: 1) and weights that fit its config.json"
-        )
-    if loading["missing_keys"] or not heads:
-        missing = sorted(loading["missing_keys"])[:1] or ["score"]
-        raise ModelError(
-            f"{recipe_key}: {path} lacks {missing[0]}, which a trained {type(model).__name__} has; choose a "
-            "trained reward model with a linear `score` head"
-        )
+    outputs = [stored[0] for name, stored, _ in loading["mismatched_keys"] if name.startswith("score.")]
+    if outputs:
+        what = f"{path} has {outputs[0]} outputs, and a reward model one"
+        raise ModelError(f"{recipe_key}: {what}; choose a model with one output (num_labels: 1)")
+    if not heads or "score.weight" in loading["missing_keys"]:
+        what = f"{path} lacks score.weight, which a trained {type(model).__name__} has"
+        raise ModelError(f"{recipe_key}: {what}; choose a trained reward model with a linear `score` head")
     # The head of the model that it was trained from, and what is added to each score.
     reports[0].unexpected_keys -= {"lm_head.weight", "score.bias"}
     notes = check_report(model, reports[0], loading, source=f"{recipe_key}: {path}", refuses_unused=is_strict)

@@ -50,7 +50,6 @@ class RunLog:
     reference_seconds: float = 0.0
     eval_seconds: float = 0.0
     file: MetricsLog | None = None
-    step_begun: float = 0.0
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -59,14 +58,9 @@ class RunLog:
         with contextlib.closing(log) as self.file, self.lines.moving():
             yield
 
-    def begin_step(self) -> None:
-        """Starts the clock of the next step. The time to build the step's rows counts too."""
-        self.step_begun = time.monotonic()
-        self.clock.restart()
-
     def end_step(self, state: TrainState, batch: GlobalBatch, values: Tensor) -> None:
         """Adds the step's time and FLOPs to the totals, and the values of this rank's pairs to `pairs`."""
-        seconds = time.monotonic() - self.step_begun
+        seconds = time.monotonic() - self.clock.begun
         state.train_seconds += seconds
         state.num_flops += self.meter.add(
             batch.row_pairs, pairs=batch.num_pairs, tokens=batch.num_tokens, seconds=seconds

@@ -23,11 +23,12 @@ class PhaseClock:
     """Measures the seconds of each phase of a step. On CUDA a phase ends at an event; `seconds` waits."""
 
     device: torch.device
+    begun: float = 0.0  # time.monotonic() when the step began
     _laps: list[tuple[str, float, torch.cuda.Event | None]] = field(default_factory=list)
 
     def restart(self) -> None:
-        """Starts the clock of a step."""
-        self._laps = []
+        """Starts the clock of a step. The time to build the step's rows counts too."""
+        self.begun, self._laps = time.monotonic(), []
         self.lap("")
 
     def lap(self, phase: str) -> None:

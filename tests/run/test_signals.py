@@ -172,7 +172,8 @@ def test_ranks_begin_no_step_after_one_of_them_got_a_signal(monkeypatch: pytest.
         source=batches,
         recipe=SimpleNamespace(train=SimpleNamespace(eval_every_steps=None)),
         state=SimpleNamespace(step=4, standing=None),
-        log=SimpleNamespace(begin_step=lambda: None),
+        log=None,
+        clock=SimpleNamespace(restart=lambda: None),
         selection=None,
     )
     with interruption.deferred(), pytest.raises(Interrupted):
