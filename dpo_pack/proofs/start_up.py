@@ -46,10 +46,11 @@ def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
     Padded batches use the model's own attention, one sequence in each row, so only two proofs run.
     """
     with random_groups(scorer, device) as groups:
-        proofs = [] if scorer.backend is None else prove_layers(scorer, groups, device)
-        if proofs and not proofs[0].passed:
-            return proofs
+        proofs: list[Proof] = []
         if scorer.backend is not None:
+            proofs = prove_layers(scorer, groups, device)
+            if not proofs[0].passed:
+                return proofs
             proofs.append(prove_isolation(scorer, groups, device))
         proofs += [prove_causality(scorer, groups, device), prove_equivalence(scorer, groups, device)]
         return proofs if scorer.vision is None else [*proofs, prove_images(scorer, device)]
