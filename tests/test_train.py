@@ -17,11 +17,10 @@ import pytest
 import torch
 from rich.console import Console
 from support.device_reads import no_reads
-from support.family_errors import skip_unless_packed
 from support.run_files import assert_same_run, records, timeless, weights
 from support.tiny_models import tiny_model
-from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
-from support.whole_runs import at_step
+from support.tiny_tokenizer import tiny_tokenizer
+from support.whole_runs import kill_after, stop_after
 from transformers import AutoModelForCausalLM
 
 import dpo_pack.model.scorer as scorer
@@ -31,7 +30,6 @@ from dpo_pack.model.building import load_model
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.system.errors import RunError
-from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
 
 NUM_PAIRS = 22  # not a multiple of the step: the last step is a partial one
@@ -148,42 +146,12 @@ def test_the_same_recipe_from_the_same_cache_is_bitwise_the_same(
     assert_same_run(straight, tmp_path / "run")
 
 
-# After the last step of an epoch, and before the last step of all; tests/run/test_signals.py has others.
-@pytest.mark.slow
-@pytest.mark.parametrize("stop_at", [6, 11])
-def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
-    stop_at: int,
-    straight: Path,
-    assets: Path,
-    tmp_path: Path,
-    console: Console,
-) -> None:
-    recipe = make_recipe(assets, tmp_path / "run")
-    stop = at_step(stop_at, lambda: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Interrupted) as stopped:
-        train(recipe, console, after_step=stop)
-    assert stopped.value.exit_status == 143
-    assert read_json(tmp_path / "run" / "run.json")["status"] == "interrupted"
-    train(recipe, console)
-    assert_same_run(straight, tmp_path / "run")
-
-
 def test_a_killed_run_goes_on_from_its_newest_checkpoint(
-    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
     recipe = make_recipe(assets, tmp_path / "run", "checkpoint.every_steps=3")
-    one_step = train_module.Trainer.train_step
-
-    def die(session: Any, batch: Any) -> Any:
-        if session.state.step == 8:
-            raise KeyboardInterrupt("as good as kill -9: nothing is saved on the way out")
-        return one_step(session, batch)
-
-    monkeypatch.setattr(train_module.Trainer, "train_step", die)
-    with pytest.raises(KeyboardInterrupt):
-        train(recipe, console)
+    kill_after(8, recipe)
     assert [r["step"] for r in timeless(tmp_path / "run") if r["split"] == "train"] == list(range(1, 9))
-    monkeypatch.setattr(train_module.Trainer, "train_step", one_step)
     train(recipe, console)
     assert "Going on after step 6" in console.file.getvalue()  # type: ignore[attr-defined]
     assert_same_run(straight, tmp_path / "run")
@@ -202,23 +170,6 @@ def test_a_checkpoint_of_another_directory_can_be_gone_on_from(
     assert [r["step"] for r in timeless(tmp_path / "two") if r["split"] == "train"] == list(range(6, 13))
     with pytest.raises(RunError, match="holds another run"):
         train(make_recipe(assets, tmp_path / "two", f"checkpoint.resume={checkpoint}"), console)
-
-
-def test_another_learning_rate_loss_and_seed_computes_no_reference_and_tokenises_nothing(
-    straight: Path, assets: Path, tmp_path: Path, console: Console
-) -> None:
-    overrides = (
-        "optim.lr=3e-4",
-        "loss.type=ipo",
-        "seed=7",
-        "packing.token_budget=256",
-        "packing.pairs_per_step=3",
-    )
-    train(make_recipe(assets, tmp_path / "run", *overrides), console)
-    totals = read_json(tmp_path / "run" / "run.json")["totals"]
-    assert totals["reference_sequences_computed"] == 0
-    assert totals["reference_sequences_cached"] == 2 * NUM_PAIRS
-    assert read_json(tmp_path / "run" / "data_report.json")["rows_tokenized"] == 0
 
 
 def test_a_run_that_was_killed_before_its_page_was_whole_gets_it_from_the_same_command(
@@ -260,20 +211,6 @@ def test_a_run_that_failed_before_its_first_step_is_no_hindrance(
     assert read_json(tmp_path / "run" / "run.json")["status"] == "finished"
 
 
-@pytest.mark.parametrize("key", ["model.path", "tokenizer.path", "reference.path"])
-def test_a_run_never_replaces_a_model_that_it_reads(
-    assets: Path, tmp_path: Path, console: Console, key: str
-) -> None:
-    own = tmp_path / "run" / "model"
-    shutil.copytree(assets / "model", own)
-    before = {path: path.read_bytes() for path in own.iterdir()}
-    recipe = make_recipe(assets, tmp_path / "run", f"{key}={own}", "checkpoint.resume=never")
-    for overwrite in (False, True):
-        with pytest.raises(RunError, match=rf"would replace .*{re.escape(key)} names; use another"):
-            train(recipe, console, overwrite=overwrite)
-    assert {path: path.read_bytes() for path in own.iterdir()} == before
-
-
 def test_a_reference_of_its_own_is_used_and_gone_before_training(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,77 +230,6 @@ def test_a_reference_of_its_own_is_used_and_gone_before_training(
     assert loaded == ["reference", "model"]
     first = timeless(tmp_path / "run")[0]
     assert first["split"] == "eval" and abs(first["rewards/margins"]) > 1e-3
-
-
-@pytest.mark.slow  # quick ones: tests/run/test_combinations.py
-def test_a_step_s_loss_is_the_mean_over_its_pairs_however_they_are_packed(
-    assets: Path, tmp_path: Path, console: Console
-) -> None:
-    """Budgets that make one row, many rows, or rows of one pair each; shared, unshared and padded."""
-    records = []
-    variants = (
-        ("packing.token_budget=4096",),
-        ("packing.token_budget=64",),
-        ("packing.token_budget=1",),
-        ("packing.share_prompt=false", "packing.algorithm=next_fit"),
-        ("packing.mode=padded", "packing.token_budget=256"),
-    )
-    for number, overrides in enumerate(variants):
-        run = tmp_path / str(number)
-        train(make_recipe(assets, run, "train.max_steps=3", "optim.warmup_steps=0", *overrides), console)
-        records.append([r for r in timeless(run) if r["split"] == "train"])
-    assert len({record[0]["rows"] for record in records}) > 1
-    for record in records[1:]:
-        for ours, first in zip(record, records[0], strict=True):
-            for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "entropy"):
-                assert ours[name] == pytest.approx(first[name], abs=2e-5, rel=2e-5), name
-    *shared, unshared, padded = ([record["tokens"] for record in steps] for steps in records)
-    assert shared == [shared[0]] * 3 and padded == unshared  # padding is not counted
-
-
-@pytest.mark.slow  # quick ones, a row at a time: tests/model/test_families.py
-@pytest.mark.parametrize("family", ["lfm2", "mamba2", "zamba2"])
-def test_a_model_with_recurrent_layers_takes_the_same_steps_packed_as_padded(
-    family: str, assets: Path, tmp_path: Path, console: Console
-) -> None:
-    """A loss follows four log-probs, with a slope of at most beta, and rounding changes each by 2^-23 of it.
-
-    So the bound is beta * 4 * 2^-23 * the largest log-prob. The largest difference that we measured was a
-    tenth of it. Tails that start from nothing change a loss by more than 1,000 times the bound.
-    """
-    skip_unless_packed(family)
-    model = tmp_path / "model"
-    tiny_tokenizer().save_pretrained(model)
-    tiny_model(family, vocab_size=VOCABULARY_SIZE).save_pretrained(model)
-    layouts = {"padded": ["mode=padded"], "shared": [], "unshared": ["share_prompt=false"]}
-    steps = {}
-    for name, changes in layouts.items():
-        overrides = ["train.eval_every_steps=null", "train.max_steps=4", "optim.warmup_steps=0"]
-        overrides += [f"model.path={model}", *(f"packing.{change}" for change in changes)]
-        train(make_recipe(assets, tmp_path / name, *overrides), console)
-        steps[name] = records(tmp_path / name, "train")
-    assert steps["shared"][0]["tokens"] < steps["unshared"][0]["tokens"]
-    for name in ("shared", "unshared"):
-        for step, expected in zip(steps[name], steps["padded"], strict=True):
-            bound = 0.1 * 4 * 2**-23 * max(-expected["logps/chosen"], -expected["logps/rejected"])
-            assert step["loss"] == pytest.approx(expected["loss"], abs=bound), name
-
-
-def test_pair_weights_scale_each_pair_s_part_of_the_loss(
-    assets: Path, tmp_path: Path, console: Console
-) -> None:
-    rows = [json.loads(line) for line in (assets / "pairs.jsonl").read_text().splitlines()][:4]
-    losses = []
-    for name, factors in (("plain", [1, 1, 1, 1]), ("weighted", [3, 0, 0.5, 1])):
-        data = "".join(json.dumps(row | {"weight": w}) + "\n" for row, w in zip(rows, factors, strict=True))
-        (tmp_path / f"{name}.jsonl").write_text(data)
-        source = f"data.train={tmp_path / name}.jsonl"
-        recipe = make_recipe(assets, tmp_path / name, source, "data.eval=[]", "train.eval_every_steps=null",
-                             "train.max_steps=1")  # fmt: skip
-        train(recipe, console)
-        losses.append(timeless(tmp_path / name)[0]["loss"])
-    # At the first step every pair's loss is log 2.
-    assert losses == pytest.approx([np.log(2), np.log(2) * 4.5 / 4], abs=1e-5)
 
 
 def test_the_statistics_of_metrics_are_computed_on_logged_steps_alone_and_change_no_step(
@@ -505,26 +371,12 @@ def test_warnings_are_told_once_and_are_in_run_json_and_not_repeated_after_resum
     other.save_pretrained(tmp_path / "reference")
     overrides = (f"reference.path={tmp_path / 'reference'}", "loss.beta=1", "train.max_steps=4")
     recipe = make_recipe(assets, tmp_path / "run", *overrides)
-    stop = at_step(2, lambda: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Interrupted):
-        train(recipe, console, after_step=stop)
+    stop_after(2, recipe, console)
     train(recipe, console)
     assert console.file.getvalue().count("Warning: the first loss is") == 1  # type: ignore[attr-defined]
     assert read_json(tmp_path / "run" / "run.json")["warnings"] == ["high_initial_loss"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "warnings" in line] == [1]
-
-
-def test_trackers_get_the_metrics(assets: Path, tmp_path: Path, console: Console) -> None:
-    tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    train(
-        make_recipe(assets, tmp_path / "run", "logging.trackers=[tensorboard]", "train.max_steps=2"), console
-    )
-    tracked = tensorboard.EventAccumulator(str(tmp_path / "run" / "trackers" / "run"))
-    tracked.Reload()
-    sent = {event.step: event.value for event in tracked.Scalars("train/logps/chosen")}
-    lines = [line for line in records(tmp_path / "run") if line["split"] == "train"]
-    assert len(lines) == 2 and sent == pytest.approx({line["step"]: line["logps/chosen"] for line in lines})
 
 
 @pytest.fixture(autouse=True)

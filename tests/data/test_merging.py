@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from support.plans import make_plan
 from support.reference_pairs import make_table
 from support.run_files import timeless
 from support.tiny_models import tiny_model
-from support.tiny_recipe import load, message_of
 from support.tiny_tokenizer import tiny_tokenizer
 from test_train import make_recipe
 
@@ -250,33 +248,6 @@ def test_under_an_adapter_merged_groups_cost_two_passes_as_single_pairs_do(
     assert np.array(flops[1]) / flops[0] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("scope", ["step", "epoch"])
-def test_a_merging_plan_trains_every_pair_once_within_the_budget(
-    table: PairTable, scope: str, num_ranks: int
-) -> None:
-    tokens = pair_lengths(table).row_tokens(share_prompt=True)
-    costs = pair_flops(SHAPE, pair_lengths(table), share_prompt=True)
-    shared: dict[str, Any] = {
-        "order": np.random.default_rng(0).permutation(table.num_pairs),
-        "token_budget": 150,
-        "algorithm": "best_fit_decreasing",
-        "num_ranks": num_ranks,
-        "row_costs": costs,
-        "merging": prompt_merging(table, SHAPE),
-    }
-    if scope == "step":
-        plan = make_plan(tokens, pairs_per_step=10, **shared)
-    else:
-        plan = make_plan(tokens, rows_per_step=2, window_pairs=100, **shared)
-    trained = [pair for step in plan for rows in step for row in rows for pair in row.tolist()]
-    assert sorted(trained) == list(range(table.num_pairs))
-    rows = [row for step in plan for rows in step for row in rows]
-    assert all(plan.sizes.of_row(row).tokens <= 150 for row in rows)
-    assert sum(plan.sizes.of_row(row).tokens for row in rows) < tokens.sum()
-    assert sum(plan.sizes.of_row(row).cost for row in rows) < costs.sum()
-
-
 @pytest.mark.parametrize("loss", ["sigmoid", *slow("sppo_hard")])
 def test_merged_prompts_give_the_numbers_of_unmerged_ones_and_compute_fewer_tokens(
     assets: Path, tmp_path: Path, loss: str
@@ -329,9 +300,3 @@ def test_a_run_of_scope_epoch_goes_on_where_it_stopped(
     resumed = [record for record in timeless(tmp_path / "two") if record["split"] == "train"]
     assert len(resumed) == len(straight) - 3 > 1
     assert [record["loss"] for record in resumed] == [record["loss"] for record in straight[3:]]
-
-
-def test_merging_needs_packed_rows_with_shared_prompts() -> None:
-    for other in ("packing.mode=padded", "packing.share_prompt=false"):
-        message = message_of(partial(load, "packing.merge_prompts=true", other))
-        assert message.startswith("packing.merge_prompts")

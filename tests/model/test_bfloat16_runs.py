@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 from support.loading import load_usual
-from support.run_files import weights
+from support.run_files import losses, weights
 from support.tiny_adapters import saved_adapter
 from support.tiny_models import VOCABULARY, tiny_model
 from support.tiny_run import tiny_run
 from torch.optim import AdamW
 
-import dpo_pack.trainer as train_module
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
 from dpo_pack.training.optim import build_optimizer
 
@@ -34,59 +30,18 @@ CPU = torch.device("cpu")
 QUIET = Console(quiet=True)
 
 
-@pytest.fixture(scope="module")
-def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run(tmp_path_factory.mktemp("bfloat16"))
-
-
-def run_of(recipe_path: Path, output_dir: Path, *overrides: str) -> Path:
-    train(load_recipe(recipe_path, (f"output_dir={output_dir}", "train.epochs=4", *overrides)), QUIET)
-    return output_dir
-
-
-def losses(run: Path, split: str) -> list[float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if record["split"] == split]
-
-
-@pytest.fixture(scope="module")
-def straight(recipe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_of(recipe_path, tmp_path_factory.mktemp("straight") / "run", "model.dtype=bfloat16")
-
-
 @pytest.mark.slow
-def test_a_run_in_bfloat16_learns_as_one_in_fp32_does(
-    straight: Path, recipe_path: Path, tmp_path: Path
-) -> None:
-    fp32 = losses(run_of(recipe_path, tmp_path / "fp32"), "train")
-    bfloat16 = losses(straight, "train")
-    assert bfloat16[-1] < 0.5
-    assert max(abs(a - b) for a, b in zip(bfloat16, fp32, strict=True)) < 0.03
-    assert {tensor.dtype for tensor in weights(straight).values()} == {torch.bfloat16}
-    assert json.loads((straight / "model" / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_in_bfloat16_goes_on_bitwise(
-    straight: Path, recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also of updates that no parameter shows yet: the masters' low halves are part of the checkpoint."""
-    one_step = train_module.Trainer.train_step
-
-    def step_then_signal(session: Any, batch: Any) -> Any:
-        outcome = one_step(session, batch)
-        if session.state.step == 5:
-            signal.raise_signal(signal.SIGTERM)
-        return outcome
-
-    monkeypatch.setattr(train_module.Trainer, "train_step", step_then_signal)
-    with pytest.raises(Interrupted):
-        run_of(recipe_path, tmp_path / "run", "model.dtype=bfloat16")
-    monkeypatch.setattr(train_module.Trainer, "train_step", one_step)
-    run_of(recipe_path, tmp_path / "run", "model.dtype=bfloat16")
-    assert losses(tmp_path / "run", "train") == losses(straight, "train")
-    ours, theirs = weights(tmp_path / "run"), weights(straight)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+def test_a_run_in_bfloat16_learns_as_one_in_fp32_does(tmp_path: Path) -> None:
+    recipe_path, steps = tiny_run(tmp_path), {}
+    for dtype in ("float32", "bfloat16"):
+        overrides = (f"output_dir={tmp_path / dtype}", "train.epochs=4", f"model.dtype={dtype}")
+        train(load_recipe(recipe_path, overrides), QUIET)
+        steps[dtype] = losses(tmp_path / dtype)
+    assert steps["bfloat16"][-1] < 0.5
+    assert steps["bfloat16"] == pytest.approx(steps["float32"], abs=0.03)
+    run = tmp_path / "bfloat16"
+    assert {tensor.dtype for tensor in weights(run).values()} == {torch.bfloat16}
+    assert json.loads((run / "model" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 # ---------------------------------------------------------------------------------- adapters on such a base

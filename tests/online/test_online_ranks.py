@@ -16,9 +16,9 @@ from support.stub_server import Stub, completions, serving
 from support.tiny_online import online_recipe, rollouts
 from support.tiny_recipe import message_of
 from support.two_ranks import run_on_ranks
+from support.whole_runs import kill_after
 
 import dpo_pack.run.models as strategies
-import dpo_pack.trainer as train_module
 from dpo_pack.model.parallel import Strategy
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.models import resolve_model
@@ -69,19 +69,8 @@ def _train_and_die(directory: Path, runs: dict[str, Settings]) -> None:
     """The runs, and once more the first one, which is left after step 5 with a checkpoint of step 4."""
     _train(directory, runs)
     name, settings = next(iter(runs.items()))
-    trainer_class: Any = train_module.Trainer
-    one_step = trainer_class.train_step
-
-    def die(trainer: Any, batch: Any) -> Any:
-        if trainer.state.step == 5:
-            raise KeyboardInterrupt("as good as kill -9: nothing is saved on the way out")
-        return one_step(trainer, batch)
-
     recipe = recipe_of(directory, "dead", settings, "checkpoint.every_steps=2")
-    trainer_class.train_step = die
-    with pytest.raises(KeyboardInterrupt):
-        train(recipe, Console(quiet=True))
-    trainer_class.train_step = one_step
+    kill_after(5, recipe)
     ranks.wait_for_all()
     train(recipe, Console(quiet=True))
 

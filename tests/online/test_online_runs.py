@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,13 @@ from support.marks import slow
 from support.run_files import assert_same_run, timeless, weights
 from support.tiny_online import online_recipe, rollouts
 from support.tiny_run import NUM_PAIRS, write_rows
-from support.whole_runs import at_step
+from support.whole_runs import kill_after, stop_after
 
-import dpo_pack.trainer as train_module
 from dpo_pack.online import phases
 from dpo_pack.online.interface import Draw
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.run.evaluate import evaluate_models
 from dpo_pack.system.errors import RecipeError, RunError
-from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
 
 QUEUED = {"pairing": {"type": "all_pairs"}, "rollouts_per_update": 5, "completions_per_prompt": 3}
@@ -93,16 +90,10 @@ def test_the_policy_plays_against_itself_as_it_started(straight: Path) -> None:
 
 @pytest.mark.parametrize("stop_at", [5, *slow(1)])
 def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(
-    stop_at: int,
-    straight: Path,
-    assets: Path,
-    tmp_path: Path,
-    console: Console,
+    stop_at: int, straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
     recipe = online_recipe(assets, tmp_path / "run", f"data.eval={assets}/heldout.jsonl", **QUEUED)
-    stop = at_step(stop_at, lambda: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Interrupted):
-        train(recipe, console, after_step=stop)
+    stop_after(stop_at, recipe, console)
     train(recipe, console)
     assert_same_online_run(straight, tmp_path / "run")
 
@@ -135,21 +126,11 @@ def test_a_judge_that_is_gone_costs_no_step_that_was_taken(
 
 @pytest.mark.slow
 def test_a_killed_run_makes_the_phases_after_its_checkpoint_anew(
-    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
     held_out = f"data.eval={assets}/heldout.jsonl"
     recipe = online_recipe(assets, tmp_path / "run", held_out, "checkpoint.every_steps=2", **QUEUED)
-    one_step = train_module.Trainer.train_step
-
-    def die(session: Any, batch: Any) -> Any:
-        if session.state.step == 5:
-            raise KeyboardInterrupt("as good as kill -9: nothing is saved on the way out")
-        return one_step(session, batch)
-
-    monkeypatch.setattr(train_module.Trainer, "train_step", die)
-    with pytest.raises(KeyboardInterrupt):
-        train(recipe, console)
-    monkeypatch.setattr(train_module.Trainer, "train_step", one_step)
+    kill_after(5, recipe)
     half_written = tmp_path / "run" / "rollouts.parquet" / ".part-000009.parquet.0123abcd.tmp"
     half_written.touch()
     train(recipe, console)

@@ -73,35 +73,6 @@ def test_where_ranks_are_uneven_no_single_move_or_swap_would_make_the_slowest_fa
 # ---- Rows of a step
 
 
-@given(
-    lengths=lengths_strategy,
-    num_ranks=st.integers(1, 8),
-    algorithm=st.sampled_from(sorted(BIN_PACKERS)),
-    equal_rows=st.booleans(),
-)
-def test_rows_of_ranks_hold_every_item_once_within_the_budget(
-    lengths: list[int], num_ranks: int, algorithm: str, equal_rows: bool
-) -> None:
-    tokens = ints(lengths)
-    plan = make_plan(
-        tokens,
-        order=np.arange(len(tokens)),
-        row_costs=tokens.astype(np.float64) ** 1.5,
-        token_budget=BUDGET,
-        pairs_per_step=len(tokens),
-        algorithm=algorithm,
-        num_ranks=num_ranks,
-        equal_rows=equal_rows,
-    )
-    ranks = plan.pack_step(0)
-    rows = [row.tolist() for of_rank in ranks for row in of_rank]
-    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
-    assert all(len(row) == 1 or tokens[row].sum() <= BUDGET for row in rows)
-    num_rows = [len(of_rank) for of_rank in ranks]
-    if equal_rows and len(lengths) >= num_ranks * max(num_rows):
-        assert len(set(num_rows)) == 1
-
-
 # ---- Scope epoch
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from support.whole_runs import at_step, lines, text, whole_run
+from support.whole_runs import lines, stop_after, text, whole_run
 
 from dpo_pack.reports.ending import print_ending
 from dpo_pack.run.samples import read_samples
-from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
 from dpo_pack.training.health import Health, RunFacts
 
@@ -54,9 +52,7 @@ def test_warnings_are_repeated_at_the_end_also_of_a_resumed_run(
 
     monkeypatch.setattr("dpo_pack.training.health.RULES", {"early": early})
     recipe = whole_run(assets, tmp_path / "run", "train.eval_every_steps=null", "data.eval=[]")
-    with pytest.raises(Interrupted):
-        stop = at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
-        train(recipe, Console(quiet=True), after_step=stop)
+    stop_after(3, recipe)
     train(recipe, console)
     told = ending_of(console)
     assert "Warnings of this run:\n  after step 2: mend it\n\nNext:\n" in told

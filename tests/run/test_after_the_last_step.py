@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from support.full_disk import no_file_beyond
 from support.marks import slow
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
-from support.whole_runs import assert_same_run, at_step, checkpoint_steps, text, whole_run
+from support.whole_runs import assert_same_run, at_step, checkpoint_steps, stop_after, text, whole_run
 
 from dpo_pack import trainer as train_module
 from dpo_pack.recipe.load import load_recipe
@@ -26,7 +25,6 @@ from dpo_pack.run.run_dir import RunDir, input_fingerprints
 from dpo_pack.system import files
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import read_json
-from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
 from dpo_pack.training import records
 
@@ -240,12 +238,7 @@ def test_a_run_goes_on_where_a_mount_refuses_a_call_and_says_so_once(
     with monkeypatch.context() as patch:
         for name, change in MOUNTS[refused].items():
             patch.setattr(os, name, change(getattr(os, name)))
-        with pytest.raises(Interrupted):
-            train(
-                recipe,
-                Console(quiet=True),
-                after_step=at_step(3, lambda: signal.raise_signal(signal.SIGTERM)),
-            )
+        stop_after(3, recipe)
         train(recipe, Console(quiet=True))
     assert_same_run(straight, tmp_path / "run")
     assert checkpoint_steps(tmp_path / "run") == [8]
@@ -264,8 +257,7 @@ def moved(tmp_path: Path) -> tuple[Path, Path]:
     """A run that was stopped after step 3, and the new place of all that its recipe names."""
     tiny_run(tmp_path / "old")
     recipe = whole_run(tmp_path / "old", tmp_path / "run")
-    with pytest.raises(Interrupted):
-        train(recipe, Console(quiet=True), after_step=at_step(3, lambda: signal.raise_signal(signal.SIGTERM)))
+    stop_after(3, recipe)
     (tmp_path / "old").rename(tmp_path / "new")
     return tmp_path / "run", tmp_path / "new"
 

@@ -122,16 +122,6 @@ def test_only_the_adapter_is_trained_and_it_learns(assets: Path) -> None:
     assert all("lora_" in name for name in load_file(assets / "run" / "model" / "adapter_model.safetensors"))
 
 
-def test_padded_and_packed_runs_on_a_quantised_base_take_the_same_steps(assets: Path, tmp_path: Path) -> None:
-    padded = timeless(run_in(assets, tmp_path / "padded", LORA, NF4, "packing.mode=padded"))
-    packed = timeless(assets / "run")
-    assert len(padded) == len(packed) > 4
-    for ours, theirs in zip(packed, padded, strict=True):
-        for name in ("loss", "rewards/margins", "logps/chosen"):
-            if name in ours:
-                assert ours[name] == pytest.approx(theirs[name], abs=1e-4)
-
-
 @pytest.mark.slow
 def test_a_quantised_base_is_a_reference_of_its_own(assets: Path, tmp_path: Path) -> None:
     num_sequences = num_computed(assets / "run")
@@ -143,20 +133,6 @@ def test_a_quantised_base_is_a_reference_of_its_own(assets: Path, tmp_path: Path
         ("int8", (LORA, INT8), num_sequences),
     ):
         assert num_computed(run_in(assets, tmp_path / name, *overrides, once)) == computed
-
-
-@pytest.mark.slow
-def test_a_stopped_run_on_a_quantised_base_goes_on_bitwise(assets: Path, tmp_path: Path) -> None:
-    recipe = recipe_in(assets, LORA, NF4, f"output_dir={tmp_path / 'run'}", "checkpoint.every_steps=2")
-
-    def stop(trainer: Any) -> None:
-        if trainer.state.step == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(recipe, Console(quiet=True), after_step=stop)
-    train(recipe, Console(quiet=True))
-    assert timeless(tmp_path / "run") == timeless(assets / "run")
 
 
 def test_plain_peft_and_merge_take_the_adapter_on_the_base_that_is_not_quantised(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from support.marks import slow
 from support.tiny_run import tiny_run
 from support.whole_runs import (
     assert_same_run,
-    at_step,
     checkpoint_steps,
     lines,
     saved_weights,
+    stop_after,
     text,
     whole_run,
 )
@@ -29,17 +28,10 @@ from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.checkpoint_files import checkpoints, find_damage, read_counters, with_checksum
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.files import read_json, write_json_atomically
-from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
 
 # Steps this long overshoot: the loss of the held-out pairs rises and falls.
 OVERSHOOTS = ("optim.lr=0.05", "optim.schedule=constant", "train.eval_every_steps=1", "loss.beta=1")
-
-
-def stop_after(step: int, recipe: Recipe) -> None:
-    stop = at_step(step, lambda: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Interrupted):
-        train(recipe, Console(quiet=True), after_step=stop)
 
 
 @pytest.fixture(scope="module")

@@ -147,6 +147,10 @@ def test_inputs_are_never_replaced_whichever_key_names_them(tmp_path: Path) -> N
     adapter, base = tmp_path / "adapter", root / "model"
     adapter.mkdir()
     base.mkdir()
+    for name in ("model.path", "tokenizer.path", "reference.path"):
+        named = parse_recipe(recipe_in(root).model_dump(mode="json"), [f"{name}={base}"])
+        for overwrite in (False, True):
+            assert f"would replace {base}, which {name} names" in refusal(named, overwrite=overwrite)
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     recipe = parse_recipe(
         {"output_dir": str(root), "model": {"path": str(adapter)}, "data": {"train": "org/pairs"}}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from dpo_pack.commands import main as cli
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import DataError
-from dpo_pack.system.interrupts import Interrupted, interruptible
 from dpo_pack.system.launch import on_every_rank
 
 
@@ -29,7 +27,7 @@ def probe(recipe: Path, what: str, overrides: list[str]) -> None:
         (recipe.parent / f"rank-{ranks.rank()}.pid").write_text(str(os.getpid()))
         console.print(f"{ranks.num_ranks()} ranks, {os.environ.get('OMP_NUM_THREADS')} threads each")
         ranks.wait_for_all()
-        _do(what, recipe.parent)
+        _do(what)
 
 
 def killed_train(recipe: Path, overrides: list[str]) -> None:
@@ -50,7 +48,7 @@ def killed_train(recipe: Path, overrides: list[str]) -> None:
     cli.train(recipe, overrides)
 
 
-def _do(what: str, directory: Path) -> None:
+def _do(what: str) -> None:
     is_second = ranks.rank() == 1
     match what:
         case "one-mistake" if is_second:
@@ -61,22 +59,8 @@ def _do(what: str, directory: Path) -> None:
             raise ValueError("a bug of ours")
         case "killed" if is_second:
             os.kill(os.getpid(), signal.SIGKILL)
-        case "wait":
-            _wait_for_a_signal(directory)
-        case "sleep":
-            time.sleep(600)
     if what in ("one-mistake", "bug", "killed"):
         dist.barrier()  # what the rank that lives on is usually doing
-
-
-def _wait_for_a_signal(directory: Path) -> None:
-    with interruptible() as interruption, interruption.deferred():
-        (directory / f"rank-{ranks.rank()}.waits").touch()
-        while interruption.signum is None:
-            time.sleep(0.01)
-        time.sleep(0.5 + ranks.rank())
-        (directory / f"rank-{ranks.rank()}.saved").touch()
-        raise Interrupted(interruption.signum)
 
 
 def add_commands() -> None:

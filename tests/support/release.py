@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from contextlib import chdir
 from importlib.metadata import version
 from pathlib import Path
@@ -21,13 +20,12 @@ import dpo_pack
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.run.setup import prepare_data, prepare_tokenizer
-from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
 from support.reference_pairs import all_sums
 from support.tiny_models import tiny_model
 from support.tiny_run import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
-from support.whole_runs import at_step
+from support.whole_runs import stop_after
 
 RELEASE = Path(__file__).resolve().parents[1] / "fixtures" / "release"
 STEPS, STEPS_DONE = 4, 2
@@ -80,13 +78,7 @@ def make_release(directory: Path) -> None:
         console = Console(quiet=True)
         train(release_recipe("output_dir=straight", "reference.cache_dir=other"), console)
         recipe = release_recipe()
-        stop = at_step(STEPS_DONE, lambda: signal.raise_signal(signal.SIGTERM))
-        try:
-            train(recipe, console, after_step=stop)
-        except Interrupted:
-            pass
-        else:
-            raise AssertionError("the run was not stopped")
+        stop_after(STEPS_DONE, recipe, console)
         table = prepare_data(recipe, prepare_tokenizer(recipe), console).train
         expected: dict[str, Any] = {
             "made_with": versions(),

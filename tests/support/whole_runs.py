@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.trainer import Trainer
+from dpo_pack.system.interrupts import Interrupted
+from dpo_pack.trainer import Trainer, train
 from support import run_files
 
 OVERRIDES = ("packing.pairs_per_step=4", "train.epochs=2", "train.eval_every_steps=2")
@@ -60,3 +63,24 @@ def at_step(step: int, action: Callable[[], object]) -> Callable[[Trainer], None
             action()
 
     return act
+
+
+def stop_after(step: int, recipe: Recipe, console: Console | None = None) -> None:
+    """Trains until a signal comes after this step."""
+    stop = at_step(step, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(Interrupted):
+        train(recipe, console or Console(quiet=True), after_step=stop)
+
+
+def kill_after(step: int, recipe: Recipe, console: Console | None = None) -> None:
+    """Trains until the process is as good as killed after this step: nothing is saved on the way out."""
+    one_step: Any = Trainer.train_step
+
+    def die(trainer: Trainer, batch: Any) -> Any:
+        if trainer.state.step == step:
+            raise KeyboardInterrupt
+        return one_step(trainer, batch)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "train_step", die)
+        train(recipe, console or Console(quiet=True))

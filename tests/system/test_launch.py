@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -237,13 +233,6 @@ def alive(pids: Sequence[int]) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid)]
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
-
-
 # Ranks are forks of this process.
 
 
@@ -290,39 +279,7 @@ def test_however_ranks_fail_the_user_reads_it_once(what: str, run_probe: RunProb
     assert err.count("Traceback") == (what == "bug")
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)]
-)
-def test_a_signal_is_waited_for_until_all_ranks_have_saved(
-    signum: int, status: int, recipe: Path, run_probe: RunProbe
-) -> None:
-    def send() -> None:
-        wait_until(lambda: len(list(recipe.parent.glob("rank-*.waits"))) == 2, 120)
-        os.kill(os.getpid(), signum)
-
-    thread = threading.Thread(target=send, daemon=True)
-    thread.start()
-    ended, _, err = run_probe("wait")
-    thread.join()
-    assert ended == status
-    assert err.startswith(f"stopped by {signal.Signals(signum).name}; ") and err.count("\n") == 1
-    assert len(list(recipe.parent.glob("rank-*.saved"))) == 2
-
-
 # Ranks are processes of their own, as users start them.
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_ranks_do_not_outlive_a_command_that_is_killed(recipe: Path, start: Start) -> None:
-    process = start([*PROBE, recipe, "sleep", TWO])
-    wait_until(lambda: all(rank_pids(recipe.parent)) and len(rank_pids(recipe.parent)) == 2, 120)
-    pids = rank_pids(recipe.parent)
-    assert len(alive(pids)) == 2
-    process.kill()
-    wait_until(lambda: not alive(pids), 60)
 
 
 @pytest.mark.slow
@@ -374,16 +331,3 @@ def test_tasks_of_a_slurm_step_find_each_other(recipe: Path, start: Any) -> None
     assert [task.returncode for task in tasks] == [0, 0], err + other_err
     assert "0 sequences reused, 44 computed" in out
     assert (without_gloo(other_out), other_err) == ("", "")
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_training_on_two_processes_prints_and_writes_as_one(recipe: Path, start: Start) -> None:
-    process = start([*DPOPACK, "train", recipe, TWO])
-    out, err = process.communicate(timeout=180)
-    assert process.returncode == 0, err
-    assert err == ""
-    assert out.count("Done: 2 steps, 16 pairs") == out.count("Data: 16 pairs to train on") == 1
-    lines = [json.loads(line) for line in (recipe.parent / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [(line["split"], line["step"]) for line in lines]
-    assert steps == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]

@@ -11,19 +11,16 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from support.marks import slow
-from support.oracle import completion_logps_one_by_one
-from support.run_files import losses, records
+from support.run_files import losses, records, weights
 from support.tiny_models import tiny_model
-from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support.whole_runs import kill_after
+from transformers import AutoTokenizer
 
-import dpo_pack.trainer as train_module
 from dpo_pack.model.attention import BackendChoice
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.setup import prepare_data, prepare_tokenizer
+from dpo_pack.run.setup import prepare_tokenizer
 from dpo_pack.system.errors import ModelError
 from dpo_pack.trainer import train
 from dpo_pack.training.references import LiveReference
@@ -74,74 +71,6 @@ def test_a_hard_update_makes_the_reference_the_policy(dtype: torch.dtype) -> Non
     assert all(torch.equal(p, q) for p, q in zip(reference.parameters(), policy.parameters(), strict=True))
 
 
-def plain_loop(recipe: Recipe, console: Console) -> list[float]:
-    """The losses of TR-DPO, steps of 8 pairs in file order, a sequence at a time."""
-    pairs = prepare_data(recipe, prepare_tokenizer(recipe), console).train
-    policy, reference = (AutoModelForCausalLM.from_pretrained(recipe.model.path) for _ in range(2))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=recipe.optim.lr, weight_decay=0.0)
-    sync, losses = recipe.reference.sync, []
-    assert sync is not None
-    for step in range(4):
-        total = 0.0
-        for index in range(8 * (step % 2), 8 * (step % 2) + 8):
-            group = pairs.group(index)
-            sequences = [(group.context.tolist(), side.tolist()) for side in group.completions]
-            with torch.no_grad():
-                fixed = completion_logps_one_by_one(reference, sequences)
-            chosen, rejected = completion_logps_one_by_one(policy, sequences) - fixed
-            loss = -logsigmoid(recipe.loss.beta * (chosen - rejected)) / 8
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % sync.every_steps == 0:
-            with torch.no_grad():
-                for ours, theirs in zip(reference.parameters(), policy.parameters(), strict=True):
-                    ours.copy_(sync.mixup * theirs + (1 - sync.mixup) * ours)
-        losses.append(total)
-    return losses
-
-
-@pytest.mark.parametrize(
-    "layout", ["packing.token_budget=64", pytest.param("packing.mode=padded", marks=pytest.mark.slow)]
-)
-def test_a_run_with_a_moving_reference_takes_the_steps_of_a_plain_loop(
-    layout: str, make: Make, console: Console
-) -> None:
-    recipe = make(
-        "run", "{every_steps: 2, mixup: 0.6}", layout, "data.shuffle=false", "train.epochs=2",
-        "optim.schedule=constant", "optim.lr=3e-3", "loss.beta=1.0",
-    )  # fmt: skip
-    train(recipe, console)
-    first = losses(recipe.output_dir)
-    assert first == pytest.approx(plain_loop(recipe, console), abs=2e-5)
-    frozen = make("frozen", "null", layout, "data.shuffle=false", "train.epochs=2",
-                  "optim.schedule=constant", "optim.lr=3e-3", "loss.beta=1.0")  # fmt: skip
-    train(frozen, console)
-    assert records(frozen.output_dir, "train")[1]["loss"] == pytest.approx(first[1], abs=2e-5)
-    assert records(frozen.output_dir, "train")[2]["loss"] != pytest.approx(first[2], abs=1e-2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("modifier", ["loss.ld_alpha=0.25", "loss.weighting=wpo"])
-def test_a_reference_that_is_never_due_gives_the_losses_of_a_frozen_one(
-    modifier: str, make: Make, console: Console
-) -> None:
-    common = ("optim.schedule=constant", "optim.lr=3e-3", "loss.beta=1.0")
-    kept = {}
-    for name, sync, changes in (
-        ("live", "{every_steps: 1000, mixup: 1.0}", (modifier,)),
-        ("frozen", "null", (modifier,)),
-        ("plain", "null", ()),
-    ):
-        recipe = make(name, sync, *common, *changes)
-        train(recipe, console)
-        kept[name] = losses(recipe.output_dir)
-    assert kept["live"] == pytest.approx(kept["frozen"], abs=2e-5)
-    assert kept["live"] != pytest.approx(kept["plain"], abs=1e-3)
-
-
 def test_a_moving_reference_is_not_computed_beforehand_and_its_log_probs_are_not_cached(
     make: Make, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,42 +103,22 @@ def test_a_reference_that_follows_at_once_is_the_policy_at_every_step(
 @pytest.mark.parametrize("lora", ["", "model.lora={r: 4, alpha: 8}"])
 @pytest.mark.parametrize("loss", ["sigmoid", "aot"])
 def test_a_run_with_a_moving_reference_resumes_bitwise(
-    loss: str, lora: str, make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
+    loss: str, lora: str, make: Make, console: Console
 ) -> None:
     if lora and importlib.util.find_spec("peft") is None:
         pytest.skip("no peft")
     overrides = [lora] if lora else []
+    settings = ("train.epochs=3", "checkpoint.every_steps=3", "optim.lr=3e-3", f"loss.type={loss}")
     straight, resumed = (
-        make(
-            name,
-            "{every_steps: 2, mixup: 0.5}",
-            "train.epochs=3",
-            "checkpoint.every_steps=3",
-            "optim.lr=3e-3",
-            f"loss.type={loss}",
-            *overrides,
-        )  # fmt: skip
-        for name in ("straight", "resumed")
+        make(name, "{every_steps: 2, mixup: 0.5}", *settings, *overrides) for name in ("straight", "resumed")
     )
     train(straight, console)
-    one_step = train_module.Trainer.train_step
-
-    def die(session: Any, batch: Any) -> Any:
-        if session.state.step == 5:
-            raise KeyboardInterrupt
-        return one_step(session, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module.Trainer, "train_step", die)
-        with pytest.raises(KeyboardInterrupt):
-            train(resumed, console)
+    kill_after(5, resumed)
     train(resumed, console)
     assert "Going on after step 3" in console.file.getvalue()  # type: ignore[attr-defined]
     assert losses(resumed.output_dir) == losses(straight.output_dir)
-    files = [sorted((r.output_dir / "model").glob("*.safetensors")) for r in (resumed, straight)]
-    for ours, theirs in zip(*files, strict=True):
-        expected = load_file(theirs)
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(ours).items())
+    ours, theirs = weights(resumed.output_dir), weights(straight.output_dir)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
 @pytest.fixture(scope="module")
