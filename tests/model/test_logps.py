@@ -5,16 +5,11 @@ Legend: N scored tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from support.heads import CHUNK_TOKENS, PLAIN, TRANSFORMS, Head, N, V, chunked, gradients, make_head
+from support.live_bytes import LiveBytes
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dpo_pack.model.logps import (
     HeadBounds,
@@ -170,27 +165,6 @@ def test_statistics_are_those_of_the_full_distribution(transform: HeadTransform)
     assert statistics.is_top1.tolist() == (logits.argmax(dim=1) == head.targets).tolist()
     assert 9 <= statistics.is_top1.sum() < N
     assert not any(values.requires_grad for values in statistics)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Follows every tensor an operation makes; `peak` is the most that was alive after one, in bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak: int = 0
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.storages = {key: (ref, size) for key, (ref, size) in self.storages.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
-        return result
 
 
 def peak_bytes(*, num_tokens: int, kept_chunks: int, has_gradients: bool = True) -> int:

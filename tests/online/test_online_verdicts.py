@@ -11,25 +11,12 @@ from dpo_pack.online.judges import LlmJudge, read_verdict
 
 A, B, TIE = 1.0, 0.0, 0.5
 REASONS = "Answer A is short and right. Answer B is long; it names Paris, as [Answer A] does.\n\n"
+LETTERS = {  # alone, as our own prompt asks for
+    A: ("A", "**A**", "[A]", "_A_", '"A"'),
+    B: (" b.", "`B`", "(B)", "```\nB\n```"),
+    TIE: ("T", "Tie.", "It's a tie.", "Both answers are equally good.", "Neither answer is better."),
+}
 READ = {
-    # a letter alone, as our own prompt asks for
-    "A": A,
-    " b.": B,
-    "**A**": A,
-    "`B`": B,
-    '"A"': A,
-    "(B)": B,
-    "[A]": A,
-    "_A_": A,
-    "T": TIE,
-    "Tie.": TIE,
-    "```\nB\n```": B,
-    "A tie": TIE,
-    "It's a tie.": TIE,
-    "This is a draw.": TIE,
-    "Both answers are equally good.": TIE,
-    "Answers A and B are equally helpful.": TIE,
-    "Neither answer is better.": TIE,
     # MT-Bench, RewardBench, LangChain's pairwise evaluator, Skywork-Critic, Self-Taught Evaluator
     "[[A]]": A,
     f"{REASONS}Therefore, my final verdict is: [[B]]": B,
@@ -38,7 +25,6 @@ READ = {
     f"{REASONS}My final verdict is Assistant A is significantly better: [[A>>B]]": A,
     "My final verdict is tie: [[A=B]].": TIE,
     "**My final verdict is: [[B>A]]**": B,
-    "[[A<B]]": B,
     "B > A": B,
     # WildBench
     '{"analysis of A": "short", "analysis of B": "long", "reason of A=B": "", "choice": "A++"}': A,
@@ -51,51 +37,32 @@ READ = {
     f"{REASONS}Therefore, Output (a) is better.": A,
     f"{REASONS}<answer> [[B]] </answer>": B,
     f"{REASONS}$\\boxed{{\\text{{A}}}}$": A,
-    "\\boxed{B}": B,
     # last lines, and first ones
-    f"{REASONS}**Winner:** A": A,
     f"{REASONS}## Verdict\n\n**B**": B,
     f"{REASONS}Final answer: Answer B is better.": B,
-    "A better answer is B": B,
     "Tie\n\n### Reason: both name Paris.": TIE,  # PandaLM
     "A\n\nAnswer A is more detailed, as it names Paris.": A,
     "Answer B is better than Answer A. It names Paris.": B,
 }
 REFUSED = [
-    "",
-    "I would rather not say",
-    "B is worse than A",
-    "Not A.",
-    "A or B?",
-    "A, B, or T for a tie?",
+    *("", "C", "M", "A or B?", "Not A.", "A>A", "I would rather not say", "B is worse than A"),
+    *("A, B, or T for a tie?", "The worse answer: A", "The answer is a", "The answer is Paris."),
     "A good answer names the city, and only one does.",
     "A tie would be unfair to the second answer",
     "Tie-break: the longer one",
-    "The worse answer: A",
-    "The answer is a",
-    "The answer is Paris.",
     "8 9",  # JudgeLM: scores
-    "1",  # PandaLM, TRL's pairwise judges: numbers that our prompt does not give
-    "Response 1",
-    "[[D]]",  # RewardBench with four answers
-    "Rating: [[8]]",
-    "[[A]] or [[B]]",
-    '{"winner": "A", "verdict": "B"}',
-    '{"A": 8, "B": 5}',
-    '{"worse_answer": "A"}',
+    *("1", "Response 1"),  # PandaLM, TRL's pairwise judges: numbers that our prompt does not give
+    *("[[D]]", "Rating: [[8]]", "[[A]] or [[B]]"),  # RewardBench with four answers
+    *('{"winner": "A", "verdict": "B"}', '{"A": 8, "B": 5}', '{"worse_answer": "A"}'),
     "**Answer A**\nshort and right\n\n**Answer B**\nlong and wrong",
-    "Answer A: short. Answer B: long.",
     "The ranking is:\n1. Answer A\n2. Answer B",
-    "1. A\n2. B",
     "### A\nshort and right\n### B: long",
-    "A>A",
-    "C",
     "I do not think that A is better",
-    "M",  # AlpacaEval: m or M
 ]
+ALONE = [(text, verdict) for verdict, texts in LETTERS.items() for text in texts]
 
 
-@pytest.mark.parametrize(("text", "verdict"), [*READ.items(), *((text, None) for text in REFUSED)])
+@pytest.mark.parametrize(("text", "verdict"), [*ALONE, *READ.items(), *((text, None) for text in REFUSED)])
 def test_a_verdict_is_read_as_a_person_reads_it_or_not_at_all(text: str, verdict: float | None) -> None:
     assert read_verdict(text) == verdict
 

@@ -14,7 +14,8 @@ from dpo_pack.data.readers import READERS
 from dpo_pack.recipe.data import DATA_FILE_SUFFIXES
 from dpo_pack.recipe.load import check_environment
 
-# override, the key that the error names, and what it names besides
+# Override, the key that the error names, and what it names besides. Rules of losses, references, layouts and
+# precisions are in support/combinations.py.
 REFUSED: list[tuple[str, str, str]] = [
     ("data.max_prompt_length=2048", "data.max_prompt_length", "data.max_length (2048)"),
     ("data.eval=[{path: e, weight: 2}]", "data.eval.0.weight", "training"),
@@ -26,7 +27,6 @@ REFUSED: list[tuple[str, str, str]] = [
     ("packing.window_pairs=4", "packing.window_pairs", "packing.scope: epoch"),
     ("packing.scope=epoch", "packing.rows_per_step", "epoch"),
     ("packing={scope: epoch, rows_per_step: 2, pairs_per_step: 8}", "packing.pairs_per_step", "step"),
-    ("packing={scope: epoch, rows_per_step: 2, mode: padded}", "packing.scope", "packing.mode"),
     ("packing={merge_prompts: true, mode: padded}", "packing.merge_prompts", "packing.mode: packed"),
     ("packing={merge_prompts: true, share_prompt: false}", "packing.merge_prompts", "packing.share_prompt"),
     ("loss.type=[{type: ipo}, {type: ipo}]", "loss.type", "'ipo'"),
@@ -36,17 +36,9 @@ REFUSED: list[tuple[str, str, str]] = [
     ("loss.cpo_alpha=0", "loss.cpo_alpha", "only by cpo"),
     ("loss.f_alpha=0.3", "loss.f_alpha", "alpha_divergence"),
     ("loss={type: sft, f_divergence: forward_kl}", "loss.f_divergence", "no reference"),
-    ("loss={type: simpo, f_divergence: forward_kl}", "loss.f_divergence", "reverse_kl"),
-    ("loss={type: nca_pair, f_divergence: forward_kl}", "loss.f_divergence", "reverse_kl"),
-    ("loss={type: aot, weighting: wpo}", "loss.weighting", "loss.type aot"),
-    ("loss={type: [{type: sigmoid}, {type: sft}], weighting: wpo}", "loss.weighting", "loss.type sft"),
-    ("loss={type: cpo, weighting: wpo}", "loss.weighting", "loss.type cpo"),
-    ("loss={type: [{type: sigmoid}, {type: sft}], ld_alpha: 0.5}", "loss.ld_alpha", "loss.type sft"),
     ("loss={type: orpo, ld_alpha: 0.5}", "loss.ld_alpha", "loss.type orpo"),
     ("loss.type=exo_pair", "loss.label_smoothing", "exo_pair"),
-    ("loss={type: simpo}, reference.path=org/model", "reference.path", "simpo"),
     ("optim={schedule: constant, warmup_ratio: 0.1}", "optim.warmup_ratio", "constant_with_warmup"),
-    ("optim={schedule: constant, warmup_steps: 5}", "optim.warmup_steps", "constant_with_warmup"),
     ("optim={schedule: inverse_sqrt, min_lr_ratio: 0.1}", "optim.min_lr_ratio", "linear and cosine"),
     ("optim={schedule: polynomial, lr: 1e-7}", "optim.lr", "polynomial"),
     ("optim={name: adafactor, betas: [0.8, 0.9]}", "optim.betas", "adafactor"),
@@ -164,14 +156,10 @@ def test_paths_that_exist_or_can_be_made_and_hub_ids_pass(override: str) -> None
     [
         ("data.train=missing.jsonl", "data.train.0.path", "'missing.jsonl' (relative paths start at"),
         ("data.train=[pairs.jsonl, ./x]", "data.train.1.path", "'./x'"),
-        ("data.train=missing.json.gz", "data.train.0.path", "'missing.json.gz'"),
-        ("data.train=missing.txt", "data.train.0.path", "'missing.txt'"),
         ("data.train=a/b/c", "data.train.0.path", "not a hub id: 'a/b/c'"),
         ("data.train=hf://a/b", "data.train.0.path", "not a hub id"),
         ("data.train=pairs.txt", "data.train.0.path", "'pairs.txt'"),
         ("data.train=pairs.parquet.gz", "data.train.0.path", "'pairs.parquet.gz'"),
-        ("data.train=a/missing.arrow.gz", "data.train.0.path", "no such file"),
-        ("data.eval=missing.jsonl", "data.eval.0.path", "'missing.jsonl'"),
         ("model.path=./none", "model.path", "'./none'"),
         ("model.path=empty", "model.path", "config.json"),
         ("model.path=t.jinja", "model.path", "'t.jinja'"),
@@ -181,12 +169,10 @@ def test_paths_that_exist_or_can_be_made_and_hub_ids_pass(override: str) -> None
         ("tokenizer.chat_template=none.jinja", "tokenizer.chat_template", "'none.jinja'"),
         ("reference.path=/none", "reference.path", "'/none'"),
         ("output_dir=pairs.jsonl", "output_dir", "'pairs.jsonl'"),
-        ("output_dir=pairs.jsonl/run", "output_dir", "'pairs.jsonl'"),
         ("reference.cache_dir=t.jinja", "reference.cache_dir", "'t.jinja'"),
         ("checkpoint.resume=atuo", "checkpoint.resume", "'atuo'"),
         (f"data.train={'x' * 5000}.jsonl", "data.train.0.path", "no such file"),
         ('data.train="a\\0.jsonl"', "data.train.0.path", "no such file"),
-        ("model={path: model, dtype: bfloat16}, optim.name=adafactor", "optim.name", "model.dtype: float32"),
         ("data.train=no.jsonl, model.path=/no", "model.path", "1 more: data.train.0.path"),
     ],
 )
@@ -243,24 +229,6 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_instal
     message = message_of(lambda: check_environment(recipe))
     assert "logging.trackers: 'comet_ml' is not installed; pip install comet-ml" in message
     check_environment(recipe, trains=False)  # only training tracks
-
-
-def test_a_moving_reference_that_bfloat16_would_round_is_refused(workplace: Path) -> None:
-    def check(*overrides: str) -> None:
-        check_environment(load("model.path=model", "reference.path=model", *overrides))
-
-    (workplace / "adapter").mkdir()
-    (workplace / "adapter" / "adapter_config.json").touch()
-    for overrides in (
-        ("reference.sync={mixup: 0.6}",),
-        ("reference.sync={mixup: 1}", "model.lora={r: 4}"),
-        ("reference.sync={mixup: 1}", "model.path=adapter"),
-    ):
-        message = message_of(functools.partial(check, "model.dtype=bfloat16", *overrides))
-        assert "reference.sync: model.dtype bfloat16 rounds" in message
-        assert "set model.dtype: float32" in message
-    check("reference.sync={mixup: 0.6}")
-    check("reference.sync={mixup: 1}", "model.dtype=bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from support.live_bytes import LiveBytes
 from support.plans import make_plan
 from support.row_memory import AUTOCAST, BFLOAT16, SETTINGS, build_row, load
 from support.row_memory import memory_facts as facts_of
@@ -24,8 +24,6 @@ from support.tiny_models import tiny_config, tiny_model
 from support.tiny_run import tiny_run
 from support.tiny_vision import StandIn, picture, vision_config
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 import dpo_pack.run.memory_estimate as memory
@@ -154,25 +152,6 @@ def test_the_shape_of_a_model_is_read_off_its_config() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- towers
-
-
-class LiveBytes(TorchDispatchMode):
-    """The bytes of the tensors that operations make, while they are there."""
-
-    def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.there = {tensor.untyped_storage()._cdata: 0 for tensor in known}
-        self.peak = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        result = function(*arguments, **(options or {}))
-        for tensor in tree_leaves(result):
-            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if storage is not None and storage._cdata not in self.there:
-                self.there[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.there.pop, storage._cdata)
-                self.peak = max(self.peak, sum(self.there.values()))
-        return result
 
 
 # Measured: qwen2_5_vl 5 % and mistral3 22 % too low, idefics3 15 % too high.

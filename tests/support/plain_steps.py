@@ -56,10 +56,10 @@ def plain_steps(
     is_rounded = recipe.model.dtype == "bfloat16" and not hasattr(policy, "peft_config")
     for number, positions in enumerate(steps, start=1):
         batch = [pairs[i] for i in positions]
-        ours, alignments = _logps(policy, batch, recipe.loss.ld_alpha)
+        ours, alignments = plain_logps(policy, batch, recipe.loss.ld_alpha)
         with torch.no_grad():
             theirs = (
-                _logps(reference, batch, recipe.loss.ld_alpha)[0]
+                plain_logps(reference, batch, recipe.loss.ld_alpha)[0]
                 if recipe.loss.needs_reference
                 else Logps(**{name: torch.zeros_like(getattr(ours, name)) for name in Logps.__slots__})
             )
@@ -151,7 +151,7 @@ def _optimizer(settings: Any, parameters: list[Tensor]) -> torch.optim.Optimizer
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
-def _logps(model: Any, batch: Sequence[PlainPair], ld_alpha: float | None) -> tuple[Logps, Tensor]:
+def plain_logps(model: Any, batch: Sequence[PlainPair], ld_alpha: float | None) -> tuple[Logps, Tensor]:
     """Log-probs of a padded batch [2 P, L], and [P] WPO alignments: sums of means over tokens."""
     sequences = [
         (pair.prompt, side, torch.tensor(weights, dtype=torch.float64))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.loss_options import loss_options
+from support.plain_steps import PlainPair, plain_logps, plain_loss
 from support.reference_pairs import CPU, NAMESPACE, load_scorer, run_pass
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.store import PairTable, join_pairs
@@ -54,49 +55,21 @@ def table_of(
     return PairTable.of([join_pairs(pairs, [1.0] * len(pairs), range(len(pairs)))])
 
 
-def plain_loss(
-    policy: CompletionLogps, reference: CompletionLogps, name: str, ld_alpha: float | None
+def mean_plain_loss(
+    models: tuple[CompletionLogps, CompletionLogps], name: str, ld_alpha: float | None
 ) -> Tensor:
-    """The mean loss of ROWS, token by token in float64."""
-    losses, num_chosen = [], sum(sum(cw or [1] * len(c)) for c, cw, _, _ in ROWS) / len(ROWS)
-    for chosen, chosen_weights, rejected, rejected_weights in ROWS:
-        sides = [
-            (chosen, chosen_weights or [1.0] * len(chosen)),
-            (rejected, rejected_weights or [1.0] * len(rejected)),
-        ]
-        sizes = [sum(weights) for _, weights in sides]
-        sums: list[list[Tensor]] = []
-        for model in (policy.model, reference.model):
-            sums.append([])
-            for completion, weights in sides:
-                logits = (
-                    model(input_ids=torch.tensor([PROMPT + completion]), use_cache=False).logits[0].double()
-                )
-                total, passed = torch.zeros((), dtype=torch.float64), 0.0
-                for place, (token, weight) in enumerate(zip(completion, weights, strict=True)):
-                    factor = weight
-                    if ld_alpha is not None:
-                        full = min(max(min(sizes) - passed, 0.0), weight)
-                        factor = full + ld_alpha * (weight - full)
-                    passed += weight
-                    if factor:
-                        total = total + factor * logits[len(PROMPT) + place - 1].log_softmax(-1)[token]
-                sums[-1].append(total)
-        losses.append(formula(name, sums[0], [value.detach() for value in sums[1]], sizes, num_chosen))
-    return torch.stack(losses).mean()
-
-
-def formula(
-    name: str, policy: list[Tensor], reference: list[Tensor], sizes: list[float], num_chosen: float
-) -> Tensor:
-    chosen, rejected = policy[0] - reference[0], policy[1] - reference[1]
-    per_token = chosen / sizes[0] - rejected / sizes[1]
-    return {
-        "sigmoid": -logsigmoid(BETA * (chosen - rejected)),
-        "ipo": (per_token - 1 / (2 * BETA)) ** 2,
-        "sigmoid_norm": -logsigmoid(BETA * per_token),
-        "sft": -policy[0] / num_chosen,
-    }[name]
+    """Of ROWS, by a padded loop over tokens."""
+    pairs = [
+        PlainPair(
+            prompt=PROMPT, chosen=c, rejected=r, weight=1,
+            chosen_weights=cw or [1.0] * len(c), rejected_weights=rw or [1.0] * len(r),
+        )
+        for c, cw, r, rw in ROWS
+    ]  # fmt: skip
+    policy, reference = (plain_logps(scorer.model, pairs, ld_alpha)[0] for scorer in models)
+    fixed = replace(reference, chosen=reference.chosen.detach(), rejected=reference.rejected.detach())
+    options: Any = loss_options(beta=BETA)
+    return plain_loss(name, policy, fixed, torch.ones(len(ROWS)), options) / len(ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +140,7 @@ def test_weighted_losses_and_gradients_are_those_of_a_plain_loop_over_tokens(
     policy.zero_grad()
     loss.backward()
     ours = {key: p.grad.clone() for key, p in policy.named_parameters() if p.grad is not None}
-    plain = plain_loss(*plain_models, name, ld_alpha)
+    plain = mean_plain_loss(plain_models, name, ld_alpha)
     plain_models[0].zero_grad()
     plain.backward()
     assert float(loss.detach()) == pytest.approx(float(plain.detach()), abs=2e-5)
