@@ -19,8 +19,9 @@ from rich.console import Console
 from support.device_reads import no_reads
 from support.run_files import assert_same_run, records, timeless, weights
 from support.tiny_models import tiny_model
+from support.tiny_run import NUM_PAIRS
 from support.tiny_tokenizer import tiny_tokenizer
-from support.whole_runs import kill_after, stop_after
+from support.whole_runs import kill_after, stop_after, whole_run
 from transformers import AutoModelForCausalLM
 
 import dpo_pack.model.scorer as scorer
@@ -28,70 +29,20 @@ import dpo_pack.run.models as recipe_models
 import dpo_pack.trainer as train_module
 from dpo_pack.model.building import load_model
 from dpo_pack.model.facts import ModelFacts
-from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.system.errors import RunError
 from dpo_pack.trainer import train
-
-NUM_PAIRS = 22  # not a multiple of the step: the last step is a partial one
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, pairs, straight/, which is a run without interruption, and the cache that it filled."""
-    directory = tmp_path_factory.mktemp("assets")
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(directory / "model")
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "model")
-    random = np.random.default_rng(0)
-    words = ["red", "green", "blue", "one", "two", "three", "sun", "moon"]
-
-    def text(least: int, most: int) -> str:
-        return "".join(" " + words[i] for i in random.integers(0, len(words), random.integers(least, most)))
-
-    rows = [
-        {"prompt": "ask" + text(2, 12), "chosen": text(1, 8) + " yes", "rejected": text(1, 8) + " no"}
-        for _ in range(NUM_PAIRS)
-    ]
-    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train(make_recipe(directory, directory / "straight"), Console(quiet=True))
-    return directory
-
-
-def make_recipe(assets: Path, output_dir: Path, *overrides: str) -> Recipe:
-    tree = {
-        "output_dir": str(output_dir),
-        "model": {"path": str(assets / "model")},
-        "reference": {"cache_dir": str(assets / "cache")},
-        "data": {
-            "train": str(assets / "pairs.jsonl"),
-            "eval": str(assets / "pairs.jsonl"),
-            "max_length": 128,
-        },
-        "packing": {"pairs_per_step": 4, "token_budget": 128},
-        "optim": {"lr": 1e-3},
-        "train": {"epochs": 2, "eval_every_steps": 4},
-        "logging": {"samples": None},  # they take longer than this run
-        "export": {"verify": "none"},  # so does the process that reads the model
-    }
-    return parse_recipe(tree, overrides)
 
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-@pytest.fixture(scope="module")
-def straight(assets: Path) -> Path:
-    return assets / "straight"
-
-
-def test_a_run_leaves_what_the_contract_says(straight: Path, assets: Path) -> None:
-    steps_per_epoch = -(-NUM_PAIRS // 4)
+def test_a_run_leaves_what_the_contract_says(straight: Path) -> None:
     lines = records(straight)
     steps = [r for r in lines if r["split"] == "train"]
-    assert [r["step"] for r in steps] == list(range(1, 2 * steps_per_epoch + 1))
-    assert [r["pairs"] for r in steps] == [4, 4, 4, 4, 4, 2] * 2
-    assert [r["step"] for r in lines if r["split"] == "eval"] == [0, 4, 8, 12]
+    assert [r["step"] for r in steps] == list(range(1, 9))
+    assert [r["pairs"] for r in steps] == [4] * 8
+    assert [r["step"] for r in lines if r["split"] == "eval"] == [0, 2, 4, 6, 8]
     assert steps[0]["learning_rate"] == 0.0 and steps[-1]["epoch"] == 2.0
     needed = {
         "loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
@@ -102,7 +53,7 @@ def test_a_run_leaves_what_the_contract_says(straight: Path, assets: Path) -> No
     info = read_json(straight / "run.json")
     assert info["status"] == "finished" and info["totals"]["pairs"] == 2 * NUM_PAIRS
     assert info["totals"]["tokens"] == sum(r["tokens"] for r in steps)
-    assert info["totals"]["reference_sequences_computed"] == 2 * NUM_PAIRS
+    assert sum(info["totals"][f"reference_sequences_{how}"] for how in ("computed", "cached")) == 44
     for name in ("recipe.yaml", "data_report.json", "packing_report.json", "reference.parquet"):
         assert (straight / name).is_file()
     model = AutoModelForCausalLM.from_pretrained(straight / "model")
@@ -124,7 +75,7 @@ def test_a_run_leaves_the_metrics_of_each_held_out_pair_at_its_last_evaluation(s
 def test_each_row_is_in_the_file_of_trained_pairs_or_in_that_of_held_out_pairs(
     assets: Path, tmp_path: Path
 ) -> None:
-    train(make_recipe(assets, tmp_path / "run", "data.eval={fraction: 0.2}"), Console(quiet=True))
+    train(whole_run(assets, tmp_path / "run", "data.eval={fraction: 0.2}"), Console(quiet=True))
     trained = pq.read_table(tmp_path / "run" / "pairs.parquet").to_pylist()
     held_out = pq.read_table(tmp_path / "run" / "held_out.parquet").to_pylist()
     trained_rows = {(line["source"], line["row"]) for line in trained}
@@ -142,16 +93,16 @@ def test_training_learns_and_step_zero_prefers_nothing(straight: Path) -> None:
 def test_the_same_recipe_from_the_same_cache_is_bitwise_the_same(
     straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    train(make_recipe(assets, tmp_path / "run"), console)
+    train(whole_run(assets, tmp_path / "run"), console)
     assert_same_run(straight, tmp_path / "run")
 
 
 def test_a_killed_run_goes_on_from_its_newest_checkpoint(
     straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    recipe = make_recipe(assets, tmp_path / "run", "checkpoint.every_steps=3")
-    kill_after(8, recipe)
-    assert [r["step"] for r in timeless(tmp_path / "run") if r["split"] == "train"] == list(range(1, 9))
+    recipe = whole_run(assets, tmp_path / "run", "checkpoint.every_steps=3")
+    kill_after(7, recipe)
+    assert [r["step"] for r in timeless(tmp_path / "run") if r["split"] == "train"] == list(range(1, 8))
     train(recipe, console)
     assert "Going on after step 6" in console.file.getvalue()  # type: ignore[attr-defined]
     assert_same_run(straight, tmp_path / "run")
@@ -162,14 +113,14 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(
 def test_a_checkpoint_of_another_directory_can_be_gone_on_from(
     straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    train(make_recipe(assets, tmp_path / "one", "checkpoint.every_steps=5"), console)
+    train(whole_run(assets, tmp_path / "one", "checkpoint.every_steps=5"), console)
     checkpoint = tmp_path / "one" / "checkpoints" / "step-000005"
-    train(make_recipe(assets, tmp_path / "two", f"checkpoint.resume={checkpoint}"), console)
+    train(whole_run(assets, tmp_path / "two", f"checkpoint.resume={checkpoint}"), console)
     ours, theirs = weights(tmp_path / "two"), weights(straight)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert [r["step"] for r in timeless(tmp_path / "two") if r["split"] == "train"] == list(range(6, 13))
+    assert [r["step"] for r in timeless(tmp_path / "two") if r["split"] == "train"] == list(range(6, 9))
     with pytest.raises(RunError, match="holds another run"):
-        train(make_recipe(assets, tmp_path / "two", f"checkpoint.resume={checkpoint}"), console)
+        train(whole_run(assets, tmp_path / "two", f"checkpoint.resume={checkpoint}"), console)
 
 
 def test_a_run_that_was_killed_before_its_page_was_whole_gets_it_from_the_same_command(
@@ -181,7 +132,7 @@ def test_a_run_that_was_killed_before_its_page_was_whole_gets_it_from_the_same_c
     (run / "report.html").rename(run / ".report.html.7ca8311c.tmp")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("dpo_pack.trainer.Trainer", None)  # no step is taken
-        train(make_recipe(assets, run), console)
+        train(whole_run(assets, run), console)
     assert not list(run.glob(".*.tmp"))
     assert len((run / "report.html").read_text(encoding="utf-8")) == pytest.approx(len(text), rel=0.05)
 
@@ -189,8 +140,8 @@ def test_a_run_that_was_killed_before_its_page_was_whole_gets_it_from_the_same_c
 def test_another_recipe_in_the_same_directory_is_refused_and_overwrite_begins_anew(
     assets: Path, tmp_path: Path, console: Console
 ) -> None:
-    train(make_recipe(assets, tmp_path / "run", "train.max_steps=1"), console)
-    changed = make_recipe(assets, tmp_path / "run", "train.max_steps=2", "optim.lr=2e-3")
+    train(whole_run(assets, tmp_path / "run", "train.max_steps=1"), console)
+    changed = whole_run(assets, tmp_path / "run", "train.max_steps=2", "optim.lr=2e-3")
     with pytest.raises(RunError, match=r"optim\.lr.*train\.max_steps.*--overwrite.*another output_dir"):
         train(changed, console)
     train(changed, console, overwrite=True)
@@ -205,9 +156,9 @@ def test_a_run_that_failed_before_its_first_step_is_no_hindrance(
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="before a step"):
         patched.setattr("dpo_pack.trainer.Trainer.take_steps", fail)
-        train(make_recipe(assets, tmp_path / "run", "train.max_steps=1"), console)
+        train(whole_run(assets, tmp_path / "run", "train.max_steps=1"), console)
     assert read_json(tmp_path / "run" / "run.json")["status"] == "failed"
-    train(make_recipe(assets, tmp_path / "run", "train.max_steps=1", "optim.lr=2e-3"), console)
+    train(whole_run(assets, tmp_path / "run", "train.max_steps=1", "optim.lr=2e-3"), console)
     assert read_json(tmp_path / "run" / "run.json")["status"] == "finished"
 
 
@@ -223,7 +174,7 @@ def test_a_reference_of_its_own_is_used_and_gone_before_training(
         return load_model(facts, **settings)
 
     monkeypatch.setattr(recipe_models, "load_model", spy)
-    recipe = make_recipe(
+    recipe = whole_run(
         assets, tmp_path / "run", f"reference.path={tmp_path / 'reference'}", "train.max_steps=1"
     )
     train(recipe, console)
@@ -247,7 +198,7 @@ def test_the_statistics_of_metrics_are_computed_on_logged_steps_alone_and_change
     runs = {every: tmp_path / f"every-{every}" for every in (1, 3)}
     for every, directory in runs.items():
         steps: list[bool] = []
-        recipe = make_recipe(assets, directory, *quiet, f"logging.every_steps={every}")
+        recipe = whole_run(assets, directory, *quiet, f"logging.every_steps={every}")
         train(recipe, console, after_step=lambda _: steps.append(measured[-1]))  # noqa: B023
         assert steps == [step % every == 0 for step in range(1, 7)]  # a row each
     all_lines, some_lines = (timeless(directory, "train") for directory in runs.values())
@@ -277,7 +228,7 @@ def test_a_stop_names_the_step_and_leaves_the_parameters_before_it(
     with pytest.raises(
         RunError, match=r"step 3: .*rows of data\.train \(.*listed in .*nonfinite-step-000003\.json"
     ):
-        train(make_recipe(assets, tmp_path / "run", *log), console)
+        train(whole_run(assets, tmp_path / "run", *log), console)
     assert read_json(tmp_path / "run" / "run.json")["status"] == "failed"
     assert len(before) == 3 and len(after) == (0 if every_steps == 1 else 2)
     assert all(torch.equal(parameter, before[-1]) for parameter in after)
@@ -298,14 +249,14 @@ def test_a_run_that_skips_goes_on_and_leaves_the_step_s_pairs(
 
     monkeypatch.setattr(train_module.Trainer, "accumulate_gradients", poisoned)
     run = tmp_path / "run"
-    train(make_recipe(assets, run, "train.stop_on_nonfinite=false", "train.max_steps=6"), console)
+    train(whole_run(assets, run, "train.stop_on_nonfinite=false", "train.max_steps=6"), console)
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert told.count("step 3: loss or gradient is not finite, and no update was made") == 1
     assert [path.name for path in run.glob("nonfinite-*")] == ["nonfinite-step-000003.json"]
     steps = [r for r in timeless(run) if r["split"] == "train"]
     assert [r["step"] for r in steps if r["grad_norm"] is None] == [3]  # NaN is not JSON
     assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
-    train(make_recipe(assets, run, "train.max_steps=1"), console, overwrite=True)
+    train(whole_run(assets, run, "train.max_steps=1"), console, overwrite=True)
     assert not list(run.glob("nonfinite-*"))  # of another run
 
 
@@ -334,9 +285,9 @@ def test_a_step_that_is_not_logged_reads_nothing_from_the_device(
     monkeypatch.setattr(train_module.Trainer, "accumulate_gradients", then_watch)
     monkeypatch.setattr(train_module.Trainer, "train_step", one_step)
     monkeypatch.setattr(train_module.Trainer, "step_record", record)
-    train(make_recipe(assets, tmp_path / "run", "logging.every_steps=5"), console)
-    assert logged == [5, 10]
-    assert [r["step"] for r in timeless(tmp_path / "run") if r["split"] == "train"] == [5, 10]
+    train(whole_run(assets, tmp_path / "run", "logging.every_steps=3"), console)
+    assert logged == [3, 6]
+    assert [r["step"] for r in timeless(tmp_path / "run") if r["split"] == "train"] == [3, 6]
 
 
 def test_a_line_has_seconds_by_phase_that_add_up_and_the_part_of_the_peak(straight: Path) -> None:
@@ -370,7 +321,7 @@ def test_warnings_are_told_once_and_are_in_run_json_and_not_repeated_after_resum
     other = tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer()))
     other.save_pretrained(tmp_path / "reference")
     overrides = (f"reference.path={tmp_path / 'reference'}", "loss.beta=1", "train.max_steps=4")
-    recipe = make_recipe(assets, tmp_path / "run", *overrides)
+    recipe = whole_run(assets, tmp_path / "run", *overrides)
     stop_after(2, recipe, console)
     train(recipe, console)
     assert console.file.getvalue().count("Warning: the first loss is") == 1  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ from dpo_pack.system.machine import is_intel
 
 # torch computes fp32 products with MKL. On AMD processors with AVX-512 oneDNN computes `x @ weight.T` and
 # `grad @ weight` faster, on Intel's only the head's products; `grad.T @ x` is slower on both
-# (`scripts/measure_settings.py products`). Both compute in plain fp32: they differ by rounding.
+# (docs/dev/performance.md). Both compute in plain fp32: they differ by rounding.
 
 
 def times_transposed(features: Tensor, weight: Tensor) -> Tensor:

@@ -341,16 +341,6 @@ def test_rows_that_are_left_out_have_their_reason_file_row_and_text(shows: Shows
     assert [row["row"] for row in as_json(shown)["dropped"]] == [2, 3, 4, 5, 6]
 
 
-COMPARED: Row = {
-    "prompt": "Which answer is better?",
-    "response_0": "The first one.",
-    "response_1": "The second one.",
-    "better_response_id": 0,
-    "safer_response_id": 1,
-    "sha256": "b4e6",
-}
-
-
 def test_rows_that_are_left_out_are_listed_without_pairs_and_counted(shows: Shows) -> None:
     shown = shows([PAIR, *([EMPTY] * 7)], reads_all=True)
     text = screen(shown, lists_dropped=True)
