@@ -6,6 +6,7 @@ import gc
 import io
 import itertools
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,6 +70,13 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from support.tiny_run import tiny_run
 
     return tiny_run(tmp_path_factory.mktemp("assets")).parent
+
+
+@pytest.fixture
+def recipe(assets: Path, tmp_path: Path) -> Path:
+    """A copy of the recipe with all that it needs and no cache, to be spoilt."""
+    without_cache = shutil.ignore_patterns("cache")  # other tests of the session fill it
+    return Path(shutil.copytree(assets, tmp_path / "job", ignore=without_cache)) / "recipe.yaml"
 
 
 @pytest.fixture(scope="session")

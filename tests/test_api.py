@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset
-from support.tiny_run import tiny_run
 
 import dpo_pack
 import dpo_pack.trainer as train_module
@@ -20,11 +19,6 @@ from dpo_pack.api import load
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.system.errors import DpoPackError, RecipeError
 from dpo_pack.system.interrupts import Interrupted
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run(tmp_path_factory.mktemp("python"))
 
 
 def margin_loss(logps: Any) -> Any:  # named by a test, never called

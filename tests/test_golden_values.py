@@ -14,11 +14,6 @@ import pytest
 import torch
 from support.golden import KINDS, LOGP_BOUND, MODELS, Golden, log_probs, plain_log_probs, read_golden
 
-from dpo_pack.data import tokenization
-from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.packing import bin_packing
-from dpo_pack.packing.lengths import Group
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_the_golden_ones_or_their_version_is_raised(kind: str) -> None:
@@ -56,36 +51,20 @@ def complaint_about(kind: str, expected: dict[str, Any] | None = None) -> str:
     return complaint
 
 
-def test_other_token_ids_name_the_version_of_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = tokenization.split_at_boundary
-
-    def one_token_late(*sequences: Any) -> Group:
-        pair = split(*sequences)
-        chosen, rejected = pair.completions
-        prompt = np.append(pair.context, chosen[:1])
-        return Group(context=prompt, completions=(chosen[1:], rejected[1:]))
-
-    monkeypatch.setattr(tokenization, "split_at_boundary", one_token_late)
-    complaint = complaint_about("token_ids")
-    assert complaint.startswith("preference has other values than before: raise TOKENIZATION_VERSION in ")
+def one_changed(values: Any) -> Any:
+    """The values, the first of them twice as large or long."""
+    if isinstance(values, dict):
+        first = next(iter(values))
+        return {**values, first: one_changed(values[first])}
+    return [one_changed(values[0]), *values[1:]] if isinstance(values, list) else 2 * values
 
 
-def test_other_log_probs_name_the_version_of_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = CompletionLogps.forward
-
-    def shifted(scorer: CompletionLogps, row: Any) -> Any:
-        output = forward(scorer, row)
-        output.sums.add_(1.5 * LOGP_BOUND)
-        return output
-
-    monkeypatch.setattr(CompletionLogps, "forward", shifted)
-    assert "raise NUMERICS_VERSION in dpo_pack/model/fingerprint.py" in complaint_about("log_probs")
-
-
-def test_another_packing_names_the_version_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bin_packing.BIN_PACKERS, "first_fit_decreasing", bin_packing.next_fit)
-    complaint = complaint_about("plans")
-    assert complaint.startswith("first fit has other values than before: raise PLAN_VERSION in ")
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_values_name_the_version_to_raise(kind: str) -> None:
+    golden: Golden = KINDS[kind]
+    written = read_golden()[kind]
+    complaint = complaint_about(kind, {**written, "values": one_changed(written["values"])})
+    assert f" has other values than before: raise {golden.constant} in " in complaint
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -175,9 +175,8 @@ def make_old(*paths: Path) -> None:
 
 @pytest.mark.parametrize("by_a_run", [True, False])
 def test_leftovers_of_killed_processes_go_and_what_a_process_still_writes_stays(
-    by_a_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    by_a_run: bool, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = tiny_run(tmp_path / "work")
     cache_dir = recipe.parent / "cache"
     filled = fill(cache_dir, NAMESPACE)
     tokens = cache_dir / "tokens" / "0123456789abcdef0123456789abcdef"
@@ -225,11 +224,6 @@ def test_an_age_or_size_that_is_none_is_refused(option: str, value: str, tmp_pat
 
 
 # ---- export and import
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    return tiny_run(tmp_path / "work")
 
 
 def prepared_of(recipe: Path, *overrides: str) -> Setup:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,6 @@ from dpo_pack.system.machine import package_versions
 from dpo_pack.trainer import train
 
 NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence"]
-
-
-@pytest.fixture
-def recipe(assets: Path, tmp_path: Path) -> Path:
-    """A recipe with everything it needs, to be spoilt."""
-    without_cache = shutil.ignore_patterns("cache")  # other tests of the session fill it
-    return Path(shutil.copytree(assets, tmp_path / "job", ignore=without_cache)) / "recipe.yaml"
 
 
 @pytest.fixture

@@ -39,14 +39,6 @@ from dpo_pack.system.endings import ending_of
 from dpo_pack.system.errors import CacheError
 from dpo_pack.trainer import train
 
-WITHOUT_CACHE = shutil.ignore_patterns("cache")  # other tests of the session fill it
-
-
-@pytest.fixture
-def recipe(assets: Path, tmp_path: Path) -> Path:
-    """A recipe with everything it needs, to be spoilt."""
-    return Path(shutil.copytree(assets, tmp_path / "job", ignore=WITHOUT_CACHE)) / "recipe.yaml"
-
 
 @pytest.fixture(scope="session")
 def finished(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -260,41 +252,6 @@ def test_a_mistyped_command_line_is_answered_with_its_usage(dpopack: Dpopack) ->
     for arguments in (("train",), ("train", "r.yaml", "--nonsense"), ("nonsense",)):
         outcome = dpopack(*arguments)
         assert outcome.status == 2 and outcome.err.startswith("Usage: dpopack") and "Error: " in outcome.err
-
-
-EVIL = "x\x1b[2J\r\x07y"
-
-
-def test_control_characters_in_names_never_reach_the_terminal(
-    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    home = recipe.parent
-    pairs = [json.loads(line) for line in (home / "pairs.jsonl").read_text().splitlines()]
-    (home / f"{EVIL}.jsonl").write_text((home / "pairs.jsonl").read_text())
-    (home / f"bad{EVIL}.jsonl").write_text("{" + EVIL)
-    write_rows(home / "columns.jsonl", [{**pairs[0], EVIL: "z"}, {EVIL: "z"}])
-    (home / EVIL).mkdir()
-    (home / EVIL / "config.json").write_text(json.dumps({"model_type": EVIL}))
-    for arguments in (
-        ["inspect-packing", recipe, f"data.train={home}/{EVIL}.jsonl"],
-        ["inspect-packing", recipe, f"data.train={home}/bad{EVIL}.jsonl"],
-        ["inspect-packing", recipe, f"data.train={home}/columns.jsonl"],
-        ["inspect-packing", recipe, f"model.path={home / EVIL}"],
-        ["inspect-packing", recipe, f"model.{EVIL}=1"],
-        ["inspect-packing", f"absent{EVIL}.yaml"],
-        ["recipe", "--check", recipe, f"logging.run_name={EVIL}"],
-        ["cache", "list", "--cache-dir", home / EVIL],
-        ["evaluate", recipe, "--nonsense" + EVIL],
-        [EVIL],
-    ):
-        outcome = dpopack(*arguments)
-        told = (outcome.out + outcome.err).replace("\n", "")
-        assert outcome.status in (0, 2) and told and told.isprintable(), arguments
-    _raise_in_training(monkeypatch, ZeroDivisionError(EVIL))
-    with pytest.raises(ZeroDivisionError) as bug:
-        dpopack("train", recipe)
-    sys.__excepthook__(bug.type, bug.value, bug.tb)  # what Python does at the end of the process
-    assert capfd.readouterr().err.endswith(r"ZeroDivisionError: x\x1b[2J" + "\r\\x07y\n")
 
 
 # --------------------------------------------------------------------------------- bugs, memory, interruption

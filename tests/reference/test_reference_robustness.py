@@ -104,53 +104,6 @@ def test_two_jobs_that_fill_one_cache_at_once_leave_all_of_it(tmp_path: Path) ->
     assert prepare_reference(prepare(load_recipe(recipe), make_console(quiet=True))).num_computed == 0
 
 
-_RANK = """
-import os, sys
-import torch.distributed as dist
-from accelerate import Accelerator
-os.environ["ACCELERATE_USE_CPU"] = "true"
-accelerator = Accelerator(cpu=True)
-assert accelerator.num_processes == 2 and dist.get_backend() == "gloo"
-from dpo_pack.system.console import make_console
-from dpo_pack.run.setup import prepare
-from dpo_pack.run.pairs import prepare_reference
-from dpo_pack.recipe.load import load_recipe
-from pathlib import Path
-prepared = prepare(load_recipe(Path(sys.argv[1]), ["reference.token_budget=100"]), make_console(quiet=True))
-filled = prepare_reference(prepared)
-from dpo_pack.reference.compute import find_work
-assert find_work(filled.cache, prepared.tables).missing.sum() == 0
-dist.destroy_process_group()
-Path(f"{sys.argv[2]}-{os.environ['RANK']}").write_text(str(filled.num_computed))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_two_processes_split_the_pass_and_end_bitwise_as_one(tmp_path: Path) -> None:
-    recipe = tiny_run(tmp_path)
-    one = load_recipe(recipe, [f"reference.cache_dir={tmp_path / 'one'}", "reference.token_budget=100"])
-    prepared = prepare(one, make_console(quiet=True))
-    expected = all_sums(prepare_reference(prepared).cache, prepared.tables)
-    script = tmp_path / "rank.py"
-    script.write_text(_RANK)
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*launcher, str(script), str(recipe), str(tmp_path / "computed")],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert [(tmp_path / f"computed-{rank}").read_text() for rank in range(2)] == ["44", "44"]
-    cache = prepare_reference(prepare(load_recipe(recipe), make_console(quiet=True)))
-    assert cache.num_computed == 0
-    assert all_sums(cache.cache, prepared.tables).tobytes() == expected.tobytes()
-    assert len(list(cache.cache.directory.glob("part-*"))) == 2  # each process wrote its own
-
-
 _MEMORY = """
 import sys
 import psutil

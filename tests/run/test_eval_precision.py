@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 from support.marks import slow
 from support.run_files import timeless
-from support.tiny_run import tiny_run
 
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.evaluate import evaluate_models
@@ -19,18 +18,13 @@ from dpo_pack.trainer import train
 QUIET = Console(quiet=True)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_run(tmp_path_factory.mktemp("precision")).parent
-
-
 @pytest.mark.parametrize("precision", ["model.autocast=bfloat16", *slow("model.dtype=bfloat16")])
 def test_a_run_in_bfloat16_reports_what_float32_finds(
-    directory: Path, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+    assets: Path, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def recipe(how: str) -> Recipe:
         output = f"output_dir={tmp_path / how}"
-        return load_recipe(directory / "recipe.yaml", [output, precision, f"train.eval_precision={how}"])
+        return load_recipe(assets / "recipe.yaml", [output, precision, f"train.eval_precision={how}"])
 
     def evaluated(how: str) -> dict[str, object]:
         (results,) = evaluate_models(recipe(how), [str(tmp_path / "training" / "model")], QUIET)
@@ -57,9 +51,9 @@ def test_a_run_in_bfloat16_reports_what_float32_finds(
     assert few["rewards/margins"] != pytest.approx(exact["rewards/margins"], abs=1e-9)
 
 
-def test_auto_evaluates_in_float32_where_that_adds_little(directory: Path, tmp_path: Path) -> None:
+def test_auto_evaluates_in_float32_where_that_adds_little(assets: Path, tmp_path: Path) -> None:
     def is_exact(*overrides: str) -> bool:
-        setup = prepare(load_recipe(directory / "recipe.yaml", list(overrides)), QUIET)
+        setup = prepare(load_recipe(assets / "recipe.yaml", list(overrides)), QUIET)
         return evaluates_in_float32(setup)
 
     # 6 pairs, 3 times in fp32 (4 x), against 16 pairs an epoch, 3 passes each: 30 epochs make 5 %.

@@ -16,18 +16,14 @@ from support.full_disk import no_file_beyond
 from support.loading import load_usual
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
-from support.two_ranks import run_on_ranks
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dpo_pack.model.attention import ATTENTION_NAME
-from dpo_pack.model.parallel import Strategy, shard_model
 from dpo_pack.model.saving import save_model
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import Recipe, dump_recipe, parse_recipe
 from dpo_pack.run.export import export_model, model_card
 from dpo_pack.run.samples import Sample
-from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError
 
 # top_p without sampling: transformers only warns of it, and published models have such settings.
@@ -79,23 +75,6 @@ def test_transformers_loads_the_trained_weights_and_the_tokenizer(exported: tupl
     original = tiny_tokenizer(chat_template=True)
     assert tokenizer("the friendly robot").input_ids == original("the friendly robot").input_ids
     assert (tokenizer.eos_token, tokenizer.chat_template) == ("</s>", original.chat_template)
-
-
-@pytest.mark.multiprocess
-def test_what_two_ranks_hold_in_shards_is_exported_whole(
-    exported: tuple[LoadedModel, Path], tmp_path: Path
-) -> None:
-    loaded, directory = exported
-
-    def shard_and_export() -> None:
-        mesh = init_device_mesh("cpu", (ranks.num_ranks(),))
-        shard_model(loaded.scorer, Strategy(name="fsdp2", reason="", mesh=mesh), torch.device("cpu"))
-        export_model(loaded, tiny_tokenizer(), tmp_path / "shards", card=str)
-
-    run_on_ranks(shard_and_export)
-    whole, gathered = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "shards"))
-    assert whole.keys() == gathered.keys()
-    assert all(torch.equal(whole[name], gathered[name]) for name in whole)
 
 
 def test_dropout_is_off_in_training_and_back_in_the_exported_config(

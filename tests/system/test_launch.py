@@ -19,7 +19,6 @@ from support import launched
 from support.forked_ranks import fork_ranks
 from support.marks import slow
 from support.old_releases import without_gloo
-from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
@@ -194,11 +193,6 @@ def test_ranks_that_have_the_same_gpu_are_refused_and_named(monkeypatch: pytest.
 
 RunProbe = Callable[[str], tuple[int, str, str]]
 Start = Callable[[Sequence[str | Path]], "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    return tiny_run(tmp_path)
 
 
 @pytest.fixture
