@@ -57,8 +57,8 @@ class HeadBounds:
 
 # Each chunk reads the head's whole weight, and in the backward pass reads and writes its gradient. If a chunk
 # has few tokens, this takes longer than the products (on an H200, computed: below about 200 tokens). On a CPU
-# chunks of more than 256 tokens are not faster (docs/dev/performance.md), and kept softmax weights save one of four
-# products.
+# chunks of more than 256 tokens are not faster (docs/dev/performance.md), and kept softmax weights save one
+# of four products.
 HEAD_BOUNDS = {
     "cpu": HeadBounds(chunk_tokens=256, chunk_bytes=256 * 2**20, kept_bytes=512 * 2**20),
     "cuda": HeadBounds(chunk_tokens=8192, chunk_bytes=2**30, kept_bytes=0),

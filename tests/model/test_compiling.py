@@ -18,7 +18,6 @@ from benchmarking.run_dpo_pack import train_without_export
 from rich.console import Console
 from support.family_errors import skip_unless_packed
 from support.flash_stand_ins import use_stand_ins
-from support.marks import slow
 from support.reference_pairs import load_scorer
 from support.tiny_models import VOCABULARY, tiny_model
 from support.tiny_run import tiny_run
@@ -116,7 +115,8 @@ def test_compiled_layers_give_what_plain_ones_give_and_are_compiled_once_for_all
     assert all("forward" not in name for name in scorer.state_dict())
 
 
-@pytest.mark.parametrize("checkpoints", [False, *slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", [False, True])
 def test_a_layer_with_torch_s_own_kernel_is_one_graph(
     checkpoints: bool, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from support.loading import load_usual
-from support.marks import slow
 from support.ten_families import TEN
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_run import tiny_run
@@ -249,7 +248,8 @@ def test_what_two_ranks_hold_in_shards_is_read_back(family: str, lora: str, tmp_
     assert json.loads((tmp_path / "run" / "run.json").read_text())["verified"] is True
 
 
-@pytest.mark.parametrize("dtype", [*slow("auto"), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_a_merged_model_is_read_back(
     dtype: str, jobs: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,8 @@ def test_steps_equal_trl_s_in_every_layout(
     assert_run_takes_trls_steps(CONFORMANCE, case, layout, tmp_path, cache, console)
 
 
-@pytest.mark.parametrize("case", ["sigmoid_plus_sft", *slow("aot", "wpo")])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["sigmoid_plus_sft", "aot", "wpo"])
 def test_a_translated_config_of_trl_takes_trl_s_own_steps(
     case: str, tmp_path: Path, cache: Path, console: Console
 ) -> None:

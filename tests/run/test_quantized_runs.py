@@ -38,11 +38,14 @@ CPU, LORA, NF4, INT8 = torch.device("cpu"), "model.lora={r: 4}", "model.quantize
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe with its model and pairs, and run/, a finished run on a base in 4 bits."""
-    directory = tmp_path_factory.mktemp("quantized")
-    tiny_run(directory)
-    train(recipe_in(directory, LORA, NF4, "export.verify=full"), Console(quiet=True))
-    return directory
+    """A recipe with its model and pairs."""
+    return tiny_run(tmp_path_factory.mktemp("quantized")).parent
+
+
+@pytest.fixture(scope="module")
+def finished(assets: Path) -> Path:
+    """A finished run on a base in 4 bits."""
+    return run_in(assets, assets / "run", LORA, NF4, "export.verify=full")
 
 
 def recipe_in(directory: Path, *overrides: str) -> Recipe:
@@ -113,18 +116,17 @@ def test_a_quantised_layer_computes_as_a_linear_layer_with_the_restored_weight(
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, atol=1e-5, rtol=1e-5)
 
 
-def test_only_the_adapter_is_trained_and_it_learns(assets: Path) -> None:
-    lines = timeless(assets / "run")
+@pytest.mark.slow
+def test_only_the_adapter_is_trained_and_it_learns(finished: Path) -> None:
+    lines = timeless(finished)
     assert lines[0]["rewards/margins"] == 0.0 and lines[-1]["rewards/margins"] > 0.1
-    assert {path.name for path in (assets / "run" / "model").glob("*.safetensors")} == {
-        "adapter_model.safetensors"
-    }
-    assert all("lora_" in name for name in load_file(assets / "run" / "model" / "adapter_model.safetensors"))
+    assert {path.name for path in (finished / "model").glob("*.safetensors")} == {"adapter_model.safetensors"}
+    assert all("lora_" in name for name in load_file(finished / "model" / "adapter_model.safetensors"))
 
 
 @pytest.mark.slow
-def test_a_quantised_base_is_a_reference_of_its_own(assets: Path, tmp_path: Path) -> None:
-    num_sequences = num_computed(assets / "run")
+def test_a_quantised_base_is_a_reference_of_its_own(assets: Path, finished: Path, tmp_path: Path) -> None:
+    num_sequences = num_computed(finished)
     assert num_sequences > 0
     once = "train.max_steps=1"
     for name, overrides, computed in (
@@ -135,11 +137,12 @@ def test_a_quantised_base_is_a_reference_of_its_own(assets: Path, tmp_path: Path
         assert num_computed(run_in(assets, tmp_path / name, *overrides, once)) == computed
 
 
+@pytest.mark.slow
 def test_plain_peft_and_merge_take_the_adapter_on_the_base_that_is_not_quantised(
-    assets: Path, tmp_path: Path
+    assets: Path, finished: Path, tmp_path: Path
 ) -> None:
-    adapter = assets / "run" / "model"
-    assert read_json(assets / "run" / "run.json")["verified"] is True  # in another process
+    adapter = finished / "model"
+    assert read_json(finished / "run.json")["verified"] is True  # in another process
     tokens = torch.arange(12)[None]
     with torch.no_grad():
         adapted = PeftModel.from_pretrained(
@@ -152,7 +155,9 @@ def test_plain_peft_and_merge_take_the_adapter_on_the_base_that_is_not_quantised
 
 
 @pytest.mark.slow
-def test_quantised_weights_of_files_are_loaded_and_not_quantised_again(assets: Path, tmp_path: Path) -> None:
+def test_quantised_weights_of_files_are_loaded_and_not_quantised_again(
+    assets: Path, finished: Path, tmp_path: Path
+) -> None:
     settings = quantization_settings("nf4")
     model = AutoModelForCausalLM.from_pretrained(
         assets / "model", quantization_config=settings, device_map={"": "cpu"}, dtype=torch.float32
@@ -163,7 +168,7 @@ def test_quantised_weights_of_files_are_loaded_and_not_quantised_again(assets: P
     model.save_pretrained(tmp_path / "model")
     start = f"model.path={tmp_path / 'model'}"
     lines = timeless(run_in(assets, tmp_path / "run", LORA, start))
-    for ours, theirs in zip(lines, timeless(assets / "run"), strict=True):
+    for ours, theirs in zip(lines, timeless(finished), strict=True):
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-6)
     message = refusal(lambda: run_in(assets, tmp_path / "next", LORA, NF4, start))
     assert "are quantised (bitsandbytes) already; leave model.quantize out" in message
@@ -172,9 +177,11 @@ def test_quantised_weights_of_files_are_loaded_and_not_quantised_again(assets: P
 
 
 @pytest.mark.slow
-def test_two_processes_with_a_copy_each_take_the_steps_of_one(assets: Path, tmp_path: Path) -> None:
+def test_two_processes_with_a_copy_each_take_the_steps_of_one(
+    assets: Path, finished: Path, tmp_path: Path
+) -> None:
     run_on_ranks(run_in, assets, tmp_path / "run", LORA, NF4, "distributed.strategy=ddp")
-    assert_same_metrics(timeless(tmp_path / "run"), timeless(assets / "run"), ("ddp", "nf4", ()))
+    assert_same_metrics(timeless(tmp_path / "run"), timeless(finished), ("ddp", "nf4", ()))
 
 
 def test_what_cannot_be_quantised_is_refused_in_one_line(

@@ -59,6 +59,7 @@ def weights_of(model: str | Path) -> bytes:
     return file.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_becomes_the_model_that_the_run_would_have_left(
     trained: Path, run: Path, console: Console
 ) -> None:
