@@ -25,8 +25,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from support.dpopack import Dpopack, Outcome
 from support.processor import slowness
+from support.rows import write_rows
 from support.tiny_models import tiny_model
-from support.tiny_run import NUM_PAIRS, write_rows
+from support.tiny_run import NUM_PAIRS
 
 import dpo_pack
 import dpo_pack.trainer as training

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import yaml
-from support.tiny_run import write_rows
+from support.rows import load_splits, said, write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.formats import FORMATS, BadRow, check_last_turn, possible_formats
-from dpo_pack.data.sources import Data, load_data
-from dpo_pack.recipe.schema import DataRecipe
+from dpo_pack.data.sources import Data
 from dpo_pack.system.errors import DataError, RecipeError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 TOKENIZER: Any = tiny_tokenizer(chat_template=True)
-
-
-def said(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
 
 
 def shared(who: str, value: str) -> dict[str, str]:
@@ -168,15 +164,11 @@ def documented() -> dict[str, dict[str, Any]]:
     return {source["path"]: source for source in sources}
 
 
-def load(tmp_path: Path, source: dict[str, Any], **data: Any) -> Data:
-    recipe = DataRecipe.model_validate({"train": source, **data})
-    return load_data(recipe, tokenizer=TOKENIZER, seed=0, cache_dir=tmp_path / "cache")
+load = partial(load_splits, tokenizer=TOKENIZER)
 
 
 def loaded(tmp_path: Path, rows: list[dict[str, Any]], source: dict[str, Any], **data: Any) -> Data:
-    path = tmp_path / "rows.jsonl"
-    write_rows(path, rows)
-    return load(tmp_path, {"path": str(path), **source}, **data)
+    return load(tmp_path, {"path": write_rows(tmp_path / "rows.jsonl", rows), **source}, **data)
 
 
 def refusal(tmp_path: Path, rows: list[dict[str, Any]], **source: Any) -> str:
@@ -440,18 +432,14 @@ def test_a_sharegpt_speaker_that_is_not_known_is_a_bad_row() -> None:
 )
 def test_prompts_of_these_formats_are_read_for_online_runs(name: str, tmp_path: Path) -> None:
     row, _, num_messages = ROWS[name]
-    write_rows(tmp_path / "rows.jsonl", [row])
-    recipe = DataRecipe.model_validate({"train": str(tmp_path / "rows.jsonl")})
-    splits = load_data(recipe, tokenizer=TOKENIZER, max_new_tokens=4, seed=0, cache_dir=tmp_path / "cache")
+    splits = loaded(tmp_path, [row], {}, max_new_tokens=4)
     assert len(splits.prompts[0].messages or ()) == num_messages
 
 
 def test_a_data_set_with_two_columns_for_the_better_answer_gives_prompts_without_a_choice(
     tmp_path: Path,
 ) -> None:
-    write_rows(tmp_path / "rows.jsonl", [PKU])
-    recipe = DataRecipe.model_validate({"train": str(tmp_path / "rows.jsonl")})
-    splits = load_data(recipe, tokenizer=TOKENIZER, max_new_tokens=4, seed=0, cache_dir=tmp_path / "cache")
+    splits = loaded(tmp_path, [PKU], {}, max_new_tokens=4)
     assert splits.prompts[0].messages == ({"role": "user", "content": PKU["prompt"]},)
 
 

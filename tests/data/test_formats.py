@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.rows import assistant, user
 
 from dpo_pack.data.formats import (
     FORMATS,
@@ -21,14 +22,6 @@ from dpo_pack.data.formats import (
     possible_formats,
 )
 from dpo_pack.data.ingest import _TRUNCATION_REASONS
-
-
-def user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
 
 
 def parts(pair: Pair) -> tuple[Any, Any, Any]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
-from support.tiny_run import write_rows
+from support.rows import said, write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -31,10 +31,6 @@ TOKENIZER.chat_template = TOKENIZER.chat_template.replace(
     "(message.content or '')",
     "(message.content or '') + (message.tool_calls | tojson if message.tool_calls else '')",
 )
-
-
-def said(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
 
 
 def call(**arguments: Any) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from support.rows import load_splits, write_rows
 from support.tiny_pictures import (
     TOKEN,
     answer,
@@ -26,13 +27,11 @@ from support.tiny_pictures import (
     picture_tokenizer,
     trl_row,
     user,
-    write_lines,
 )
 
 from dpo_pack.data import ranges, sources
 from dpo_pack.data.images import ImageProcessor, decode
-from dpo_pack.data.sources import Data, keys_by_image, load_data
-from dpo_pack.recipe.schema import DataRecipe
+from dpo_pack.data.sources import Data, keys_by_image
 from dpo_pack.system.errors import DataError, DpoPackError
 
 TOKENIZER = picture_tokenizer()
@@ -42,12 +41,11 @@ PROCESSOR = picture_processor()
 def load(
     tmp_path: Path, train: Any, processor: ImageProcessor | None = PROCESSOR, seed: int = 0, **settings: Any
 ) -> Data:
-    data = DataRecipe.model_validate({"train": train, **settings})
-    return load_data(data, tokenizer=TOKENIZER, images=processor, seed=seed, cache_dir=tmp_path / "cache")
+    return load_splits(tmp_path, train, TOKENIZER, images=processor, seed=seed, **settings)
 
 
 def load_rows(tmp_path: Path, *rows: dict[str, Any], **settings: Any) -> Data:
-    return load(tmp_path, str(write_lines(tmp_path / "pairs.jsonl", rows)), **settings)
+    return load(tmp_path, write_rows(tmp_path / "pairs.jsonl", rows), **settings)
 
 
 def save(path: Path, image: Image.Image) -> Path:
@@ -128,7 +126,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_rows_of_known_data_sets_have_the_image_before_the_question(tmp_path: Path, form: str) -> None:
     row, settings = FORMS[form]
     save(tmp_path / "a.png", FIRST)
-    path = str(write_lines(tmp_path / "pairs.jsonl", [row]))
+    path = write_rows(tmp_path / "pairs.jsonl", [row])
     data = load(tmp_path, {"path": path, **settings})
     assert texts(data) == WANTED
     np.testing.assert_array_equal(read(data)[0], np.asarray(FIRST))
@@ -286,7 +284,7 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
 def test_a_bad_image_is_one_line_and_can_be_skipped(tmp_path: Path, fault: str) -> None:
     make, reason, words = BAD[fault]
     save(tmp_path / "a.png", FIRST)
-    path = str(write_lines(tmp_path / "pairs.jsonl", [trl_row(["a.png"]), make(), trl_row(["a.png"])]))
+    path = write_rows(tmp_path / "pairs.jsonl", [trl_row(["a.png"]), make(), trl_row(["a.png"])])
     with pytest.raises(DpoPackError) as error:
         load(tmp_path, path)
     message = str(error.value)
@@ -298,7 +296,7 @@ def test_a_bad_image_is_one_line_and_can_be_skipped(tmp_path: Path, fault: str) 
 
 
 def test_images_without_the_key_are_refused_with_its_name(tmp_path: Path) -> None:
-    path = str(write_lines(tmp_path / "pairs.jsonl", [trl_row(["a.png"])]))
+    path = write_rows(tmp_path / "pairs.jsonl", [trl_row(["a.png"])])
     with pytest.raises(DataError, match=r"only text is read; .*set model\.images: true"):
         load(tmp_path, path, processor=None)
 
@@ -325,7 +323,7 @@ def test_texts_and_token_ids_with_placeholders_are_bad_rows(tmp_path: Path, kind
 def test_first_rows_without_an_image_do_not_settle_that_rows_are_texts(tmp_path: Path) -> None:
     save(tmp_path / "a.png", FIRST)
     row = {"question": "What is it?", **ANSWERS}
-    path = str(write_lines(tmp_path / "pairs.jsonl", [row, row, {**row, "image": "a.png"}, row]))
+    path = write_rows(tmp_path / "pairs.jsonl", [row, row, {**row, "image": "a.png"}, row])
     data = load(tmp_path, {"path": path, "columns": {"prompt": "question"}})
     assert data.report["train"]["sources"][0]["format"] == "pictured" and data.train.num_pairs == 4
     assert data.train.row_numbers.tolist() == [1, 2, 3, 4]
@@ -336,7 +334,7 @@ def test_first_rows_without_an_image_do_not_settle_that_rows_are_texts(tmp_path:
 def test_the_column_that_the_recipe_names_has_the_images(tmp_path: Path) -> None:
     save(tmp_path / "a.png", FIRST)
     row = {"prompt": "What is it?", **ANSWERS, "image": "COCO 17", "pics": ["a.png"]}
-    path = str(write_lines(tmp_path / "pairs.jsonl", [row, {**row, "pics": []}]))
+    path = write_rows(tmp_path / "pairs.jsonl", [row, {**row, "pics": []}])
     data = load(tmp_path, {"path": path, "columns": {"images": "pics"}})
     assert texts(data) == WANTED and read(data, 1) == []
     assert data.report["train"]["sources"][0]["columns_not_read"] == ["image"]
@@ -393,7 +391,7 @@ def test_pairs_that_share_an_image_are_held_out_together(tmp_path: Path) -> None
         trl_row(["0.png"]),
     ]
     others = [trl_row([f"{number}.png"]) for number in range(3, 12)]
-    path = str(write_lines(tmp_path / "pairs.jsonl", [*shared, *others, *others, trl_row([], "no image")]))
+    path = write_rows(tmp_path / "pairs.jsonl", [*shared, *others, *others, trl_row([], "no image")])
     together = 0
     for seed in range(12):
         data = load(tmp_path, path, seed=seed, eval={"fraction": 0.3})
@@ -432,7 +430,7 @@ def test_a_text_pair_has_the_key_that_it_has_without_images(tmp_path: Path) -> N
 
 
 def test_the_names_of_stores_without_images_are_those_of_earlier_releases(tmp_path: Path) -> None:
-    path = str(write_lines(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": " a", "rejected": " b"}]))
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": " a", "rejected": " b"}])
     load(tmp_path, path, processor=None)
     plain = {store.name for store in (tmp_path / "cache" / "tokens").iterdir()}
     load(tmp_path, {"path": path, "image_folder": None}, processor=None, max_pixels=None)
@@ -559,7 +557,7 @@ def test_ranges_of_a_large_source_have_their_own_images(
 
 def test_paths_may_have_a_folder_of_their_own(tmp_path: Path) -> None:
     save(tmp_path / "pictures" / "a.png", FIRST)
-    path = str(write_lines(tmp_path / "pairs.jsonl", [trl_row(["a.png"])]))
+    path = write_rows(tmp_path / "pairs.jsonl", [trl_row(["a.png"])])
     with pytest.raises(DataError, match=r"set data\.train\.0\.image_folder"):
         load(tmp_path, path)
     data = load(tmp_path, {"path": path, "image_folder": str(tmp_path / "pictures")})
@@ -573,7 +571,7 @@ def test_the_folder_of_images_may_be_named_with_dots(
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     save(tmp_path / "a.png", FIRST)
-    write_lines(tmp_path / "pairs.jsonl", [trl_row(["a.png"])])
+    write_rows(tmp_path / "pairs.jsonl", [trl_row(["a.png"])])
     source = {"path": "../pairs.jsonl"}
     if key == "image_folder":
         source = {"path": str(tmp_path / "pairs.jsonl"), key: str(tmp_path / "work" / "..")}

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support.plans import make_plan
 from support.reference_pairs import make_table
+from support.rows import write_rows
 from support.run_files import timeless
-from support.tiny_run import tiny_run, write_rows
+from support.tiny_run import tiny_run
 
 from dpo_pack.data.merging import merge_group, prompt_merging
 from dpo_pack.data.store import PairTable, pair_lengths

@@ -20,6 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from support.rows import assistant, user
+from support.rows import load_splits as load
+from support.rows import write_rows as write
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data import ingest, sources
@@ -39,16 +42,6 @@ TOKENIZER = tiny_tokenizer()
 
 def rows(*numbers: int) -> list[dict[str, Any]]:
     return [{"prompt": f"q{number}", "chosen": f" yes {number}", "rejected": " no"} for number in numbers]
-
-
-def write(path: Path, content: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in content))
-    return str(path)
-
-
-def load(tmp_path: Path, train: Any, tokenizer: Any = TOKENIZER, seed: int = 0, **settings: Any) -> Data:
-    data = DataRecipe.model_validate({"train": train, **settings})
-    return load_data(data, tokenizer=tokenizer, seed=seed, cache_dir=tmp_path / "cache")
 
 
 def refused(tmp_path: Path, train: Any, **settings: Any) -> str:
@@ -187,8 +180,8 @@ def test_a_format_gets_the_options_that_it_names_and_another_value_is_tokenised_
 
 
 def test_another_system_prompt_is_tokenised_anew(tmp_path: Path) -> None:
-    answers = [[{"role": "assistant", "content": content}] for content in "ab"]
-    row = {"prompt": [{"role": "user", "content": "q"}], "chosen": answers[0], "rejected": answers[1]}
+    answers = [[assistant(content)] for content in "ab"]
+    row = {"prompt": [user("q")], "chosen": answers[0], "rejected": answers[1]}
     path, tokenizer = write(tmp_path / "a.jsonl", [row]), tiny_tokenizer(chat_template=True)
     loads = [load(tmp_path, path, tokenizer, system_prompt=text) for text in (None, "Be kind.", "Be brief.")]
     assert len({splits.fingerprint for splits in loads}) == 3
@@ -378,7 +371,7 @@ IMPLICIT = [
         ["天气怎么样"] * 30,
         [None] * 29 + ["What?"],
         [{"post": {"body": "a question"}}] * 30,
-        [[{"role": "user", "content": "a question"}]] * 30,
+        [[user("a question")]] * 30,
         [*["word"] * 29, "two words"],
         [chr(ord("a") + number % 26) * (number + 1) for number in range(30)],  # as many different words
     ],
@@ -540,8 +533,8 @@ def test_the_format_is_detected_past_bad_rows_and_reported(tmp_path: Path) -> No
 
 
 def test_a_first_row_that_cannot_be_read_does_not_decide_the_format(tmp_path: Path) -> None:
-    question = {"role": "user", "content": "q"}
-    dialogues = [[question, {"role": "assistant", "content": answer}] for answer in "ab"]
+    question = user("q")
+    dialogues = [[question, assistant(answer)] for answer in "ab"]
     row = {"chosen": dialogues[0], "rejected": dialogues[1]}
     path = write(tmp_path / "a.jsonl", [{**row, "chosen": None}, row])
     splits = load(tmp_path, path, tiny_tokenizer(chat_template=True), on_bad_row="skip")
@@ -714,10 +707,9 @@ def test_a_seed_holds_out_the_same_prompts_in_every_release() -> None:
 
 
 def test_the_same_prompts_are_held_out_whatever_tokenizer_and_template_a_model_has(tmp_path: Path) -> None:
-    answers = [[{"role": "assistant", "content": content}] for content in "ab"]
+    answers = [[assistant(content)] for content in "ab"]
     content = [
-        {"prompt": [{"role": "user", "content": f"q{number}"}], "chosen": answers[0], "rejected": answers[1]}
-        for number in range(20)
+        {"prompt": [user(f"q{number}")], "chosen": answers[0], "rejected": answers[1]} for number in range(20)
     ]
     path, tokenizer = write(tmp_path / "a.jsonl", content), tiny_tokenizer(chat_template=True)
     first = load(tmp_path, path, tokenizer, eval={"fraction": 0.3})

@@ -8,18 +8,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.tiny_run import write_rows
+from support.rows import assistant, load_splits, said, user, write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from dpo_pack.data.sources import Data, load_data
+from dpo_pack.data.sources import Data
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import Tokenizer
-from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.system.errors import DataError
 
 TOKENIZER: Tokenizer = tiny_tokenizer(chat_template=True)
-USER = [{"role": "user", "content": "how are you"}]
+USER = [user("how are you")]
 
 
 def prompts(
@@ -32,8 +31,8 @@ def prompts(
     path = tmp_path / "prompts.jsonl"
     if rows is not None:
         write_rows(path, rows)
-    recipe = DataRecipe.model_validate({"train": str(path), "max_length": 64, **data})
-    return load_data(recipe, tokenizer=tokenizer, max_new_tokens=16, seed=0, cache_dir=tmp_path / "cache")
+    data = {"train": str(path), "max_length": 64, **data}
+    return load_splits(tmp_path, tokenizer=tokenizer, max_new_tokens=16, **data)
 
 
 def train_prompts(splits: Data) -> tuple[Prompt, ...]:
@@ -56,8 +55,8 @@ def test_weights_that_leave_no_prompt_of_an_epoch_are_refused(tmp_path: Path) ->
         ({"chosen": "\n\nHuman: hi\n\nAssistant: a", "rejected": "\n\nHuman: hi\n\nAssistant: b"},
          "\n\nHuman: hi\n\nAssistant:"),
         ({"prompt": USER}, "<s>user\nhow are you</s>\n<s>assistant\n"),
-        ({"prompt": "how are you", "chosen": [*USER, {"role": "assistant", "content": "a"}],
-          "rejected": [*USER, {"role": "assistant", "content": "b"}]},
+        ({"prompt": "how are you", "chosen": [*USER, assistant("a")],
+          "rejected": [*USER, assistant("b")]},
          "<s>user\nhow are you</s>\n<s>assistant\n"),
         ({"prompt_ids": [5, 6, 7]}, tiny_tokenizer().decode([5, 6, 7])),
         ({"prompt_ids": [5]}, tiny_tokenizer().decode([5])),
@@ -82,7 +81,7 @@ def test_an_eos_that_the_tokenizer_adds_does_not_end_a_prompt(tmp_path: Path) ->
 
 
 def test_a_system_prompt_begins_conversations_that_have_none(tmp_path: Path) -> None:
-    own = [{"role": "system", "content": "own"}, *USER]
+    own = [said("system", "own"), *USER]
     first, second = train_prompts(prompts(tmp_path, [{"prompt": USER}, {"prompt": own}], system_prompt="be"))
     assert first.text.startswith("<s>system\nbe</s>") and second.text.startswith("<s>system\nown</s>")
 

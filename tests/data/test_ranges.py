@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.file_operations import fork
+from support.rows import load_splits
+from support.rows import write_rows as write
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data import ingest, ranges, sources
 from dpo_pack.data.faults import faults_of
-from dpo_pack.data.sources import Data, load_data
+from dpo_pack.data.sources import Data
 from dpo_pack.data.tokenization import tokenize_rows
-from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.system import files
 from dpo_pack.system.errors import CacheError, DataError
 
@@ -43,14 +45,7 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, rows)
 
 
-def write(path: Path, rows: Rows) -> str:
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return str(path)
-
-
-def load(cache: Path, train: Any, **settings: Any) -> Data:
-    data = DataRecipe.model_validate({"train": train, **settings})
-    return load_data(data, tokenizer=TOKENIZER, seed=0, cache_dir=cache)
+load = partial(load_splits, tokenizer=TOKENIZER)
 
 
 def as_one_store(cache: Path, train: Any, **settings: Any) -> Data:

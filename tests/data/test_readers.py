@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.memory_limit import memory_limit
+from support.rows import assistant, user
 
 from dpo_pack.data import readers, store
 from dpo_pack.data.formats import FORMATS, BadRow, Pair
@@ -416,7 +417,7 @@ CONVERSATIONS: list[dict[str, Any]] = [
         ],
         "rejected": [
             {"role": "user", "content": "weather?", "name": "Ann"},
-            {"role": "assistant", "content": "no"},
+            assistant("no"),
         ],
         "tools": [{"name": "weather", "parameters": {"city": {"type": "string", "enum": ["Paris"]}}}],
         "chat_template_kwargs": {"enable_thinking": True, "language": None},
@@ -424,21 +425,21 @@ CONVERSATIONS: list[dict[str, Any]] = [
     {
         "prompt": [{"role": "user", "content": "1+1?", "name": None}],
         "chosen": [
-            {"role": "user", "content": "1+1?"},
+            user("1+1?"),
             {
                 "role": "assistant",
                 "content": None,
                 "tool_calls": [{"function": {"name": "sum", "arguments": {"expr": "1+1", "base": None}}}],
             },
         ],
-        "rejected": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "3"}],
+        "rejected": [user("1+1?"), assistant("3")],
         "tools": [{"name": "sum", "parameters": {"expr": {"type": "string"}}}],
         "chat_template_kwargs": {"language": "en"},
     },
     {
-        "prompt": [{"role": "user", "content": "hi"}],
-        "chosen": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
-        "rejected": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "what"}],
+        "prompt": [user("hi")],
+        "chosen": [user("hi"), assistant("hello")],
+        "rejected": [user("hi"), assistant("what")],
     },
 ]
 

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from support.rows import assistant, said, user
+from support.rows import load_splits as load
+from support.rows import write_rows as write
 from support.tiny_recipe import changed_keys
 from support.tiny_recipe import load as load_recipe
 from support.tiny_tokenizer import CHAT_TEMPLATE, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from dpo_pack.data.sources import Data, load_data
 from dpo_pack.data.store import write_store
 from dpo_pack.recipe.load import parse_recipe
-from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.run.setup import prepare_data
 from dpo_pack.system.errors import DataError
 
 ROW: dict[str, Any] = {"prompt_ids": [5, 6], "chosen_ids": [7, 8, 9, 2], "rejected_ids": [7, 10, 2]}
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def load(tmp_path: Path, train: Any, *, tokenizer: Any = None, **settings: Any) -> Data:
-    data = DataRecipe.model_validate({"train": train, **settings})
-    return load_data(data, tokenizer=tokenizer or tiny_tokenizer(), seed=0, cache_dir=tmp_path / "cache")
 
 
 def refused(tmp_path: Path, row: dict[str, Any], **settings: Any) -> str:
@@ -130,14 +120,14 @@ REWRITES = CHAT_TEMPLATE.replace(
     "(message.content if loop.last or message.role != 'assistant' else '~' + message.content)",
 )
 CALL = [
-    {"role": "assistant", "content": "call"},
-    {"role": "tool", "content": "sunny"},
-    {"role": "assistant", "content": "It is sunny."},
+    assistant("call"),
+    said("tool", "sunny"),
+    assistant("It is sunny."),
 ]
 AGENT: dict[str, Any] = {
-    "prompt": [{"role": "user", "content": "the sky?"}],
+    "prompt": [user("the sky?")],
     "chosen": CALL,
-    "rejected": [{"role": "assistant", "content": "rain"}],
+    "rejected": [assistant("rain")],
 }
 SIMPLE = {**AGENT, "chosen": CALL[:1]}
 
@@ -190,7 +180,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_remedy(tmp_p
 
 
 def test_a_completion_in_which_the_assistant_says_nothing_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    row = {**AGENT, "rejected": [{"role": "user", "content": "and bread?"}]}
+    row = {**AGENT, "rejected": [user("and bread?")]}
     path = write(tmp_path / "chat.jsonl", [row])
     with pytest.raises(
         DataError, match="rejected has nothing that the assistant says.* set data.scored_turns"

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from support.file_operations import in_forks
 from support.memory_limit import memory_limit
 from support.reference_pairs import one_line
+from support.rows import assistant, said, user
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -57,14 +58,14 @@ TEXT_ROWS = [
 ]
 CHAT_ROWS: list[dict[str, Any]] = [
     {
-        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the sky?"}],
-        "chosen": [{"role": "assistant", "content": "blue"}],
-        "rejected": [{"role": "assistant", "content": "green, I think"}],
+        "prompt": [said("system", "Be brief."), user("the sky?")],
+        "chosen": [assistant("blue")],
+        "rejected": [assistant("green, I think")],
     },
     {
-        "prompt": [{"role": "user", "content": "weather?"}],
-        "chosen": [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "sunny"}],
-        "rejected": [{"role": "assistant", "content": "rain"}],
+        "prompt": [user("weather?")],
+        "chosen": [assistant("call"), said("tool", "sunny")],
+        "rejected": [assistant("rain")],
         "tools": [{"type": "function", "function": {"name": "weather"}}],
         "chat_template_kwargs": {"thinking": True},  # ends the prompt with what the whole dialogue lacks
     },
@@ -255,7 +256,7 @@ def test_token_ids_of_the_user_are_kept() -> None:
         ("preference", {"rejected": "a" * 10_000_000}, "text_too_long"),
         ("conversational", {"chosen": [{"role": "tool", "content": "a" * 10_000_000}]}, "text_too_long"),
         ("conversational", {"prompt": [{"role": "oracle", "content": "?"}]}, "template_error"),
-        ("conversational", {"chosen": [{"role": "tool", "content": "\udc00"}]}, "invalid_unicode"),
+        ("conversational", {"chosen": [said("tool", "\udc00")]}, "invalid_unicode"),
         ("conversational", {"chat_template_kwargs": {"tokenize": True}}, None),
         ("conversational", {"chat_template_kwargs": {"continue_final_message": True}}, "template_error"),
         ("tokenized", {"rejected_ids": [-1]}, "token_id_out_of_range"),

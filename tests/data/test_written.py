@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rows import assistant, said, user
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.formats import FORMATS, BadRow
@@ -46,14 +47,6 @@ def _text() -> str:
     return f"Text w{next(_numbers):06d} here."
 
 
-def _user(content: Any, role: str = "user") -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def _says(content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
 def _call(arguments: Any) -> dict[str, Any]:
     return {"type": "function", "id": "abcdefghi", "function": {"name": "weather", "arguments": arguments}}
 
@@ -63,44 +56,44 @@ def _parts(*texts: str) -> list[dict[str, str]]:
 
 
 SHAPES: dict[str, Any] = {
-    "plain": lambda: ([_user(_text())], _says(_text())),
-    "system": lambda: ([_user(_text(), "system"), _user(_text())], _says(_text())),
-    "developer": lambda: ([_user(_text(), "developer"), _user(_text())], _says(_text())),
-    "other role": lambda: ([_user(_text(), "human")], _says(_text())),
-    "turns": lambda: ([_user(_text()), _says(_text()), _user(_text())], _says(_text())),
-    "parts": lambda: ([_user(_parts(_text(), _text()))], _says(_parts(_text()))),
-    "reasoning": lambda: ([_user(_text())], _says(_text(), reasoning_content=_text())),
-    "thinking": lambda: ([_user(_text())], _says(f"<think>\n{_text()}\n</think>\n\n{_text()}")),
-    "call": lambda: ([_user(_text())], _says(None, tool_calls=[_call({"city": _text()})])),
-    "call and text": lambda: ([_user(_text())], _says(_text(), tool_calls=[_call({"city": _text()})])),
+    "plain": lambda: ([user(_text())], assistant(_text())),
+    "system": lambda: ([said("system", _text()), user(_text())], assistant(_text())),
+    "developer": lambda: ([said("developer", _text()), user(_text())], assistant(_text())),
+    "other role": lambda: ([said("human", _text())], assistant(_text())),
+    "turns": lambda: ([user(_text()), assistant(_text()), user(_text())], assistant(_text())),
+    "parts": lambda: ([user(_parts(_text(), _text()))], assistant(_parts(_text()))),
+    "reasoning": lambda: ([user(_text())], assistant(_text(), reasoning_content=_text())),
+    "thinking": lambda: ([user(_text())], assistant(f"<think>\n{_text()}\n</think>\n\n{_text()}")),
+    "call": lambda: ([user(_text())], assistant(None, tool_calls=[_call({"city": _text()})])),
+    "call and text": lambda: ([user(_text())], assistant(_text(), tool_calls=[_call({"city": _text()})])),
     "older call": lambda: (
         [
-            _user(_text()),
-            _says("", function_call={"name": "weather", "arguments": _text()}),
-            _user(_text(), "tool"),
+            user(_text()),
+            assistant("", function_call={"name": "weather", "arguments": _text()}),
+            said("tool", _text()),
         ],
-        _says(_text(), function_call={"name": "weather", "arguments": _text()}),
+        assistant(_text(), function_call={"name": "weather", "arguments": _text()}),
     ),
     "call as JSON": lambda: (
-        [_user(_text())],
-        _says("", tool_calls=[_call(json.dumps({"city": f'"{_text()}"\n'}))]),
+        [user(_text())],
+        assistant("", tool_calls=[_call(json.dumps({"city": f'"{_text()}"\n'}))]),
     ),
     "result": lambda: (
-        [_user(_text()), _says("", tool_calls=[_call({"city": _text()})]), _user(_text(), "tool")],
-        _says(_text()),
+        [user(_text()), assistant("", tool_calls=[_call({"city": _text()})]), said("tool", _text())],
+        assistant(_text()),
     ),
     "parts of a provider": lambda: (
-        [_user([{"type": "input_text", "text": _text()}])],
-        _says([{"type": "output_text", "text": _text(), "annotations": []}]),
+        [user([{"type": "input_text", "text": _text()}])],
+        assistant([{"type": "output_text", "text": _text(), "annotations": []}]),
     ),
-    "strings": lambda: ([_user([_text(), _text()])], _says([_text()])),
+    "strings": lambda: ([user([_text(), _text()])], assistant([_text()])),
     "tool as a part": lambda: (
-        [_user(_text()), _says([{"type": "tool_use", "id": "x", "name": "f", "input": {"city": _text()}}])]
-        + [_user([{"type": "tool_result", "tool_use_id": "x", "content": _text()}])],
-        _says(_text()),
+        [user(_text()), assistant([{"type": "tool_use", "id": "x", "name": "f", "input": {"city": _text()}}])]
+        + [user([{"type": "tool_result", "tool_use_id": "x", "content": _text()}])],
+        assistant(_text()),
     ),
-    "other key": lambda: ([{"role": "user", "value": _text()}], _says(_text())),
-    "no words": lambda: ([_user(_text())], _says("", feeling="good")),
+    "other key": lambda: ([{"role": "user", "value": _text()}], assistant(_text())),
+    "no words": lambda: ([user(_text())], assistant("", feeling="good")),
 }
 
 
@@ -117,7 +110,7 @@ def _judge(template: str, shape: str) -> tuple[str, set[str]]:
     tokenizer.chat_template = template
     prompt, chosen = SHAPES[shape]()
     pair = FORMATS["conversational"].pair(
-        {"prompt": prompt, "chosen": [chosen], "rejected": [_says(_text())]}
+        {"prompt": prompt, "chosen": [chosen], "rejected": [assistant(_text())]}
     )
     row, verdict = suited(pair, tokenizer), "kept"
     try:
@@ -215,7 +208,7 @@ def test_of_tools_names_and_descriptions_are_written_and_other_keys_are_told(
 ) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template + _TURN.replace("BODY", BODIES["content alone"]) + _OPEN
-    row = {"prompt": [_user("why")], "chosen": [_says("a")], "rejected": [_says("b")], "tools": [tool]}
+    row = {"prompt": [user("why")], "chosen": [assistant("a")], "rejected": [assistant("b")], "tools": [tool]}
     suiting = suited(FORMATS["conversational"].pair(row), tokenizer)
     texts = apply_chat_template(suiting.pair, (suiting.pair.chosen, suiting.pair.rejected), tokenizer)
     found = {name for name in check_written(suiting, texts, tokenizer)[0] if "not_written" in name}
@@ -225,10 +218,10 @@ def test_of_tools_names_and_descriptions_are_written_and_other_keys_are_told(
 @pytest.mark.parametrize(
     ("body", "message", "counts"),
     [
-        ("content alone", _user("a\n b "), {}),
-        ("one line", _user("a\n b"), {"texts_changed": 1}),
-        ("upper case", _user("aß"), {"texts_changed": 1}),
-        ("content alone", {**_user("a"), "weight": 0, "tool_call_id": "x"}, {f"{MESSAGE_KEY}weight": 1}),
+        ("content alone", user("a\n b "), {}),
+        ("one line", user("a\n b"), {"texts_changed": 1}),
+        ("upper case", user("aß"), {"texts_changed": 1}),
+        ("content alone", {**user("a"), "weight": 0, "tool_call_id": "x"}, {f"{MESSAGE_KEY}weight": 1}),
     ],
 )
 def test_what_a_template_changes_or_leaves_out_on_purpose_is_counted(
@@ -238,7 +231,7 @@ def test_what_a_template_changes_or_leaves_out_on_purpose_is_counted(
     tokenizer.chat_template = _TURN.replace("BODY", BODIES[body]) + _OPEN
     row = suited(
         FORMATS["conversational"].pair(
-            {"prompt": [message], "chosen": [_says("C")], "rejected": [_says("D")]}
+            {"prompt": [message], "chosen": [assistant("C")], "rejected": [assistant("D")]}
         ),
         tokenizer,
     )

@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 from support import online_judges
 from support.marks import slow
+from support.rows import write_rows
 from support.run_files import assert_same_run, timeless, weights
 from support.tiny_online import online_recipe, rollouts
-from support.tiny_run import NUM_PAIRS, write_rows
+from support.tiny_run import NUM_PAIRS
 from support.whole_runs import kill_after, stop_after
 
 from dpo_pack.online import phases

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.rows import write_rows
 
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports.run_files import lowest_margins, read_runs
@@ -26,7 +27,7 @@ def flip_labels(source: Path, target: Path, *, seed: int) -> set[int]:
     for row in flipped:
         pair = pairs[row - 1]
         pair["chosen"], pair["rejected"] = pair["rejected"], pair["chosen"]
-    target.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    write_rows(target, pairs)
     return flipped
 
 

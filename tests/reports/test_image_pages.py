@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from support.tiny_pictures import encoded, picture, picture_processor, trl_row, user, write_lines
+from support.rows import write_rows
+from support.tiny_pictures import encoded, picture, picture_processor, trl_row, user
 from support.tiny_vision import vision_config
 
 import dpo_pack.run.show as show
@@ -45,7 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trl_row(["b.png"]),
         trl_row([], "x" * 500),
     ]
-    data = {"train": str(write_lines(root / "pairs.jsonl", rows)), "max_length": 250, "max_pixels": 12000}
+    data = {"train": write_rows(root / "pairs.jsonl", rows), "max_length": 250, "max_pixels": 12000}
     model = {"path": str(root / "model"), "images": True}
     recipe = {"output_dir": str(root / "run"), "model": model, "data": data}
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -88,7 +89,7 @@ def test_lines_and_json_make_no_pictures(
 def test_a_processor_that_does_not_load_is_the_only_error_of_show_and_check(tmp_path: Path) -> None:
     PROCESSOR.processor.tokenizer.save_pretrained(tmp_path / "model")
     vision_config("idefics3").save_pretrained(tmp_path / "model")
-    data = {"train": str(write_lines(tmp_path / "pairs.jsonl", [trl_row(["a.png"])]))}
+    data = {"train": write_rows(tmp_path / "pairs.jsonl", [trl_row(["a.png"])])}
     model = {"path": str(tmp_path / "model"), "images": True}
     recipe = {"output_dir": str(tmp_path / "run"), "model": model, "data": data}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from rich.cells import cell_len
 from support.outline import Outline
+from support.rows import assistant, user, write_rows
 from support.tiny_tokenizer import CHAT_TEMPLATE, tiny_tokenizer
 
 import dpo_pack.run.show
@@ -28,9 +29,9 @@ Row = dict[str, Any]
 Shows = Callable[..., ShownRecipe]
 PAIR = {"prompt": "Which answer is better?", "chosen": " The first answer.", "rejected": " The second one."}
 CHAT = {
-    "prompt": [{"role": "user", "content": "Which answer is better?"}],
-    "chosen": [{"role": "assistant", "content": "The first answer."}],
-    "rejected": [{"role": "assistant", "content": "The second one."}],
+    "prompt": [user("Which answer is better?")],
+    "chosen": [assistant("The first answer.")],
+    "rejected": [assistant("The second one.")],
 }
 WITHOUT_GENERATION_PROMPT = (
     "{% for m in messages %}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{% endfor %}"
@@ -123,7 +124,7 @@ CUT_LEFT = ["data.truncation=prompt_left", "data.max_length=64"]
 CUT_RIGHT = ["data.truncation=completion_right", "data.max_length=32"]
 MOVED = {"prompt": "The answer is ", "chosen": "better", "rejected": "helpful"}
 IDS = {"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [9, 2]}
-SPECIAL = {**CHAT, "prompt": [{"role": "user", "content": "What is </s> for?"}]}
+SPECIAL = {**CHAT, "prompt": [user("What is </s> for?")]}
 TOOLS = {**CHAT, "tools": [{"type": "function", "function": {"name": "weather"}}]}
 INSIDE = {**IDS, "chosen_ids": [7, 2, 7, 8, 7, 8, 2], "rejected_ids": [9, 2]}
 TWO_BOS = "<s><s>" + CHAT_TEMPLATE
@@ -132,7 +133,7 @@ LATE = CHAT_TEMPLATE.replace("and thinking", "")
 FAULTS: list[tuple[list[Row], list[str], str, str, str, str]] = [
     ([{**PAIR, **BOTH}] * 3, [], CHAT_TEMPLATE, "prompt_in_completion", "3 of 3 pairs",
      r"data\.train\.0\.columns: {prompt: null}"),
-    ([{**CHAT, "chosen": [{"role": "assistant", "content": "Which answer is better? The first."}]}], [],
+    ([{**CHAT, "chosen": [assistant("Which answer is better? The first.")]}], [],
      CHAT_TEMPLATE, "prompt_in_completion", "1 of 1 pair", r"data\.train\.0\.columns"),
     ([CHAT] * 3, [], WITHOUT_GENERATION_PROMPT, "no_generation_prompt", "3 of 3 pairs",
      r'"<s>assistant\\+n" .*tokenizer\.chat_template'),
@@ -444,7 +445,7 @@ def test_held_out_sources_are_shown_after_the_training_data_with_their_faults(
 ) -> None:
     rows = [{"prompt": f"ask {n}", "chosen": " yes", "rejected": " no"} for n in range(3)]
     repeated = [{"prompt": "the red moon", "chosen": "the red moon yes", "rejected": "the red moon no"}] * 3
-    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in repeated))
+    write_rows(tmp_path / "held.jsonl", repeated)
     shown = shows(rows, f"data.eval={tmp_path / 'held.jsonl'}", template=None)
     text = joined(screen(shown, 120))
     assert "held.jsonl (held out), format preference: 3 of 3 rows tokenised, 3 kept" in text

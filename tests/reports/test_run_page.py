@@ -21,6 +21,7 @@ import yaml
 from support.browser import run_browser
 from support.outline import Outline
 from support.processor import slowness
+from support.rows import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.store import join_pairs, write_store
@@ -58,16 +59,12 @@ def write_run(root: Path, *, num_steps: int = 30, loss: str = "sigmoid", lr: flo
         warnings = {"warnings": [WARNING]} if step == 20 else {}
         lines.append({"split": "train", "step": step, "epoch": step / num_steps, **values, **warnings})
     lines.append(evaluation(num_steps, 0.75))
-    write_lines(root / "metrics.jsonl", lines)
+    write_rows(root / "metrics.jsonl", lines)
     recipe = {"output_dir": str(root), "model": {"path": "m"}, "loss": {"type": loss, "beta": 0.1}}
     (root / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "optim": {"lr": lr}}), encoding="utf-8")
     info = {"status": "interrupted", "versions": {"torch": "9.9"}, "totals": {"steps": num_steps}}
     (root / "run.json").write_text(json.dumps(info), encoding="utf-8")
     return root
-
-
-def write_lines(path: Path, lines: list[Row]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def write_pairs(root: Path, *margins: list[float]) -> None:
@@ -166,7 +163,7 @@ def test_of_many_evaluations_the_first_the_last_and_evenly_many_between_them_are
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = [{**evaluation(step, 0.5), "source": name} for step in range(11) for name in ("a", "b")]
-    write_lines(run / "metrics.jsonl", lines)
+    write_rows(run / "metrics.jsonl", lines)
     monkeypatch.setattr(run_files, "_MOST_POINTS", 8)
     kept = {name: [line["step"] for line in of] for name, of in read_runs([run])[0].evals.items()}
     assert kept == {"a": [0, 3, 6, 9, 10], "b": [0, 3, 6, 9, 10]}
@@ -187,7 +184,7 @@ def test_the_page_of_a_run_ten_times_as_long_is_as_large_and_needs_as_much_memor
     for num_steps in (5_000, 50_000):
         run = write_run(tmp_path / str(num_steps), num_steps=num_steps)
         (run / "console.log").write_text("step 1\n" * num_steps)
-        write_lines(
+        write_rows(
             run / "samples.jsonl",
             [{"step": s, "source": "h", "prompt": "why?", "completion": "so", "model": "policy"}
              for s in range(num_steps)],
@@ -205,7 +202,7 @@ def test_nothing_from_a_run_can_end_the_script_or_become_markup(run: Path) -> No
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(lines[0]) + "\n")
     sample = {"step": 0, "source": evil, "prompt": evil, "completion": evil, "model": "start"}
-    write_lines(run / "samples.jsonl", [sample])
+    write_rows(run / "samples.jsonl", [sample])
     (run / "console.log").write_text(f"  Warning: {evil}\n", encoding="utf-8")
     (run / "recipe.yaml").write_text(yaml.safe_dump({"model": {"path": evil}}), encoding="utf-8")
     page = run_page([run])
@@ -216,7 +213,7 @@ def test_nothing_from_a_run_can_end_the_script_or_become_markup(run: Path) -> No
 
 def test_samples_stand_side_by_side_and_the_last_of_the_policy_counts(run: Path) -> None:
     steps = (("start", 0, "moo"), ("policy", 15, "maybe"), ("policy", 30, "indeed"))
-    write_lines(
+    write_rows(
         run / "samples.jsonl",
         [{"step": s, "source": "h", "prompt": "why?", "completion": c, "model": m} for m, s, c in steps],
     )
@@ -295,7 +292,7 @@ def write_online_run(root: Path) -> Path:
         intervals = {name: [value, value] for name, value in online.items()}
         ask = {"split": "eval", "source": "ask", "step": step, "prompts": 7}
         lines.append({**ask, **online, "intervals": intervals})
-    write_lines(root / "metrics.jsonl", lines)
+    write_rows(root / "metrics.jsonl", lines)
     recipe = {"output_dir": str(root), "model": {"path": "m"}, "online": {"max_new_tokens": 8}}
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     write_pairs(root, [2.0, -3.0])

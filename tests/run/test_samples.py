@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 from support.marks import slow
 from support.reference_pairs import make_table
+from support.rows import write_rows
 from support.tiny_online import online_recipe
-from support.tiny_run import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 from support.whole_runs import assert_same_run, at_step, lines, saved_weights, text, whole_run
 from transformers import AutoModelForCausalLM, AutoTokenizer

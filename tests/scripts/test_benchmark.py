@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -41,6 +40,7 @@ from benchmarking.workloads import (
     make_workload,
     synthetic_token_ids,
 )
+from support.rows import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairLengths
@@ -93,7 +93,7 @@ def test_hh_rows_are_tokenised_and_too_few_are_refused(tmp_path: Path) -> None:
     rows = [{"chosen": f"{dialogue} a colour {n}", "rejected": f"{dialogue} no {n}"} for n in range(3)]
     rows.insert(1, {"chosen": "no dialogue", "rejected": "at all"})
     path = tmp_path / "hh.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     pairs = hh_token_ids(path, 3)
     assert len(pairs) == 3 and len({tuple(prompt) for prompt, _, _ in pairs}) == 1
     assert all(chosen[-1] == EOS_ID and len(chosen) > 1 for _, chosen, _ in pairs)
@@ -545,7 +545,7 @@ def test_a_model_on_disk_is_measured_on_hh_s_texts_as_its_tokenizer_writes_them(
     dialogue = "\n\nHuman: what is red\n\nAssistant:"
     pairs = [{"chosen": f"{dialogue} a colour {n}", "rejected": f"{dialogue} no {n}"} for n in range(4)]
     rows = tmp_path / "hh.jsonl"
-    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_rows(rows, pairs)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(benchmark, "measure_peak", lambda *_: {"best": 1e11})
     monkeypatch.setattr(benchmark, "measure", measure)

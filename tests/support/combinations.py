@@ -19,10 +19,10 @@ import dpo_pack.trainer as train_module
 from dpo_pack.recipe.load import Recipe, load_recipe
 from support.pairwise import Combination, Forbidden, forbids, pairwise
 from support.plain_steps import PlainPair, plain_steps
+from support.rows import write_rows
 from support.run_files import records
 from support.tiny_adapters import saved_adapter
 from support.tiny_models import tiny_model
-from support.tiny_run import write_rows
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
 from support.two_ranks import run_on_ranks
 

@@ -27,6 +27,7 @@ from dpo_pack.reference.cache import ReferenceCache
 from support.conformance import CONFORMANCE
 from support.oracle import completion_logps_one_by_one
 from support.reference_pairs import NAMESPACE, Pair, all_sums, load_scorer, make_table, run_pass
+from support.rows import assistant, said, user
 from support.tiny_models import VOCABULARY, tiny_model
 from support.tiny_tokenizer import CHAT_TEMPLATE
 
@@ -52,23 +53,23 @@ DIALOGUES: list[dict[str, Any]] = [
     {"chosen": CALL_A + " Blue.", "rejected": CALL_A + " I will not say."},
     {"chosen": CALL_A + " Blue." + CALL_B + " Brown", "rejected": CALL_A + " Blue." + CALL_B + " Red"},
 ]
-_QUESTION = [{"role": "user", "content": "the sky?"}]
+_QUESTION = [user("the sky?")]
 CHATS: list[dict[str, Any]] = [
     {
-        "prompt": [{"role": "system", "content": "Be brief."}, *_QUESTION],
-        "chosen": [{"role": "assistant", "content": "blue"}],
-        "rejected": [{"role": "assistant", "content": "green, I think"}],
+        "prompt": [said("system", "Be brief."), *_QUESTION],
+        "chosen": [assistant("blue")],
+        "rejected": [assistant("green, I think")],
     },
     {
         "prompt": _QUESTION,
-        "chosen": [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "sunny"}],
-        "rejected": [{"role": "assistant", "content": "rain"}],
+        "chosen": [assistant("call"), said("tool", "sunny")],
+        "rejected": [assistant("rain")],
         "tools": [{"type": "function", "function": {"name": "weather"}}],
         "chat_template_kwargs": {"thinking": True},
     },
     {
-        "chosen": [*_QUESTION, {"role": "assistant", "content": "blue"}],
-        "rejected": [*_QUESTION, {"role": "assistant", "content": "grey"}],
+        "chosen": [*_QUESTION, assistant("blue")],
+        "rejected": [*_QUESTION, assistant("grey")],
     },
 ]
 IDS: list[dict[str, Any]] = [{"prompt_ids": [5, 6, 7], "chosen_ids": [8, 2], "rejected_ids": [9, 10, 2]}]

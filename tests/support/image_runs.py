@@ -19,6 +19,7 @@ from dpo_pack import trainer
 from dpo_pack.proofs import read_back
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.trainer import train
+from support.rows import write_rows
 from support.run_files import records
 from support.tiny_pictures import answer, picture, user
 from support.tiny_vision import vision_config
@@ -51,7 +52,7 @@ def image_run(directory: Path, family: str, processor: Any) -> Path:
         question = ["What is it?", "What is it?", "Which two?"][number % 3]
         row = {"prompt": user(question), "chosen": answer(f"a cat {number}"), "rejected": answer("a dog")}
         rows.append({**row, "images": images})
-    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(directory / "pairs.jsonl", rows)
     recipe = {
         "output_dir": "${recipe_dir}/run",
         "model": {"path": "${recipe_dir}/model", "images": True},

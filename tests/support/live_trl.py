@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.trainer import train
 from support.family_errors import packs
+from support.rows import write_rows
 from support.run_files import records
 from support.tiny_models import tiny_config, tiny_model
-from support.tiny_run import write_rows
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
 
 NUM_STEPS, PAIRS_PER_STEP = 3, 4

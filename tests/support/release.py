@@ -22,8 +22,8 @@ from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.run.setup import prepare_data, prepare_tokenizer
 from dpo_pack.trainer import train
 from support.reference_pairs import all_sums
+from support.rows import write_rows
 from support.tiny_models import tiny_model
-from support.tiny_run import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 from support.whole_runs import stop_after
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,8 +69,3 @@ def trl_row(images: Any, question: str = "What is in the picture?") -> dict[str,
         "rejected": answer("a dog"),
         "images": images,
     }
-
-
-def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from support.rows import write_rows
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 
@@ -45,10 +45,6 @@ def tiny_run(directory: Path) -> Path:
     }
     (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     return directory / "recipe.yaml"
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _pairs(rng: random.Random, num_pairs: int) -> list[dict[str, Any]]:

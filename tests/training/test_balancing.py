@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from support.rows import write_rows
 from support.run_files import records
 from support.tiny_models import tiny_model
 from support.tiny_recipe import message_of
-from support.tiny_run import write_rows
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
 from support.two_ranks import run_on_ranks
 from transformers import AutoModelForCausalLM
