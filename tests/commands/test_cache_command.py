@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.reference_pairs import NAMESPACE, random_keys
+from support.refusals import refusal
 from support.tiny_run import NUM_PAIRS, tiny_run
 from typer.testing import CliRunner
 
@@ -34,7 +35,6 @@ from dpo_pack.run.pairs import ReferencePass, prepare_reference
 from dpo_pack.run.setup import Setup, prepare
 from dpo_pack.system import files
 from dpo_pack.system.console import make_console
-from dpo_pack.system.errors import DpoPackError
 from dpo_pack.system.files import written_aside
 
 DAY = 86400.0
@@ -47,12 +47,9 @@ def cache(*arguments: str | Path) -> str:
     return result.output
 
 
-def refusal(*arguments: str | Path) -> str:
+def refused(*arguments: str | Path) -> str:
     """The one line a command ends with, exit status 2 as main gives every DpoPackError."""
-    with pytest.raises(DpoPackError) as caught:
-        cache(*arguments)
-    assert str(caught.value).isprintable()
-    return str(caught.value)
+    return refusal(lambda: cache(*arguments))
 
 
 def fill(
@@ -213,14 +210,14 @@ def test_prune_removes_damaged_parts_of_what_stays_or_says_that_it_cannot(
     damaged.write_bytes(b"x")
     with monkeypatch.context() as refusing:
         refusing.setattr(maintenance, "discard", lambda path: None)
-        assert str(damaged) in refusal("prune", "--cache-dir", tmp_path)
+        assert str(damaged) in refused("prune", "--cache-dir", tmp_path)
     cache("prune", "--cache-dir", tmp_path)
     assert not damaged.exists() and part.exists()
 
 
 @pytest.mark.parametrize(("option", "value"), [("--older-than", "soon"), ("--max-size", "-1GB")])
 def test_an_age_or_size_that_is_none_is_refused(option: str, value: str, tmp_path: Path) -> None:
-    assert option in refusal("prune", option, value, "--cache-dir", tmp_path)
+    assert option in refused("prune", option, value, "--cache-dir", tmp_path)
 
 
 # ---- export and import
@@ -282,7 +279,7 @@ def test_sequences_with_per_token_values_and_without_are_exported_together_and_i
 def test_log_probs_of_another_model_are_refused(recipe: Path, tmp_path: Path) -> None:
     fill_by(recipe, "model.autocast=bfloat16")
     cache("export", tmp_path / "x.parquet", "--cache-dir", recipe.parent / "cache")
-    assert "another model or precision" in refusal("import", tmp_path / "x.parquet", recipe)
+    assert "another model or precision" in refused("import", tmp_path / "x.parquet", recipe)
 
 
 def test_own_log_probs_come_by_key(recipe: Path, tmp_path: Path) -> None:
@@ -356,7 +353,7 @@ def test_a_bad_row_is_named_and_nothing_is_imported(kind: str, shared_recipe: Pa
     changes, expected = BAD[kind]
     columns = {name: column for name, column in {**GOOD, **changes}.items() if column is not None}
     pq.write_table(pa.table(columns), tmp_path / "bad.parquet")
-    message = refusal("import", tmp_path / "bad.parquet", shared_recipe)
+    message = refused("import", tmp_path / "bad.parquet", shared_recipe)
     assert expected in message and str(tmp_path / "bad.parquet") in message
     assert not list((shared_recipe.parent / "cache").glob("reference/*/part-*"))
 
@@ -372,12 +369,12 @@ def test_a_changed_byte_in_a_page_with_a_checksum_or_another_file_is_not_importe
     assert content.count(sums[3:5].tobytes()) == 1
     for damaged in (content.replace(sums[3:5].tobytes(), sums[4:6].tobytes()), b"not parquet", None):
         file.unlink() if damaged is None else file.write_bytes(damaged)
-        assert str(file) in refusal("import", file, shared_recipe)
+        assert str(file) in refused("import", file, shared_recipe)
 
 
 def test_a_damaged_part_is_not_left_out_of_an_export_silently(tmp_path: Path) -> None:
     filled = fill(tmp_path, NAMESPACE)
     part = next(filled.directory.glob("part-*"))
     part.write_bytes(part.read_bytes()[:-1])
-    message = refusal("export", tmp_path / "x.parquet", "--cache-dir", tmp_path)
+    message = refused("export", tmp_path / "x.parquet", "--cache-dir", tmp_path)
     assert "is damaged" in message and not (tmp_path / "x.parquet").exists()

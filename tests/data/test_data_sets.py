@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import pytest
 import yaml
+from support.refusals import refusal
 from support.rows import load_splits, said, write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 
@@ -171,11 +172,9 @@ def loaded(tmp_path: Path, rows: list[dict[str, Any]], source: dict[str, Any], *
     return load(tmp_path, {"path": write_rows(tmp_path / "rows.jsonl", rows), **source}, **data)
 
 
-def refusal(tmp_path: Path, rows: list[dict[str, Any]], **source: Any) -> str:
-    with pytest.raises(DataError) as error:
-        loaded(tmp_path, rows, source)
-    assert "\n" not in str(error.value)
-    return str(error.value).removeprefix(f"{tmp_path}/rows.jsonl")
+def refused(tmp_path: Path, rows: list[dict[str, Any]], **source: Any) -> str:
+    told = refusal(lambda: loaded(tmp_path, rows, source), DataError)
+    return told.removeprefix(f"{tmp_path}/rows.jsonl")
 
 
 def test_every_data_set_of_the_docs_has_a_test_row_and_the_other_way_round() -> None:
@@ -253,7 +252,7 @@ def test_two_readings_that_both_fit_are_refused_with_the_lines_that_choose(
     row: dict[str, Any], formats: tuple[str, str], tmp_path: Path
 ) -> None:
     first, second = formats
-    message = refusal(tmp_path, [row])
+    message = refused(tmp_path, [row])
     assert message.endswith(f"; set data.train.0.format: {first} or format: {second}")
     for format in formats:
         report = loaded(tmp_path, [row], {"format": format}).report
@@ -273,7 +272,7 @@ def test_a_row_with_chosen_and_rejected_is_read_by_them_also_beside_rankings(tmp
 
 
 def test_of_two_columns_that_say_which_answer_is_better_the_recipe_picks_one(tmp_path: Path) -> None:
-    message = refusal(tmp_path, [PKU])
+    message = refused(tmp_path, [PKU])
     choices = "{better: better_response_id} or {better: safer_response_id}"
     assert message == (f": 2 columns may say which answer is better; set data.train.0.columns: {choices}")
     for column, chosen in (("better_response_id", "bad"), ("safer_response_id", "good")):
@@ -290,7 +289,7 @@ def test_of_two_columns_that_say_which_answer_is_better_the_recipe_picks_one(tmp
 def test_a_misspelt_column_is_named_before_anything_else(
     misspelt: str, meant: str, settings: dict[str, str], tmp_path: Path
 ) -> None:
-    message = refusal(tmp_path, [PKU], columns={"better": misspelt}, **settings)
+    message = refused(tmp_path, [PKU], columns={"better": misspelt}, **settings)
     names = (
         f"no column '{misspelt}', which data.train.0.columns.better names (did you mean {meant}? there are: "
     )
@@ -344,7 +343,7 @@ def test_a_ranking_without_a_best_and_a_worst_answer_is_a_bad_row(answers: Any, 
 
 def test_a_tie_stops_the_run_with_its_row_or_is_left_out_and_counted(tmp_path: Path) -> None:
     rows = [{**HELPSTEER_3, "overall_preference": number % 3} for number in range(6)]
-    assert refusal(tmp_path, rows) == (
+    assert refused(tmp_path, rows) == (
         " line 1: preference is 0: neither answer is better; tie: 2 of 6 rows; remove such rows, or set "
         "data.on_bad_row: skip"
     )
@@ -382,8 +381,8 @@ def test_a_system_column_is_read_of_conversations_where_the_recipe_names_it(tmp_
 def test_a_system_prompt_of_texts_is_refused_with_the_columns_that_make_messages_of_them(
     tmp_path: Path,
 ) -> None:
-    assert "or {instruction: question} to use the chat template" in refusal(tmp_path, [ORCA])
-    message = refusal(tmp_path, [ORCA], columns={"prompt": "question", "system": "system"})
+    assert "or {instruction: question} to use the chat template" in refused(tmp_path, [ORCA])
+    message = refused(tmp_path, [ORCA], columns={"prompt": "question", "system": "system"})
     assert "columns: {instruction: question, system: system}" in message
     splits = loaded(tmp_path, [ORCA], {"columns": {"instruction": "question", "system": "system"}})
     assert TOKENIZER.decode(splits.train.group(0).context).startswith("<s>system\nbe kind</s>")

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from support.refusals import refusal
 from support.rows import assistant, user
 from support.rows import load_splits as load
 from support.rows import write_rows as write
@@ -35,7 +36,7 @@ from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.recipe.types import Problem
 from dpo_pack.run import setup
 from dpo_pack.run.setup import prepare_data
-from dpo_pack.system.errors import CacheError, DataError, DpoPackError
+from dpo_pack.system.errors import CacheError, DataError
 
 TOKENIZER = tiny_tokenizer()
 
@@ -45,11 +46,7 @@ def rows(*numbers: int) -> list[dict[str, Any]]:
 
 
 def refused(tmp_path: Path, train: Any, **settings: Any) -> str:
-    with pytest.raises(DpoPackError) as error:
-        load(tmp_path, train, **settings)
-    message = str(error.value)
-    assert "\n" not in message
-    return message
+    return refusal(lambda: load(tmp_path, train, **settings))
 
 
 def test_weights_that_leave_no_pair_of_an_epoch_are_refused_when_data_is_read(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.refusals import refusal
 from support.rows import assistant, said, user
 from support.rows import load_splits as load
 from support.rows import write_rows as write
@@ -26,10 +27,7 @@ ROW: dict[str, Any] = {"prompt_ids": [5, 6], "chosen_ids": [7, 8, 9, 2], "reject
 
 def refused(tmp_path: Path, row: dict[str, Any], **settings: Any) -> str:
     path = write(tmp_path / "pairs.jsonl", [ROW, ROW, {**ROW, **row}])
-    with pytest.raises(DataError) as error:
-        load(tmp_path, path, **settings)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return refusal(lambda: load(tmp_path, path, **settings), DataError)
 
 
 def test_weights_of_rows_are_those_of_the_table_also_from_the_cache_and_after_rows_without(

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.file_operations import in_forks
 from support.memory_limit import memory_limit
-from support.reference_pairs import one_line
+from support.refusals import refusal
 from support.rows import assistant, said, user
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
 from tokenizers import AddedToken, normalizers, pre_tokenizers
@@ -44,7 +44,7 @@ from dpo_pack.data.tokenization import (
 )
 from dpo_pack.data.tokenizer import bounded_template
 from dpo_pack.packing.lengths import Group
-from dpo_pack.system.errors import DataError, ModelError, RecipeError
+from dpo_pack.system.errors import CacheError, DataError, ModelError, RecipeError
 
 TOKENIZER = tiny_tokenizer()
 CHAT_TOKENIZER = tiny_tokenizer(chat_template=True)
@@ -591,11 +591,11 @@ def test_a_changed_bit_of_the_tokens_is_found_by_whoever_reads_them_and_the_stor
         for other in set(range(table.num_pairs)) - {pair}:
             assert len(table.group(other).completions) == 2
         sides = [partial(table.group, pair, sides) for sides in ((True, False), (False, True))]
-        message = one_line(lambda sides=sides: [read() for read in sides])  # type: ignore[misc]
+        message = refusal(lambda sides=sides: [read() for read in sides], CacheError)  # type: ignore[misc]
         assert f"store is damaged: its token ids of row {table.row_numbers[pair]} have" in message
         assert open_store(tmp_path / "store") is None
         if position // 4 - table.offsets[pair] < table.prompt_lengths[pair]:
-            one_line(partial(table.group, pair, (False, False)))
+            refusal(partial(table.group, pair, (False, False)), CacheError)
 
 
 def test_a_damaged_store_that_cannot_be_marked_is_for_the_user_to_remove(
@@ -608,8 +608,10 @@ def test_a_damaged_store_that_cannot_be_marked_is_for_the_user_to_remove(
 
     monkeypatch.setattr(Path, "unlink", refuse)
     next(flipped(tmp_path / "store" / "tokens.bin"))
-    assert f"{tmp_path / 'store'} is damaged" in one_line(lambda: table.group(0).context)
-    assert "remove this directory and run the same command again" in one_line(lambda: table.group(0).context)
+    for _ in range(2):
+        told = refusal(lambda: table.group(0).context, CacheError)
+        assert f"{tmp_path / 'store'} is damaged" in told
+        assert "remove this directory and run the same command again" in told
 
 
 def stream(rows: list[dict[str, Any]], limit: int) -> Iterator[NumberedRow]:
@@ -658,7 +660,7 @@ def test_several_processes_give_what_one_gives() -> None:
 
 
 def test_a_process_that_dies_while_it_tokenises_is_one_line() -> None:
-    message = one_line(_die, DataError)
+    message = refusal(_die, DataError)
     assert "a process that tokenised was killed" in message and "data.num_workers: 0" in message
 
 

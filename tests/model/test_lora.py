@@ -14,7 +14,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.family_errors import skip_unless_packed
 from support.loading import load_usual
-from support.tiny_adapters import refusal, saved_adapter
+from support.refusals import refusal
+from support.tiny_adapters import saved_adapter
 from support.tiny_models import VOCABULARY, tiny_config, tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 from torch import Tensor
@@ -32,6 +33,7 @@ from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.proofs.start_up import prove
+from dpo_pack.system.errors import ModelError
 
 # peft reads an attribute that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -167,7 +169,9 @@ def test_a_router_that_returns_a_tuple_gets_no_adapter(family: str, bases: Calla
     assert loaded.adapter is not None and "router (" in loaded.adapter.notes[0]
     assert trained and not any(name.endswith("router") for name in trained)
     loaded.scorer(row_of(proof_groups(VOCABULARY), packed=True))
-    assert "no plain linear layer" in refusal(lambda: load(bases(family), settings("q_proj", "router")))
+    assert "no plain linear layer" in refusal(
+        lambda: load(bases(family), settings("q_proj", "router")), ModelError
+    )
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj",)])
@@ -224,7 +228,7 @@ def test_whole_embeddings_of_a_saved_adapter_are_in_the_trained_one_too(
     loaded.adapter.save(tmp_path / "trained")
     assert torch.equal(load_file(tmp_path / "trained" / file.name)[name], embeddings)
     save_file({**load_file(file), name: torch.randn(VOCABULARY + 4, 32)}, file)
-    message = refusal(lambda: load(bases("llama"), adapter))
+    message = refusal(lambda: load(bases("llama"), adapter), ModelError)
     assert f"{VOCABULARY + 4} tokens" in message and f"{VOCABULARY} rows" in message
 
 
@@ -268,37 +272,39 @@ def test_adapters_of_tied_heads_and_odd_heads_are_refused(
 ) -> None:
     tied = bases("gpt2")
     for target in ("lm_head", "wte"):
-        message = refusal(functools.partial(load, tied, settings("c_attn", target)))
+        message = refusal(functools.partial(load, tied, settings("c_attn", target)), ModelError)
         assert "model.lora" in message and "one tensor" in message
-    assert "without dropout" in refusal(lambda: load(bases("llama"), settings("lm_head", dropout=0.1)))
+    assert "without dropout" in refusal(
+        lambda: load(bases("llama"), settings("lm_head", dropout=0.1)), ModelError
+    )
     with_bias = saved_adapter(
         tmp_path / "dora", bases("llama"), use_dora=True, target_modules=["q_proj", "lm_head"]
     )
-    assert "output head in a way" in refusal(lambda: load(bases("llama"), with_bias))
+    assert "output head in a way" in refusal(lambda: load(bases("llama"), with_bias), ModelError)
 
 
 def test_target_modules_that_match_nothing_are_named(bases: Callable[[str], Path]) -> None:
-    assert "model.lora" in refusal(lambda: load(bases("llama"), settings("no_such")))
-    message = refusal(lambda: load(bases("llama"), settings("q_proj", "w_proj")))
+    assert "model.lora" in refusal(lambda: load(bases("llama"), settings("no_such")), ModelError)
+    message = refusal(lambda: load(bases("llama"), settings("q_proj", "w_proj")), ModelError)
     assert "no linear module named w_proj" in message
 
 
 def test_an_adapter_that_does_not_fit_is_one_line(bases: Callable[[str], Path], tmp_path: Path) -> None:
     adapter = saved_adapter(tmp_path / "adapter", bases("llama"))
-    assert "does not fit" in refusal(lambda: load(bases("gpt2"), adapter))
+    assert "does not fit" in refusal(lambda: load(bases("gpt2"), adapter), ModelError)
     file = adapter / "adapter_model.safetensors"
     weights = load_file(file)
     removed = next(iter(weights))
     save_file({name: tensor for name, tensor in weights.items() if name != removed}, file)
-    assert "its weights lack" in refusal(lambda: load(bases("llama"), adapter))
+    assert "its weights lack" in refusal(lambda: load(bases("llama"), adapter), ModelError)
     save_file({**weights, removed: torch.full_like(weights[removed], torch.nan)}, file)
-    assert "values that are not finite" in refusal(lambda: load(bases("llama"), adapter))
+    assert "values that are not finite" in refusal(lambda: load(bases("llama"), adapter), ModelError)
     save_file({**weights, "base_model.model.model.layers.7.lora_A.weight": torch.ones(1)}, file)
-    assert "has no layer for its weight" in refusal(lambda: load(bases("llama"), adapter))
+    assert "has no layer for its weight" in refusal(lambda: load(bases("llama"), adapter), ModelError)
     file.write_bytes(b"not weights")
-    assert "does not fit" in refusal(lambda: load(bases("llama"), adapter))
+    assert "does not fit" in refusal(lambda: load(bases("llama"), adapter), ModelError)
     file.unlink()
-    assert refusal(lambda: load(bases("llama"), adapter))
+    assert refusal(lambda: load(bases("llama"), adapter), ModelError)
 
 
 def attached(model: PreTrainedModel, base: str = "base") -> Adapter:
@@ -312,7 +318,7 @@ def test_an_adapter_that_is_not_finite_is_not_merged() -> None:
     adapter = attached(model)
     matrix = next(p for name, p in model.named_parameters() if "lora_A" in name)
     matrix.data[0, 0] = float("inf")
-    assert refusal(adapter.merge).startswith("cannot merge the adapter into base: NaNs detected")
+    assert refusal(adapter.merge, ModelError).startswith("cannot merge the adapter into base: NaNs detected")
 
 
 @pytest.mark.parametrize("base", ["base", "somebody/base"])
@@ -339,7 +345,7 @@ def test_an_adapter_whose_base_is_drawn_anew_at_each_load_is_refused(
 ) -> None:
     """With peft alone, log-probs of two loads differ by nats."""
     adapter = saved_adapter(tmp_path, bases("llama"), init_lora_weights="pissa_niter_4")
-    message = refusal(lambda: read_adapter(adapter, "model.path"))
+    message = refusal(lambda: read_adapter(adapter, "model.path"), ModelError)
     assert "init_lora_weights: pissa_niter_4" in message and "write pissa" in message
     file = adapter / "adapter_config.json"
     file.write_text(file.read_text().replace("pissa_niter_4", "pissa"))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.reference_pairs import NAMESPACE, make_table, one_line, random_pairs
+from support.reference_pairs import NAMESPACE, make_table, random_pairs
+from support.refusals import refusal
 
 from dpo_pack.data.store import PairTable
 from dpo_pack.reference.cache import ReferenceCache, TokenLogps, sequence_table
@@ -62,7 +63,7 @@ def test_what_is_frozen_is_joined_and_taken_apart_again(tmp_path: Path) -> None:
 def test_values_frozen_for_other_data_are_refused(frozen_table: tuple[FrozenReference, PairTable]) -> None:
     frozen, _ = frozen_table
     for seed in range(1, 5):  # keys before, between and after the frozen ones
-        message = one_line(lambda: frozen.of(make_table(random_pairs(3, seed=seed))))  # noqa: B023
+        message = refusal(lambda: frozen.of(make_table(random_pairs(3, seed=seed))), CacheError)  # noqa: B023
         assert "other data" in message and "output_dir" in message
 
 
@@ -81,7 +82,7 @@ def test_no_flipped_byte_changes_frozen_values_unnoticed(
 ) -> None:
     frozen, _ = frozen_table
     path = tmp_path / "reference.parquet"
-    one_line(lambda: FrozenReference.load(path))
+    refusal(lambda: FrozenReference.load(path), CacheError)
     frozen.save(path)
     content = path.read_bytes()
     num_noticed = 0
@@ -128,6 +129,6 @@ def test_values_frozen_without_tokens_cannot_serve_a_loss_that_needs_them(tmp_pa
     for keys in (table.chosen_keys, table.rejected_keys):
         cache.append(sequence_table(keys, np.array([-1.0, -2.0]), np.array([1, 1])))
     FrozenReference.take(cache, [table]).save(tmp_path / "reference.parquet")
-    one_line(lambda: FrozenReference.load(tmp_path / "reference.parquet", per_token=True))
-    message = one_line(lambda: FrozenReference.take(cache, [table], per_token=True))
+    refusal(lambda: FrozenReference.load(tmp_path / "reference.parquet", per_token=True), CacheError)
+    message = refusal(lambda: FrozenReference.take(cache, [table], per_token=True), CacheError)
     assert message.startswith("4 reference log-probs")

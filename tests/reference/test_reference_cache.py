@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.reference_pairs import NAMESPACE, one_line, random_keys
+from support.reference_pairs import NAMESPACE, random_keys
+from support.refusals import refusal
 
 from dpo_pack.reference.cache import (
     KeyIndex,
@@ -25,6 +26,7 @@ from dpo_pack.reference.cache import (
     default_cache_directory,
     sequence_table,
 )
+from dpo_pack.system.errors import CacheError
 
 
 def test_a_part_that_no_listing_has_yet_is_read_by_its_name(
@@ -148,7 +150,7 @@ def test_a_part_with_a_log_prob_that_is_not_finite_is_set_aside_and_the_others_s
 def test_a_part_that_cannot_be_read_is_a_one_line_error(tmp_path: Path) -> None:
     cache = ReferenceCache(tmp_path, NAMESPACE)
     (cache.directory / "part-0.parquet").mkdir()  # root may read any file, but nobody a directory
-    message = one_line(lambda: cache.lookup(random_keys(1))[0])
+    message = refusal(lambda: cache.lookup(random_keys(1))[0], CacheError)
     assert "part-0.parquet" in message and "reference.cache_dir" in message
 
 
@@ -211,7 +213,7 @@ def test_a_cache_that_cannot_be_written_says_so_before_anything_is_computed(
         raise OSError(code, os.strerror(code), str(dir))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    message = one_line(cache.check_writable)
+    message = refusal(cache.check_writable, CacheError)
     assert os.strerror(code) in message and str(cache.directory) in message
 
 

@@ -18,10 +18,10 @@ from support.reference_pairs import (
     load_scorer,
     make_table,
     num_cached,
-    one_line,
     random_pairs,
     run_pass,
 )
+from support.refusals import refusal
 from support.tiny_models import tiny_model
 
 from dpo_pack.model.layout import Row
@@ -116,7 +116,7 @@ def test_a_model_whose_log_probs_are_not_finite_is_refused_and_nothing_is_cached
     with torch.no_grad():
         scorer.model.get_parameter("model.embed_tokens.weight")[40] = torch.nan
     cache = ReferenceCache(tmp_path, NAMESPACE)
-    message = one_line(lambda: run_pass(cache, [table], scorer), ModelError)
+    message = refusal(lambda: run_pass(cache, [table], scorer), ModelError)
     assert "row 2 of" in message and "nan" in message and "model.dtype" in message
     assert list(cache.directory.glob("part-*")) == []
 
@@ -173,7 +173,7 @@ def test_a_disk_that_fills_up_stops_the_pass_with_one_line_and_keeps_what_was_wr
     scorer = load_scorer(model_path)
     monkeypatch.setattr(Path, "write_bytes", write_twice)
     settings = replace(SETTINGS, write_every_seconds=0.0)
-    message = one_line(lambda: run_pass(cache, tables, scorer, settings), CacheError)
+    message = refusal(lambda: run_pass(cache, tables, scorer, settings), CacheError)
     assert "No space left on device" in message and str(cache.directory) in message
     monkeypatch.undo()
     names = sorted(path.suffix for path in cache.directory.iterdir())
@@ -233,7 +233,7 @@ def test_ranks_in_lockstep_cannot_split_a_row_and_say_which_budget_would_do(
     scorer = SmallMemory(load_scorer(model_path), most_tokens=1000, fails_at=(3,))
     settings = replace(SETTINGS, token_budget=128, in_lockstep=True)
     tables, done = [make_table(random_pairs(20))], list[int]()
-    message = one_line(lambda: run_pass(cache, tables, scorer, settings, progress=done.append), ModelError)
+    message = refusal(lambda: run_pass(cache, tables, scorer, settings, progress=done.append), ModelError)
     budget = int(message.rpartition("reference.token_budget: ")[2])
     assert message.startswith("reference.token_budget: ") and 0 < budget <= 64
     assert num_cached(find_work(cache, tables)) == sum(done) > 0
@@ -243,7 +243,7 @@ def test_a_pair_too_large_for_memory_is_named(model_path: Path, tmp_path: Path) 
     table = make_table([((5,), (6,), (7,)), (tuple(range(3, 40)), (6, 7), (8,))])
     cache = ReferenceCache(tmp_path, NAMESPACE)
     scorer = SmallMemory(load_scorer(model_path), most_tokens=30)
-    message = one_line(lambda: run_pass(cache, [table], scorer), ModelError)
+    message = refusal(lambda: run_pass(cache, [table], scorer), ModelError)
     assert "row 2 of its data source" in message and "40 tokens" in message and "data.max_length" in message
 
 

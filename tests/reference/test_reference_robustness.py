@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from support.processor import slowness
-from support.reference_pairs import NAMESPACE, all_sums, one_line, random_keys
+from support.reference_pairs import NAMESPACE, all_sums, random_keys
+from support.refusals import refusal
 from support.tiny_run import NUM_PAIRS, tiny_run
 from support.tiny_tokenizer import tiny_tokenizer
 
@@ -29,6 +30,7 @@ from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.run.pairs import prepare_reference
 from dpo_pack.run.setup import prepare
 from dpo_pack.system.console import make_console
+from dpo_pack.system.errors import CacheError
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -62,7 +64,7 @@ def test_no_log_prob_of_changed_tokens_is_kept_and_the_next_run_writes_the_token
         tokens.tofile(directory / "tokens.bin")
         damaged = prepare(recipe, console)
         assert damaged.data.report["rows_tokenized"] == 0
-        assert "is damaged" in one_line(partial(prepare_reference, damaged))
+        assert "is damaged" in refusal(partial(prepare_reference, damaged), CacheError)
         prepared = prepare(recipe, console)
         assert prepared.data.report["rows_tokenized"] == NUM_PAIRS
     again = prepare_reference(prepared)

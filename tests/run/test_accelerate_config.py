@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from rich.console import Console
+from support.refusals import refusal
 from support.run_files import timeless
-from support.tiny_adapters import refusal
 from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks

@@ -13,8 +13,9 @@ import torch
 from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from support.refusals import refusal
 from support.run_files import timeless
-from support.tiny_adapters import refusal, saved_adapter
+from support.tiny_adapters import saved_adapter
 from support.tiny_run import tiny_run
 from support.whole_runs import assert_same_run, stop_after
 from torch import Tensor
@@ -258,7 +259,7 @@ def test_an_adapter_s_config_is_checked_before_anything_is_tokenised(
     file = copy / "run" / "model" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     recipe = recipe_in(copy, starting_from(copy / "run" / "model"), at(copy / "next"))
-    message = refusal(lambda: train(recipe, console))
+    message = refusal(lambda: train(recipe, console), ModelError)
     assert message.startswith("model.path") and words in message
     assert "Data:" not in console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -271,7 +272,9 @@ def test_without_peft_the_extra_is_named_before_anything_loads(
     adapter = assets / "run" / "model"
     message = refusal(lambda: check_environment(recipe_in(assets, LORA)), RecipeError)
     assert "pip install 'peft>=" in message
-    message = refusal(lambda: evaluate_models(recipe_in(assets), [str(adapter)], Console(quiet=True)))
+    message = refusal(
+        lambda: evaluate_models(recipe_in(assets), [str(adapter)], Console(quiet=True)), ModelError
+    )
     assert "pip install 'peft>=" in message
     check_environment(recipe_in(assets))
 
@@ -287,7 +290,7 @@ def test_settings_of_quantised_weights_that_do_not_fit_are_refused(
     file = copy / "model" / "config.json"
     settings = {"quant_method": method, "load_in_4bit": True}
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": settings}))
-    message = refusal(lambda: train(recipe_in(copy, LORA, at(copy / "next")), console))
+    message = refusal(lambda: train(recipe_in(copy, LORA, at(copy / "next")), console), ModelError)
     assert message.startswith("model.path: ") and words in message
 
 

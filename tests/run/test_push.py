@@ -16,6 +16,7 @@ import pytest
 from huggingface_hub import ModelCard
 from rich.console import Console
 from support.marks import slow
+from support.refusals import refusal
 from support.stub_hub import StubHub, stub_hub
 from support.tiny_recipe import load, message_of
 from support.tiny_run import tiny_run
@@ -73,11 +74,8 @@ def push(source: Path, repo: str, *, private: bool) -> tuple[str, list[str]]:
         return upload_model(Path(model), source / "report.html", repo, private=private)
 
 
-def refusal(source: Path, **options: Any) -> str:
-    with pytest.raises(RunError) as caught:
-        push(source, REPO, **{"private": True, **options})
-    assert str(caught.value).isprintable()
-    return str(caught.value)
+def refused(source: Path, **options: Any) -> str:
+    return refusal(lambda: push(source, REPO, **{"private": True, **options}), RunError)
 
 
 KINDS = pytest.mark.parametrize("kind", ["adapter", *slow("full", "merged")])
@@ -124,7 +122,7 @@ def test_a_public_repository_gets_no_private_upload_and_a_private_one_stays_priv
 ) -> None:
     assert "(public)" in push(exported["full"], REPO, private=False)[1][-1]
     before = dict(hub.repos[REPO])
-    message = refusal(exported["adapter"])
+    message = refused(exported["adapter"])
     assert f"{REPO} is public" in message and "--public" in message
     assert hub.repos[REPO] == before
     hub.private[REPO] = True
@@ -152,7 +150,7 @@ def test_a_hub_that_refuses_is_one_line(
     status: int, remedy: str, exported: dict[str, Path], hub: StubHub, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hub.refusal = (status, "No")
-    message = refusal(exported["full"])
+    message = refused(exported["full"])
     assert REPO in message and remedy in message and "hf_stub" not in message
     assert capfd.readouterr() == ("", "")
 
@@ -162,7 +160,7 @@ def test_a_hub_that_vanishes_is_one_line_and_the_push_can_be_repeated(
     most_requests: int, exported: dict[str, Path], hub: StubHub, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hub.most_requests = most_requests
-    assert REPO in refusal(exported["full"])
+    assert REPO in refused(exported["full"])
     assert capfd.readouterr() == ("", "") and not hub.commits
     hub.most_requests = None
     push(exported["full"], REPO, private=True)
@@ -173,7 +171,7 @@ def test_a_hub_that_answers_no_json_is_one_line(
     exported: dict[str, Path], hub: StubHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("support.stub_hub.json.dumps", lambda answer: "<html>")
-    assert REPO in refusal(exported["full"])
+    assert REPO in refused(exported["full"])
 
 
 def test_nothing_is_sent_without_a_token_or_offline_or_to_a_name_that_cannot_be(
@@ -185,17 +183,17 @@ def test_nothing_is_sent_without_a_token_or_offline_or_to_a_name_that_cannot_be(
         assert str(caught.value).isprintable()
     with monkeypatch.context() as without:
         without.setattr("huggingface_hub.get_token", lambda: None)
-        assert "no token" in refusal(exported["full"])
+        assert "no token" in refused(exported["full"])
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE" in refusal(exported["full"])
+    assert "HF_HUB_OFFLINE" in refused(exported["full"])
     assert not hub.requests
 
 
 def test_what_is_no_run_and_a_run_without_a_checkpoint_are_refused(hub: StubHub, tmp_path: Path) -> None:
-    assert "no run and no model" in refusal(tmp_path)
+    assert "no run and no model" in refused(tmp_path)
     write_json_atomically(tmp_path / "run.json", {"status": "interrupted"})
     (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
-    assert "interrupted and has neither a model nor a checkpoint" in refusal(tmp_path) and not hub.requests
+    assert "interrupted and has neither a model nor a checkpoint" in refused(tmp_path) and not hub.requests
 
 
 # --------------------------------------------------------------------------------------------- with training

@@ -14,8 +14,8 @@ from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file
 from support.distributed_runs import assert_same_metrics
+from support.refusals import refusal
 from support.run_files import timeless
-from support.tiny_adapters import refusal
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -170,9 +170,9 @@ def test_quantised_weights_of_files_are_loaded_and_not_quantised_again(
     lines = timeless(run_in(assets, tmp_path / "run", LORA, start))
     for ours, theirs in zip(lines, timeless(finished), strict=True):
         assert ours.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-6)
-    message = refusal(lambda: run_in(assets, tmp_path / "next", LORA, NF4, start))
+    message = refusal(lambda: run_in(assets, tmp_path / "next", LORA, NF4, start), ModelError)
     assert "are quantised (bitsandbytes) already; leave model.quantize out" in message
-    message = refusal(lambda: run_in(assets, tmp_path / "next", start))
+    message = refusal(lambda: run_in(assets, tmp_path / "next", start), ModelError)
     assert "quantised weights cannot be trained; set model.lora" in message
 
 

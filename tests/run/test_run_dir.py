@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.refusals import refusal
 from support.tiny_run import tiny_run
 from support.whole_runs import text, whole_run
 
@@ -27,11 +28,8 @@ def recipe_in(root: Path, **data: str) -> Recipe:
     )
 
 
-def refusal(recipe: Recipe, *, overwrite: bool = False) -> str:
-    with pytest.raises(RunError) as caught:
-        find_run(recipe, overwrite=overwrite)
-    assert str(caught.value).isprintable()
-    return str(caught.value)
+def refused(recipe: Recipe, *, overwrite: bool = False) -> str:
+    return refusal(lambda: find_run(recipe, overwrite=overwrite), RunError)
 
 
 DIRECTORIES = ("checkpoints", "model", "trackers", "rollouts.parquet", "pairs.parquet")
@@ -50,7 +48,7 @@ def test_what_no_run_json_speaks_for_is_nobody_s_to_replace(
     else:
         path.write_text("of another program")
     for overwrite in (False, True):
-        message = refusal(recipe_in(tmp_path), overwrite=overwrite)
+        message = refused(recipe_in(tmp_path), overwrite=overwrite)
         assert f"would replace {path}, and there is no run.json" in message and "move it away" in message
 
 
@@ -60,7 +58,7 @@ def test_a_recipe_beside_its_run_is_not_rewritten(tmp_path: Path) -> None:
     text = "# comments of mine\n" + path.read_text()
     path.write_text(text)
     recipe = load_recipe(path, [f"output_dir={tmp_path}"])
-    assert f"this run would replace {tmp_path / 'model'}" in refusal(recipe)
+    assert f"this run would replace {tmp_path / 'model'}" in refused(recipe)
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "recipe.yaml").write_text(text)
     recipe = load_recipe(path, [f"output_dir={tmp_path}/own"])
@@ -81,7 +79,7 @@ def test_checkpoints_without_their_run_json_can_be_named(tmp_path: Path) -> None
     (path / "checkpoint.json").touch()
     recipe = recipe_in(tmp_path)
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-    assert "would replace" in refusal(recipe) and "would replace" in refusal(recipe, overwrite=True)
+    assert "would replace" in refused(recipe) and "would replace" in refused(recipe, overwrite=True)
     named = recipe.model_copy(
         update={"checkpoint": recipe.checkpoint.model_copy(update={"resume": str(path)})}
     )
@@ -102,7 +100,7 @@ def test_a_run_json_that_says_nothing_is_no_leave_to_delete(content: str | None,
     else:
         (tmp_path / "run.json").write_text(content)
     (tmp_path / "checkpoints").mkdir()
-    assert "run.json cannot be read" in refusal(recipe_in(tmp_path))
+    assert "run.json cannot be read" in refused(recipe_in(tmp_path))
     assert find_run(recipe_in(tmp_path), overwrite=True).checkpoint is None
 
 
@@ -142,7 +140,7 @@ def test_inputs_are_never_replaced_whichever_key_names_them(tmp_path: Path) -> N
         "data.eval.0.path": recipe_in(root, eval=str(rollouts)),
     }.items():
         for overwrite in (False, True):
-            assert f"would replace {rollouts}, which {name} names" in refusal(recipe, overwrite=overwrite)
+            assert f"would replace {rollouts}, which {name} names" in refused(recipe, overwrite=overwrite)
 
     adapter, base = tmp_path / "adapter", root / "model"
     adapter.mkdir()
@@ -150,12 +148,12 @@ def test_inputs_are_never_replaced_whichever_key_names_them(tmp_path: Path) -> N
     for name in ("model.path", "tokenizer.path", "reference.path"):
         named = parse_recipe(recipe_in(root).model_dump(mode="json"), [f"{name}={base}"])
         for overwrite in (False, True):
-            assert f"would replace {base}, which {name} names" in refusal(named, overwrite=overwrite)
+            assert f"would replace {base}, which {name} names" in refused(named, overwrite=overwrite)
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     recipe = parse_recipe(
         {"output_dir": str(root), "model": {"path": str(adapter)}, "data": {"train": "org/pairs"}}
     )
-    assert f"would replace {base}, which the adapter of model.path names" in refusal(recipe, overwrite=True)
+    assert f"would replace {base}, which the adapter of model.path names" in refused(recipe, overwrite=True)
 
 
 @pytest.mark.parametrize("content", ["[1]", "", "[" * 10**3, "output_dir: there\nlearning: rate\n", None])
@@ -163,7 +161,7 @@ def test_a_run_whose_recipe_cannot_be_read_is_refused(content: str | None, tmp_p
     (tmp_path / "run.json").write_text(json.dumps({"status": "interrupted"}))
     if content is not None:
         (tmp_path / "recipe.yaml").write_text(content)
-    assert f"output_dir: the recipe of the run in {tmp_path}" in refusal(recipe_in(tmp_path))
+    assert f"output_dir: the recipe of the run in {tmp_path}" in refused(recipe_in(tmp_path))
 
 
 def test_a_run_killed_while_it_removes_an_earlier_one_can_be_started_again(
@@ -182,7 +180,7 @@ def test_a_run_killed_while_it_removes_an_earlier_one_can_be_started_again(
         begin_run(find_run(recipe, overwrite=True), dump_recipe(recipe), "cpu")
     assert not (tmp_path / "metrics.jsonl").exists()
     assert find_run(recipe, overwrite=True).checkpoint is None
-    assert "another seed" in refusal(recipe)
+    assert "another seed" in refused(recipe)
 
 
 # --------------------------------------------------------------------------------------------- one at a time
@@ -233,7 +231,7 @@ def test_a_finished_run_without_its_whole_model_offers_its_newest_checkpoint(
     elif fault == "a changed byte":
         content[-1] ^= 1
         weights.write_bytes(content)
-    message = refusal(recipe)
+    message = refused(recipe)
     assert "this run is finished, but" in message and "/run/model is not whole (" in message
     newest = recipe.output_dir / "checkpoints" / "step-000004"
     assert f"write it again with checkpoint.resume={newest}, start again with" in message

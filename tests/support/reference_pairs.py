@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 from torch import nn
 
@@ -19,7 +18,6 @@ from dpo_pack.model.shape import model_shape
 from dpo_pack.packing.lengths import Group
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import PassSettings, ReferenceWork, compute_missing, find_work, plan_pass
-from dpo_pack.system.errors import CacheError, DpoPackError
 from support.loading import load_usual
 from support.tiny_models import VOCABULARY
 
@@ -56,14 +54,6 @@ def random_pairs(num_pairs: int, *, seed: int = 0) -> list[Pair]:
 
 def random_keys(count: int, *, seed: int = 0) -> Keys:
     return np.random.default_rng(seed).integers(0, 256, (count, 16), dtype=np.uint8)
-
-
-def one_line(function: Callable[[], object], kind: type[DpoPackError] = CacheError) -> str:
-    with pytest.raises(kind) as caught:
-        function()
-    message = str(caught.value)
-    assert message.isprintable()
-    return message
 
 
 def load_scorer(path: Path, **changes: Any) -> CompletionLogps:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from peft import LoraConfig, PeftModelForCausalLM
 from transformers import AutoModelForCausalLM
-
-from dpo_pack.system.errors import DpoPackError, ModelError
 
 
 def saved_adapter(directory: Path, base: Path, *, seed: int = 1, **settings: Any) -> Path:
@@ -26,10 +22,3 @@ def saved_adapter(directory: Path, base: Path, *, seed: int = 1, **settings: Any
                 parameter.add_(0.05 * torch.randn_like(parameter))
     adapted.save_pretrained(str(directory), save_embedding_layers=False)
     return directory
-
-
-def refusal(function: Callable[[], object], kind: type[DpoPackError] = ModelError) -> str:
-    with pytest.raises(kind) as caught:
-        function()
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
-    return str(caught.value)

@@ -12,7 +12,7 @@ import datasets
 import pytest
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
-from support.reference_pairs import one_line
+from support.refusals import refusal
 
 from dpo_pack.data.sources import locate_source
 from dpo_pack.model.loading import load_config, load_tokenizer
@@ -48,7 +48,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_model_of_an_unreachable_hub_is_one_line_and_no_client_goes_on_asking(
     load: Callable[..., object], unreachable: list[str]
 ) -> None:
-    message = one_line(
+    message = refusal(
         lambda: load("models/tinny", revision=None, trust_remote_code=False, recipe_key="model.path"),
         ModelError,
     )
@@ -60,7 +60,7 @@ def test_data_of_an_unreachable_hub_are_one_line_and_no_client_goes_on_asking(
     tmp_path: Path, unreachable: list[str]
 ) -> None:
     source = SourceRecipe(path="owner/pears")
-    message = one_line(lambda: locate_source(source, "data.train.0", tmp_path / "hashes"), DataError)
+    message = refusal(lambda: locate_source(source, "data.train.0", tmp_path / "hashes"), DataError)
     assert message.startswith("owner/pears: ") and "data.train.0.path" in message
     assert unreachable == ["owner/pears"] * 2
 
@@ -73,7 +73,7 @@ def test_what_is_cached_needs_no_hub(tmp_path: Path) -> None:
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
     hub.check_model("owner/tiny", None, "model.path")
-    one_line(lambda: hub.check_model("owner/tiny", "v2", "model.path"), ModelError)
+    refusal(lambda: hub.check_model("owner/tiny", "v2", "model.path"), ModelError)
     (tmp_path / "datasets" / "owner___pears").mkdir(parents=True)
     hub.check_dataset("owner/pears", "data.train.0.path")
 

@@ -150,11 +150,12 @@ def test_an_adapter_that_is_more_than_low_rank_is_refused(
     settings: dict[str, Any], trained: str, biased: Path, make: Make, console: Console, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
-    from support.tiny_adapters import refusal, saved_adapter
+    from support.refusals import refusal
+    from support.tiny_adapters import saved_adapter
 
     adapter = saved_adapter(tmp_path / "adapter", biased, target_modules=["q_proj"], **settings)
     recipe = make("run", "{every_steps: 1, mixup: 0.5}", f"model.path={adapter}", f"reference.path={biased}")
-    message = refusal(lambda: train(recipe, console))
+    message = refusal(lambda: train(recipe, console), ModelError)
     assert "reference.sync: a reference cannot follow" in message and trained in message
 
 
