@@ -30,9 +30,12 @@ from dpo_pack.system.errors import ModelError, RecipeError, UnsupportedModelErro
 from dpo_pack.system.files import read_json
 from dpo_pack.trainer import train
 
-bitsandbytes = pytest.importorskip("bitsandbytes", reason="model.quantize needs bitsandbytes")
-# peft reads an attribute that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+# bitsandbytes takes two seconds to import: no process does it that runs other tests.
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
+    # peft reads an attribute that transformers has renamed.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+]
 CPU, LORA, NF4, INT8 = torch.device("cpu"), "model.lora={r: 4}", "model.quantize=nf4", "model.quantize=int8"
 
 
@@ -92,14 +95,16 @@ def test_a_quantised_layer_computes_as_a_linear_layer_with_the_restored_weight(
     holder = torch.nn.ModuleList([quantised])
     compute_restored(holder)
     if kind == "nf4":  # restored in the type of the products at once, not by way of fp32
+        from bitsandbytes import functional
+
         made: list[torch.dtype] = []
-        real = bitsandbytes.functional.dequantize_4bit
+        real = functional.dequantize_4bit
 
         def restore(*arguments: Any) -> torch.Tensor:
             made.append(real(*arguments).dtype)
             return real(*arguments)  # type: ignore[no-any-return]
 
-        monkeypatch.setattr(bitsandbytes.functional, "dequantize_4bit", restore)
+        monkeypatch.setattr(functional, "dequantize_4bit", restore)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             holder[0](torch.randn(5, plain.in_features, requires_grad=True)).sum().backward()
         assert made == [torch.bfloat16] * 2
