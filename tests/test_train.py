@@ -17,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.device_reads import no_reads
+from support.rows import write_rows
 from support.run_files import assert_same_run, records, timeless, weights
 from support.tiny_models import tiny_model
 from support.tiny_run import NUM_PAIRS
@@ -181,6 +182,22 @@ def test_a_reference_of_its_own_is_used_and_gone_before_training(
     assert loaded == ["reference", "model"]
     first = timeless(tmp_path / "run")[0]
     assert first["split"] == "eval" and abs(first["rewards/margins"]) > 1e-3
+
+
+def test_pair_weights_scale_each_pair_s_part_of_the_loss(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    rows = [json.loads(line) for line in (assets / "pairs.jsonl").read_text().splitlines()]
+    losses = []
+    for name, factors in (("plain", [1, 1, 1, 1]), ("weighted", [3, 0, 0.5, 1])):
+        source = write_rows(
+            tmp_path / f"{name}.jsonl", [row | {"weight": w} for row, w in zip(rows, factors, strict=False)]
+        )
+        keys = (f"data.train={source}", "data.eval=[]", "train.eval_every_steps=null", "train.max_steps=1")
+        train(whole_run(assets, tmp_path / name, *keys), console)
+        losses.append(timeless(tmp_path / name)[0]["loss"])
+    # At the first step every pair's loss is log 2.
+    assert losses == pytest.approx([np.log(2), np.log(2) * 4.5 / 4], abs=1e-5)
 
 
 def test_the_statistics_of_metrics_are_computed_on_logged_steps_alone_and_change_no_step(
