@@ -294,6 +294,15 @@ def test_settings_of_quantised_weights_that_do_not_fit_are_refused(
     assert message.startswith("model.path: ") and words in message
 
 
+def test_weights_that_are_not_finite_are_named(copy: Path, console: Console) -> None:
+    file, name = copy / "model" / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    weights = load_file(file)
+    weights[name][3, 5] = torch.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    message = refusal(lambda: train(recipe_in(copy, at(copy / "next")), console), ModelError)
+    assert "change of other pairs nan" in message and "or what they compute, are not finite" in message
+
+
 def test_a_new_adapter_on_an_adapter_is_refused(assets: Path) -> None:
     recipe = recipe_in(assets, LORA, starting_from(assets / "run" / "model"))
     assert "dpopack merge" in refusal(lambda: check_environment(recipe), RecipeError)
