@@ -164,7 +164,11 @@ KINDS = [jsonl, packed, array, comma_separated, parquet, saved, folder, token_id
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_ranges_give_what_one_store_gives(tmp_path: Path, make: Callable[[Path], str]) -> None:
     other = write(tmp_path / "other.jsonl", TEXTS[:5])  # too few rows for ranges
-    settings = {"train": [other, make(tmp_path / "set")], "on_bad_row": "skip", "eval": {"fraction": 0.1}}
+    settings: dict[str, Any] = {
+        "train": [other, make(tmp_path / "set")],
+        "on_bad_row": "skip",
+        "eval": {"fraction": 0.1},
+    }
     one = as_one_store(tmp_path / "one", **settings)
     data = load(tmp_path / "cache", **settings)
     assert data.report["rows_tokenized"] == one.report["rows_tokenized"]
@@ -179,7 +183,10 @@ def test_ranges_give_what_one_store_gives(tmp_path: Path, make: Callable[[Path],
 
 @pytest.mark.parametrize("make", [jsonl, parquet], ids=lambda make: make.__name__)
 def test_the_first_pairs_are_those_of_one_store(tmp_path: Path, make: Callable[[Path], str]) -> None:
-    settings = {"train": {"path": make(tmp_path / "set"), "max_pairs": 100}, "on_bad_row": "skip"}
+    settings: dict[str, Any] = {
+        "train": {"path": make(tmp_path / "set"), "max_pairs": 100},
+        "on_bad_row": "skip",
+    }
     data = load(tmp_path / "cache", **settings)
     assert data.train.num_pairs == 100 and len(ranges_of(data)) > 3
     assert_same(data, as_one_store(tmp_path / "one", **settings))
