@@ -148,6 +148,12 @@ def train(
     whether the run fits `devices` GPUs of so many bytes each. An interrupt (in a notebook: the stop button)
     saves the state and then raises KeyboardInterrupt.
     """
+    plans = memory is not None
+    if (full or plans) and not dry_run or (full and plans) or (devices > 1 and not plans):
+        raise RecipeError(
+            "train: full (--full), and memory (--memory) with devices, go with dry_run (--dry-run), "
+            "one of them at a time"
+        )
     if memory is not None:
         return _plan_memory(recipe, overrides, memory, devices, quiet=quiet)
     with _on_every_rank(recipe, overrides, command, trains=True, quiet=quiet, verbose=verbose) as found:

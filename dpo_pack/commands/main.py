@@ -185,10 +185,6 @@ def train(
     First computes the reference log-probs that the cache lacks, then trains with DPO. Uses all visible GPUs
     and writes the model to output_dir/model. Run the same command again to resume an interrupted run.
     """
-    if (full or memory or devices > 1) and not dry_run or (full and memory) or (devices > 1 and not memory):
-        raise RecipeError(
-            "train: --full, and --memory with --devices, go with --dry-run, one of them at a time"
-        )
     api.train(
         _load(recipe, overrides),
         overwrite=overwrite,

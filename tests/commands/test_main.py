@@ -411,7 +411,7 @@ def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
     assert "Proof" not in elsewhere
     for wrong in (["--full"], ["--memory", "1GB"], ["--dry-run", "--devices", "2"]):
         refused = dpopack("train", recipe, *wrong)
-        assert refused.status == 2 and "go with --dry-run" in refused.err
+        assert refused.status == 2 and "--dry-run" in refused.err
     outcome = dpopack("train", recipe, "--dry-run", "--full")
     assert (outcome.status, outcome.err) == (0, "")
     assert "2 steps of 8 pairs" in outcome.out and "Dry run" in outcome.out
