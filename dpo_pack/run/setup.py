@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -395,7 +395,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         found.append(f"output_dir: {run.root}, {state}")
     budget = recipe.packing.token_budget
     longest_row = max(budget, reference_token_budget(recipe.reference.token_budget, budget, device))
-    models: list[ModelFacts] = []
+    models: dict[str, ModelFacts] = {}
     for key, path in (("model.path", recipe.model.path), ("reference.path", recipe.reference.path)):
         with step():
             if path is not None:
@@ -403,8 +403,8 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
                 found += _check_facts(
                     model, device, key, max_length=recipe.data.max_length, longest_row=longest_row
                 )
-                models.append(model)
-    policy = next((model for model in models if model.recipe_key == "model.path"), None)
+                models[key] = model
+    policy = models.get("model.path")
     with step():
         if policy is not None:
             check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
@@ -439,7 +439,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
                 with step():
                     key = f"data.{part}.{number}"
                     rows = load(source, key, tokenizer=tokenizer, max_new_tokens=most, max_rows=CHECKED_ROWS)
-                    _check_source(f"{key}: {source.path}", rows, most, models, tokenizer, found)
+                    _check_source(f"{key}: {source.path}", rows, most, models.values(), tokenizer, found)
     return found, wrong
 
 
@@ -476,7 +476,7 @@ def _check_source(
     label: str,
     loaded: LoadedSource,
     max_new_tokens: int | None,
-    models: Sequence[ModelFacts],
+    models: Iterable[ModelFacts],
     tokenizer: Tokenizer,
     found: list[str],
 ) -> None:

@@ -281,3 +281,5 @@ def test_the_processor_s_chat_template_is_used_and_exports_have_the_one_that_was
         save_model(loaded, setup.tokenizer, tmp_path / kind)
         exported = AutoProcessor.from_pretrained(tmp_path / kind)
         assert exported.apply_chat_template(asked, **options) == expected
+    continued = load_recipe(file, [f"model.path={tmp_path}/adapter"])
+    assert any("data.train.0" in line for line in check_recipe(continued)[0])
