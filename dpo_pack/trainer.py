@@ -26,7 +26,7 @@ of the source of batches, not the weights. An *idle row* has a gradient of zero.
 when it has no row left but another rank still has one, because each pass needs all ranks.
 
 A run that goes on: `find_run` names its newest checkpoint, `load_checkpoint` fills the state from it, and
-`write_first_files` removes what an earlier process wrote after it. Legend: P pairs of a row.
+what an earlier process wrote after it is removed before the first step. Legend: P pairs of a row.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def train(
 
 
 class Trainer:
-    """One rank's part of a run. The constructor gets it ready for its next step, or loads a checkpoint."""
+    """One rank's part of a run. The constructor gets it ready for its next step; a checkpoint says which."""
 
     recipe: Recipe
     setup: Setup  # all that is known before weights are loaded
@@ -221,7 +221,7 @@ class Trainer:
             print_memory_estimate(setup, first_plan)
         gathers_once = shards and stays_gathered(setup, first_plan)
         # Model, proof that its packed rows are exact, and the reference's log-probs.
-        seconds = self.load_online() if self.pairs is None else self.load_offline(self.pairs, dry_run)
+        seconds = self.load_online(dry_run) if self.pairs is None else self.load_offline(self.pairs, dry_run)
         # Optimizer and schedule, then the state of an earlier run.
         self.state = self.new_state()
         self.policy = distribute_policy(
@@ -259,7 +259,8 @@ class Trainer:
             moving = load_moving_reference(setup)
             self.console.print("Reference: follows the policy; a second model runs live, nothing is cached")
         elif resumes:
-            self.frozen, seconds = resume_reference(setup, self.run.resumed_reference)
+            computes, known = dry_run is not True, self.run.resumed_reference
+            self.frozen, seconds = resume_reference(setup, known, computes=computes)
         elif dry_run is not True:
             filled = prepare_reference(setup, loaded)
             self.frozen, seconds = filled.values, filled.seconds
@@ -285,12 +286,14 @@ class Trainer:
                 check_start(loaded.scorer, pairs.builder, first_row, dtype=dtype)
         return seconds
 
-    def load_online(self) -> float:
+    def load_online(self, dry_run: bool | Literal["full"]) -> float:
         """Loads the policy and the source of pairs, which are made from the policy's own completions."""
         setup = self.setup
         check_generator(setup)
         self.loaded = load_policy(setup)
         self.source, self.win_rate = build_online(setup, self.loaded, directory=self.run.rollouts)
+        if self.win_rate is not None and dry_run is not True:
+            self.win_rate.open()
         if self.objective.needs_reference:
             self.reference = live_reference(setup, self.loaded)
             self.console.print("Reference: live, on the rows of each step")
@@ -498,7 +501,7 @@ class Trainer:
             self.source.prepare_next()  # makes the next batch while the device computes
             self.clock.lap("data")
             is_last = state.step == self.source.num_steps
-            # The evaluation resets `owes_evaluation`. A run that is stopped before evaluates when it resumes.
+            # The evaluation resets `owes_evaluation`. A run that stops before it evaluates when it resumes.
             state.owes_evaluation = is_last or is_multiple(state.step, every_steps)
             if is_logged or state.owes_evaluation or self.saver.is_due:  # these wait for the device
                 log.report_nonfinite()  # raises RunError if the recipe stops at such a step

@@ -27,7 +27,6 @@ class WinRate:
     def __init__(
         self, sets: Mapping[str, Sequence[Prompt]], generator: Generator, judge: Judge, *, seed: int
     ) -> None:
-        """Lets the starting policy answer all prompts, so call this before the first step."""
         self.generator = generator
         self.judge = judge
         self.seed = seed  # for the intervals
@@ -36,6 +35,10 @@ class WinRate:
             name: [Draw(number=next(numbers), prompt_index=n, prompt=p) for n, p in enumerate(prompts)]
             for name, prompts in sets.items()
         }
+        self.first: dict[str, list[Completion | None]] = {}  # the starting policy's answers, by set
+
+    def open(self) -> None:
+        """Lets the starting policy answer all prompts; to be called before the first step."""
         self.first = {name: ranks.share_out(draws, self._answers) for name, draws in self.draws.items()}
 
     def evaluate(self) -> Iterator[tuple[str, dict[str, Any]]]:

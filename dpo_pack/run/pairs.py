@@ -160,16 +160,17 @@ class ReferencePass:
     seconds: float
 
 
-def resume_reference(setup: Setup, frozen: Path) -> tuple[FrozenReference, float]:
+def resume_reference(setup: Setup, frozen: Path, *, computes: bool) -> tuple[FrozenReference, float]:
     """Returns the reference log-probs of a resumed run, and the seconds of the reference pass.
 
     `frozen` is the file of reference log-probs that the run wrote when it began. Only held-out pairs that the
-    file lacks need a reference pass. Raises CacheError if the file is missing or damaged.
+    file lacks need a reference pass, unless the run `computes` nothing. Raises CacheError if the file is
+    missing or damaged.
     """
     per_token = setup.recipe.loss.ld_alpha is not None
     reference = ranks.of_node(lambda: FrozenReference.load(frozen, per_token=per_token))
     lacking = [pairs for pairs in setup.data.eval.values() if not reference.covers(pairs)]
-    if not any(ranks.every_rank_says(bool(lacking))):
+    if not computes or not any(ranks.every_rank_says(bool(lacking))):
         return reference, 0.0
     filled = prepare_reference(setup, tables=lacking)
     return reference.joined(filled.values), filled.seconds

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from support.refusals import refusal
 from support.tiny_run import tiny_run
-from support.whole_runs import text, whole_run
+from support.whole_runs import stop_after, text, whole_run
 
 from dpo_pack.recipe.load import RECIPE_FILE, Recipe, dump_recipe, load_recipe, parse_recipe
 from dpo_pack.run import run_dir
@@ -195,6 +195,15 @@ def test_a_second_run_is_refused_and_a_dry_one_is_not(assets: Path, tmp_path: Pa
         assert [path.name for path in recipe.output_dir.iterdir()] == ["run.lock"]
     assert "everything is in order up to the reference pass" in text(console)
     assert not recipe.output_dir.exists()
+
+
+def test_a_dry_run_of_a_stopped_run_computes_no_reference(
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(2, whole_run(assets, tmp_path / "run"))
+    monkeypatch.setattr("dpo_pack.run.pairs.prepare_reference", lambda *_, **__: pytest.fail("the pass"))
+    train(whole_run(assets, tmp_path / "run", f"data.eval={assets}/heldout.jsonl"), console, dry_run=True)
+    assert "up to the reference pass" in text(console)
 
 
 # -------------------------------------------------------------------------------------------------- finished
