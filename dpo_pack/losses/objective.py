@@ -26,8 +26,8 @@ class PairLogps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """The options that loss functions read, named as in `LossRecipe.options`. Without defaults, so that an
-    option that only one of the two classes has raises a TypeError."""
+    """The options that loss functions read, named as in `LossRecipe.options`. They have no defaults, so
+    that an option that only one of the two classes has raises a TypeError."""
 
     beta: float
     label_smoothing: float

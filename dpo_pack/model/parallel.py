@@ -1,7 +1,7 @@
 """Several ranks (processes) train one model: each has a whole copy (DDP) or a shard (torch's FSDP2).
 
-Both average gradients over ranks where a step needs sums, so `accumulate_gradients` multiplies by their
-number. docs/distributed.md compares them and their costs.
+Both average gradients over ranks where a step needs sums, so `StepLoss` divides by a rank's share of the
+pairs. docs/distributed.md compares them and their costs.
 """
 
 from __future__ import annotations

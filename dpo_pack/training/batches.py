@@ -35,9 +35,9 @@ class PairRow:
     token_index: Tensor | None  # [N] int64, scored tokens of those sequences; None: 0, 1, 2, ...
     token_weights: Tensor | None  # [N] float64, pair by pair: the factor of each token; None: all are 1
     reference: Tensor  # [P, (chosen, rejected)] float64, summed log-probs, nats
-    reference_tokens: Tensor | None  # [N] per-token log-probs, pair by pair, for LD-DPO
+    reference_tokens: Tensor | None  # [N] per-token log-probs, pair by pair, where losses weigh tokens
     pair_weights: Tensor  # [P] float64, the weights in the data
-    pair_indices: npt.NDArray[np.int64]  # [P] positions in the source's table
+    pair_indices: npt.NDArray[np.int64]  # [P] positions in the source's pairs or, online, prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class GlobalBatch:
     """The pairs of one optimizer step: those of this rank, in rows, and counts over all ranks."""
 
     epoch: float  # epochs finished after this step
-    num_pairs: int  # over all ranks, like the following count
+    num_pairs: int  # over all ranks, as the two following values are
     num_tokens: int  # without padding; a shared prompt counts once
     mean_chosen_tokens: float  # of a pair of any rank; where tokens have weights, the sum of the weights
     rows: Sequence[PairRow]  # the rows of this rank
@@ -313,7 +313,7 @@ class OfflineSource:
 
     @property
     def steps_fingerprint(self) -> str:
-        """A hash of the pairs of each step, whatever rows they are in."""
+        """A hash of the pairs of each step of the first epoch, whatever rows they are in."""
         plan = self.first_plan
         digest = hashlib.blake2b(plan.step_begins.astype("<i8").tobytes(), digest_size=16)
         steps = np.repeat(np.arange(len(plan)), np.diff(plan.step_begins))

@@ -203,8 +203,8 @@ class Watched:
 def test_each_loss_and_each_option_is_in_all_tables() -> None:
     """A forgotten line is named: the function's table, LOSS_DECLARATIONS, LossRecipe or LossOptions."""
     options = {option for declared in LOSS_DECLARATIONS.values() for option in declared.options}
-    assert LOSSES.keys() == LOSS_DECLARATIONS.keys(), "losses/*.py and recipe/loss.py"
-    assert options <= LossRecipe().options.keys(), "add it to LossRecipe in recipe/loss.py"
+    assert LOSSES.keys() == LOSS_DECLARATIONS.keys(), "losses/*.py and recipe/training.py"
+    assert options <= LossRecipe().options.keys(), "add it to LossRecipe in recipe/training.py"
     assert options <= {field.name for field in fields(LossOptions)}, "add it to losses/objective.py"
 
 
