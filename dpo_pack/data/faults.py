@@ -308,7 +308,7 @@ def _explain_tokens(name: str, evidence: Any, pair: TokenizedPair, origin: Origi
 
 
 def _explain_length(name: str, pair: TokenizedPair, origin: Origin) -> tuple[str, str]:
-    whole, fitted, limits = pair.whole, pair.fitted, origin.settings.limits
+    whole, fitted, limits = pair.whole, pair.fitted, origin.settings
     if name == "too_many_positions":
         positions, length = origin.num_positions, longest_length(fitted)
         note = f"prompt and completion have {length:,} tokens, and the model is exact for {positions:,}"

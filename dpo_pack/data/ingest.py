@@ -22,15 +22,14 @@ from dpo_pack.data.formats import (
 )
 from dpo_pack.data.images import ImageProcessor, ImageReader
 from dpo_pack.data.readers import FIRST_ROWS, TAKEN_ONCE, ColumnNames, NumberedRow, OpenRows, missing_column
-from dpo_pack.data.store import TokenStore
 from dpo_pack.data.tokenization import (
     DroppedRow,
-    LengthLimits,
     Submit,
     TokenizationSettings,
     TokenizedBatch,
     check_tokenizer,
     tokenize_rows,
+    tokenizing,
 )
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT, IMAGE_FIELDS
@@ -79,15 +78,15 @@ class Ingestion:
     template: Path | None = None  # the file of the chat template; None: the tokenizer's own
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     max_rows: int | None = None  # None: all rows are read
+    progress: Progress | None = None
+    # What `start` finds.
     format: str = ""
-    row_word: str = "row"
-    mapping: dict[str, str | None] = field(default_factory=dict)  # of the source, see OpenRows
-    columns: dict[str, None] = field(default_factory=dict)  # of the source, see OpenRows
-    first_rows: Callable[[], Sequence[Mapping[str, Any]]] = tuple  # of the source, see OpenRows
-    rows_in_all: int | None = None  # None if it is not known before the end
     infers_prompts: bool = False  # the prompts are what chosen and rejected begin with
     # A row must have the column prompt, unless all its columns with texts are among these; None: unchecked.
     known_columns: Sequence[str] | None = None
+    opened: OpenRows = field(init=False)
+    settings: TokenizationSettings = field(init=False)
+    submit: Submit = field(init=False)  # see `tokenizing`
     # The counts, which a copy by `replace` does not have.
     num_rows: int = field(init=False, default=0)
     num_cached: int = field(init=False, default=0)  # rows whose tokens were in the cache
@@ -99,27 +98,22 @@ class Ingestion:
     first_dropped: dict[str, DroppedRow] = field(init=False, default_factory=dict)  # of each reason
 
     @contextmanager
-    def start(self) -> Iterator[tuple[Iterator[NumberedRow], TokenizationSettings]]:
-        """Opens the source, finds the format; gives all rows and how to tokenise them. Raises DataError, and
-        what `check_tokenizer` raises."""
-        opened = self.located.open()
-        self.row_word, self.rows_in_all = opened.row_word, opened.num_rows
-        self.mapping, self.columns = opened.mapping, opened.columns
-        self.first_rows = opened.first_rows
-        with closing(opened.rows):
-            self.format, rows = self._known_format(opened.rows)
+    def start(self) -> Iterator[Iterator[NumberedRow]]:
+        """Opens the source, finds the format and how to tokenise the rows; gives all rows. Raises DataError,
+        and what `check_tokenizer` raises."""
+        self.opened = self.located.open()
+        with closing(self.opened.rows):
+            self.format, rows = self._known_format(self.opened.rows)
             if self.source.columns:
                 self._check_columns_are_read()
             if FORMATS[self.format].infers_prompts:
-                self._find_prompts(opened)
-            settings = TokenizationSettings(
+                self._find_prompts()
+            self.settings = TokenizationSettings(
                 format=self.format,
+                max_length=self.data.max_length,
+                max_prompt_length=self.data.max_prompt_length,
+                truncation=self.data.truncation,
                 system_prompt=self.data.system_prompt,
-                limits=LengthLimits(
-                    max_length=self.data.max_length,
-                    max_prompt_length=self.data.max_prompt_length,
-                    truncation=self.data.truncation,
-                ),
                 scored_turns=self.data.scored_turns,
                 completion_tokens=self.completion_tokens,
                 format_options=FORMATS[self.format].options_of(self.source),
@@ -127,8 +121,9 @@ class Ingestion:
                 continues_turns=self.data.continue_final_message,
                 images=None if self.images is None else self._image_reader(self.images),
             )
-            check_tokenizer(self.tokenizer, settings, self.located.label)
-            yield self.checked(rows), settings
+            check_tokenizer(self.tokenizer, self.settings, self.located.label)
+            with tokenizing(self.settings, self.tokenizer, self._num_workers) as self.submit:
+                yield self.checked(rows)
 
     @property
     def num_missing(self) -> int | None:
@@ -136,7 +131,7 @@ class Ingestion:
         return None if self.source.max_pairs is None else self.source.max_pairs - self.num_kept
 
     @property
-    def num_workers(self) -> int:
+    def _num_workers(self) -> int:
         return 0 if self.max_rows is not None or self.data.num_workers == "auto" else self.data.num_workers
 
     def _image_reader(self, processor: ImageProcessor) -> ImageReader:
@@ -149,32 +144,17 @@ class Ingestion:
             max_pixels=self.data.max_pixels,
         )
 
-    def batches(
-        self, rows: Iterator[NumberedRow], settings: TokenizationSettings, progress: Progress | None = None
-    ) -> Iterator[TokenizedBatch]:
+    def batches(self, rows: Iterator[NumberedRow]) -> Iterator[TokenizedBatch]:
         """Yields the rows of `start` as tokens. Raises DataError if bad rows stop the run or none is kept."""
-        yield from self.counted(islice(rows, self.max_rows), settings, progress)
+        yield from self.counted(islice(rows, self.max_rows))
         self.check_end()
 
     def counted(
-        self,
-        rows: Iterator[NumberedRow],
-        settings: TokenizationSettings,
-        progress: Progress | None,
-        *,
-        submit: Submit | None = None,
-        part: "Ingestion | None" = None,
+        self, rows: Iterator[NumberedRow], part: "Ingestion | None" = None
     ) -> Iterator[TokenizedBatch]:
         """Yields rows as tokens; counts them here and in `part`. Takes no more than the missing pairs."""
-        batches = tokenize_rows(
-            rows,
-            settings,
-            self.tokenizer,
-            num_workers=self.num_workers,
-            max_pairs=self.num_missing,
-            submit=submit,
-        )
-        origin = Origin.of(self.located.key, settings, self.tokenizer)
+        origin = Origin.of(self.located.key, self.settings, self.tokenizer)
+        batches = tokenize_rows(rows, self.submit, num_workers=self._num_workers, max_pairs=self.num_missing)
         with closing(batches):
             for batch in batches:
                 found = faults_of(batch.kept, origin)
@@ -185,8 +165,8 @@ class Ingestion:
                         counter.faults.setdefault(name, first)["pairs"] += len(pairs)
                 if self.num_kept == 0 and self.num_rows >= _DETECTION_ROWS:
                     self._check_rows("the first ")  # the rest of a large file would take long
-                if progress is not None:
-                    progress(f"Tokenizing {self.located.label}", self.num_rows, self.rows_in_all)
+                if self.progress is not None:
+                    self.progress(f"Tokenizing {self.located.label}", self.num_rows, self.opened.num_rows)
                 yield batch
 
     def check_end(self) -> None:
@@ -207,19 +187,13 @@ class Ingestion:
         reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped_counts.most_common())
         return DataError(
             f"{self.located.label}: no {kept} left of {which}{self.num_rows} rows ({reasons}); "
-            f"the first: {self.row_word} {number}: {bad.detail}; {remedy}"
+            f"the first: {self.opened.row_word} {number}: {bad.detail}; {remedy}"
         )
-
-    def reads_more_than(self, store: TokenStore) -> bool:
-        """Says if an earlier release wrote the store and did not read a column that is read now."""
-        added = {"chosen_weights", "rejected_weights"} - self.source.columns.keys()
-        not_read = store.summary.get("columns_not_read", ())
-        return store.summary.get("format") == "tokenized" and not added.isdisjoint(not_read)
 
     def summary(self) -> dict[str, Any]:
         """Returns the counts of rows and pairs, for the store's manifest and for data_report.json."""
         dropped = {
-            reason: {"rows": count, f"{self.row_word}_numbers": self.dropped_rows[reason]}
+            reason: {"rows": count, f"{self.opened.row_word}_numbers": self.dropped_rows[reason]}
             for reason, count in sorted(self.dropped_counts.items())
         }
         read = {*self._columns.values()}
@@ -232,7 +206,7 @@ class Ingestion:
             "rows_read": self.num_rows,
             "pairs_kept" if self.completion_tokens is None else "prompts_kept": self.num_kept,
             "dropped": dropped,
-            "columns_not_read": [column for column in self.columns if column not in read],
+            "columns_not_read": [column for column in self.opened.columns if column not in read],
             **self.counts,
             **in_tokens,
             **({"files_not_read": [*files]} if (files := self.located.files_not_read) else {}),
@@ -268,7 +242,7 @@ class Ingestion:
                 names = [first, *different]
                 columns = " or ".join(f"{FORMATS[name].prompt_column} ({name})" for name in names)
                 raise DataError(
-                    f"{self.located.label} {self.row_word} {number}: the prompt may be the column {columns}; "
+                    f"{self._place(number)}: the prompt may be the column {columns}; "
                     f"set {self.located.key}." + " or ".join(f"format: {name}" for name in names)
                 )
             return first, chain(seen, rows)
@@ -280,9 +254,10 @@ class Ingestion:
         unread = [ours for ours in named if ours not in FIELDS_OF_FORMAT[self.format]]
         if not unread:
             return
-        for ours, theirs in named.items() if self.columns else ():
-            if theirs not in self.columns:
-                missing = missing_column(f"{self.located.key}.columns.{ours}", theirs, tuple(self.columns))
+        present = self.opened.columns
+        for ours, theirs in named.items() if present else ():
+            if theirs not in present:
+                missing = missing_column(f"{self.located.key}.columns.{ours}", theirs, tuple(present))
                 raise DataError(f"{self.located.label}: {missing}; correct the name")
         ours = unread[0]
         remedy = f"remove {ours}, or set {self.located.key}.format"
@@ -300,27 +275,29 @@ class Ingestion:
     @property
     def _columns(self) -> dict[str, str | None]:
         """The fields that the format reads, and the source's names of their columns."""
-        skipped = TAKEN_ONCE.intersection(self.mapping.values()).difference(self.mapping)
+        mapping = self.opened.mapping
+        skipped = TAKEN_ONCE.intersection(mapping.values()).difference(mapping)
         if self.format == "conversational" and not self.source.names_system:
             skipped.add("system")
         if named := {field for field in IMAGE_FIELDS if self.source.columns.get(field) is not None}:
             skipped.update({*IMAGE_FIELDS} - named)
         fields = (field for field in FIELDS_OF_FORMAT[self.format] if field not in skipped)
-        return {field: self.mapping.get(field, field) for field in fields}
+        return {field: mapping.get(field, field) for field in fields}
 
     @property
     def columns_read(self) -> dict[str, str]:
         """The fields that the rows read so far have, and the source's names of their columns."""
         columns = self._columns.items()
-        return {field: column for field, column in columns if column is not None and column in self.columns}
+        present = self.opened.columns
+        return {field: column for field, column in columns if column is not None and column in present}
 
-    def _find_prompts(self, opened: OpenRows) -> None:
+    def _find_prompts(self) -> None:
         """Finds out which rows of texts have a certain prompt, see `known_columns`."""
         format, prompt = FORMATS[self.format], self.source.columns.get("prompt", "prompt")
         if prompt is None:
             return
-        first_rows = [] if prompt in opened.columns else opened.first_rows()
-        columns = {**opened.columns, **dict.fromkeys(chain.from_iterable(first_rows))}
+        first_rows = [] if prompt in self.opened.columns else self.opened.first_rows()
+        columns = {**self.opened.columns, **dict.fromkeys(chain.from_iterable(first_rows))}
         if prompt in columns:
             self.known_columns = ()
             return
@@ -362,6 +339,9 @@ class Ingestion:
         self.num_rows += batch.num_rows
         self.num_kept += len(batch.pairs.records)
 
+    def _place(self, number: int) -> str:
+        return f"{self.located.label} {self.opened.row_word} {number}"
+
     def stops_run(self, reason: str) -> bool:
         """Returns True if rows with this reason end a run."""
         if reason in _TRUNCATION_REASONS:
@@ -380,10 +360,7 @@ class Ingestion:
         number, bad = self.first_dropped[stopping[0]]
         kinds = [f"{bad.reason}: {self.dropped_counts[bad.reason]:,} of {which}{self.num_rows:,} rows"]
         kinds += [f"{other}: {self.dropped_counts[other]:,}" for other in stopping[1:]]
-        raise DataError(
-            f"{self.located.label} {self.row_word} {number}: {bad.detail}; {', '.join(kinds)}; "
-            f"{self.advice(bad)}"
-        )
+        raise DataError(f"{self._place(number)}: {bad.detail}; {', '.join(kinds)}; {self.advice(bad)}")
 
     def advice(self, bad: BadRow) -> str:
         """Returns the remedy, with `skip` if such rows stop a run and are not most of all; "": none."""
@@ -447,7 +424,7 @@ class Ingestion:
 
     def _columns_that_read(self) -> str | None:
         """Returns a value of the recipe's `columns` with which the first row is a pair, if one is found."""
-        row: dict[str, Any] = dict(next(iter(self.first_rows()), {}))
+        row: dict[str, Any] = dict(next(iter(self.opened.first_rows()), {}))
         given = {ours: theirs for ours, theirs in self.source.columns.items() if ours != "prompt"}
         prompt = self.source.columns.get("prompt") or "prompt"
         keys = row[prompt] if isinstance(row.get(prompt), dict) else ()
@@ -455,8 +432,11 @@ class Ingestion:
         for ours, theirs in (*candidates, ("messages", prompt), ("instruction", prompt)):
             columns = {**given, ours: theirs}
             names = ColumnNames(mapping=columns, label=self.located.label, key=self.located.key)
-            renamed = names.rename(names.with_nested(row), columns)
-            for name in () if isinstance(renamed, BadRow) else possible_formats(renamed, columns):
+            formats = []
+            with suppress(BadRow):
+                renamed = names.rename(names.with_nested(row), columns)
+                formats = possible_formats(renamed, columns)
+            for name in formats:
                 with suppress(BadRow):
                     FORMATS[name].pair(renamed)
                     return "{" + ", ".join(f"{field}: {column}" for field, column in columns.items()) + "}"

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from dpo_pack.data.store import PairTable, key_values, pair_lengths
+from dpo_pack.data.store import PairTable, distinct_keys, pair_lengths
 from dpo_pack.packing.lengths import (
     TRAINING_PASSES,
     CutGroup,
@@ -93,10 +93,9 @@ def prompt_merging(table: PairTable, shape: ModelShape, *, passes: float = TRAIN
         tower = shape.image_flops * np.count_nonzero(group.context == shape.image_token)
         return size._replace(cost=size.cost + tower)
 
-    _, prompts = np.unique(key_values(table.prompt_keys), return_inverse=True)
     return TableMerging(
         table=table,
-        prompts=prompts.astype(np.int64),
+        prompts=distinct_keys(table.prompt_keys)[1],
         tokens=pair_lengths(table).row_tokens(share_prompt=True),
         size_of=size_of,
     )

@@ -12,13 +12,13 @@ import hashlib
 import pickle
 from collections import deque
 from collections.abc import Container, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dpo_pack.data.ingest import LISTED_ROWS, Ingestion, Progress
+from dpo_pack.data.ingest import LISTED_ROWS, Ingestion
 from dpo_pack.data.store import (
     KEY_BYTES,
     PairTable,
@@ -28,13 +28,13 @@ from dpo_pack.data.store import (
     write_ranged_store,
     write_store,
 )
-from dpo_pack.data.tokenization import Submit, TokenizationSettings, TokenizedBatch, tokenizing_workers
+from dpo_pack.data.tokenization import TokenizedBatch
 from dpo_pack.system.errors import CacheError
 
 SMALLEST_RANGE, LARGEST_RANGE = 1 << 14, 1 << 18  # rows; the last range of a source may be smaller
 MORE_ROWS = 1 << 16  # after the smallest range, one row of so many ends it
-# What the summary of a range's store has of its Ingestion, and `rows_before`.
-_SAVED = ("num_rows", "num_kept", "counts", "faults", "dropped_counts", "dropped_rows", "columns", "mapping")
+# What the summary of a range's store has of its Ingestion, and columns, mapping, `rows_before`.
+_SAVED = ("num_rows", "num_kept", "counts", "faults", "dropped_counts", "dropped_rows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,22 +52,14 @@ class _NothingKept(Exception):
     """No row of a range became a pair, so it gets no store."""
 
 
-def write_ranges(
-    directory: Path,
-    ingestion: Ingestion,
-    settings: TokenizationSettings,
-    facts: Mapping[str, Any],
-    progress: Progress | None,
-) -> None:
+def write_ranges(directory: Path, ingestion: Ingestion, facts: Mapping[str, Any]) -> None:
     """Writes the store of a source, which `ingestion` has started; `facts` decide the ids of given rows.
     Raises DataError if bad rows stop the run or if no row is kept, and CacheError."""
     stored = {path.name for path in directory.parent.glob("*")}
     ranges: list[TokenStore] = []
     scanned, opened = ingestion.located.open(), ingestion.located.open()
-    workers: AbstractContextManager[Submit | None] = nullcontext()
-    if (num_workers := ingestion.num_workers) > 1:
-        workers = tokenizing_workers(settings, ingestion.tokenizer, num_workers)
-    with closing(scanned.unparsed), closing(opened.rows), workers as submit:
+    columns, mapping = ingestion.opened.columns, ingestion.opened.mapping
+    with closing(scanned.unparsed), closing(opened.rows):
         rows = ingestion.checked(opened.rows)
         while (max_pairs := ingestion.num_missing) != 0:
             # What becomes of a run with bad rows is decided at the end, so `on_bad_row` changes no range.
@@ -79,7 +71,8 @@ def write_ranges(
                 break
             opened.columns.clear()
             opened.mapping.clear()
-            part = replace(ingestion, columns=opened.columns, mapping=opened.mapping)  # with its own counts
+            part = replace(ingestion)  # with its own counts
+            part.opened = opened
             store = _usable(directory.with_name(found.known), ingestion)
             num_known = 0 if store is None else found.num_known
             deque(islice(opened.unparsed, num_known), maxlen=0)  # `rows` goes on after them
@@ -88,10 +81,10 @@ def write_ranges(
                 _add(ingestion, store.summary, found.rows_before)
             if num_known < found.num_rows:
                 taken = islice(rows, found.num_rows - num_known)
-                batches = ingestion.counted(taken, settings, progress, submit=submit, part=part)
+                batches = ingestion.counted(taken, part)
                 store = _write(directory.with_name(found.name), store, batches, part, found.rows_before)
-            ingestion.columns.update(part.columns)
-            ingestion.mapping.update(part.mapping)
+            columns.update(opened.columns)
+            mapping.update(opened.mapping)
             if store is not None:
                 ranges.append(replace(store, rows_before=found.rows_before))
     ingestion.check_end()
@@ -148,9 +141,9 @@ def _write(
         if part.num_kept == 0:
             raise _NothingKept
 
-    before = {"rows_before": rows_before}
+    more = {"columns": part.opened.columns, "mapping": part.opened.mapping, "rows_before": rows_before}
     with suppress(_NothingKept):
-        write_store(path, pairs(), lambda: {name: getattr(part, name) for name in _SAVED} | before)
+        write_store(path, pairs(), lambda: {name: getattr(part, name) for name in _SAVED} | more)
     store = open_store(path)
     if store is None and part.num_kept:
         raise CacheError(f"{path} was removed or damaged while it was written; run again")
@@ -161,9 +154,6 @@ def _usable(path: Path, ingestion: Ingestion) -> TokenStore | None:
     """Opens the store of a range. If its bad rows stop the run, they are read again, for the message."""
     store = open_store(path)
     if store is None:
-        return None
-    if store.has_other_images():
-        store.forget()
         return None
     counted = replace(ingestion)
     counted.num_rows, counted.dropped_counts = store.summary["num_rows"], store.summary["dropped_counts"]
@@ -176,8 +166,10 @@ def _add(ingestion: Ingestion, saved: Mapping[str, Any], rows_before: int) -> No
     ingestion.num_cached += saved["num_rows"]
     ingestion.num_rows += saved["num_rows"]
     ingestion.num_kept += saved["num_kept"]
-    for name in ("counts", "dropped_counts", "columns", "mapping"):
-        getattr(ingestion, name).update(saved[name])
+    ingestion.counts.update(saved["counts"])
+    ingestion.dropped_counts.update(saved["dropped_counts"])
+    ingestion.opened.columns.update(saved["columns"])
+    ingestion.opened.mapping.update(saved["mapping"])
     for reason, numbers in saved["dropped_rows"].items():
         listed = ingestion.dropped_rows.setdefault(reason, [])
         listed += [number + shift for number in numbers][: LISTED_ROWS - len(listed)]

@@ -93,9 +93,9 @@ class ColumnNames:
             )
         return found[0] if found else self.mapping
 
-    def rename(self, row: dict[str, Any], mapping: Mapping[str, str | None]) -> dict[str, Any] | BadRow:
-        """Returns the row with our column names, as `mapping` says (see `completed`), or a BadRow if a mapped
-        column is missing, or if a column has images, video or audio."""
+    def rename(self, row: dict[str, Any], mapping: Mapping[str, str | None]) -> dict[str, Any]:
+        """Returns the row with our column names, as `mapping` says (see `completed`). Raises BadRow if a
+        mapped column is missing, or if a column has images, video or audio."""
         renamed = dict(row)
         for name in TAKEN_ONCE.intersection(mapping.values()).difference(mapping):
             renamed.pop(name, None)
@@ -104,29 +104,20 @@ class ColumnNames:
                 renamed.pop(ours, None)
             elif theirs not in row:
                 detail = missing_column(f"{self.key}.columns.{ours}", theirs, tuple(row))
-                return BadRow("missing_column", detail, row)
+                raise BadRow("missing_column", detail, row)
             else:
                 renamed[ours] = row[theirs]
         known = {*mapping.values()}
         if self.reads_images:
-            named = [column for column in IMAGE_FIELDS if mapping.get(column) is not None]
-            given = [column for column in named or IMAGE_FIELDS if holds_media(column, renamed.get(column))]
-            known.update(IMAGE_FIELDS if given or named else ())
-            # A path beside the image, as in RLAIF-V; the report lists it among the columns that are not read.
-            texts = (name for name, value in row.items() if given and isinstance(value, str))
-            known.update(name for name in texts if not re.search("video|audio", name.lower()))
-            if len(given) == 2:
-                return BadRow("image_count", "images and image both have images; name one in columns", row)
-            value = renamed.pop(given[0]) if given else []
-            renamed["images"] = RowImages(value if isinstance(value, list) else [value])
+            known |= _take_images(row, renamed, mapping)
         for column, value in row.items():
             is_text = column not in IMAGE_FIELDS and any(column in of for of in FIELDS_OF_FORMAT.values())
             if isinstance(value, bytes) and is_text:
                 detail = f"column {column!r} is binary, and its bytes are no UTF-8 text; only text is read"
-                return BadRow("media", detail, row)
+                raise BadRow("media", detail, row)
             if column not in known and holds_media(column, value):
                 detail = f"column {column!r} has images, video or audio, and only text is read"
-                return BadRow("media", detail, row)
+                raise BadRow("media", detail, row)
         return renamed
 
     def with_nested(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -147,10 +138,13 @@ class ColumnNames:
                 row = {**row, theirs: value}
         return row
 
-    def select(self, columns: Columns) -> list[str]:
+    def select(self, columns: Columns) -> list[str] | None:
         """Returns the columns to read: those of formats, those that may have images, video or audio, and
-        texts if no column is the prompt. Raises DataError if columns are missing or have one name."""
-        present = [name for name, _ in columns]
+        texts if no column is the prompt; None: all, for the key of an object that `columns` names. Raises
+        DataError if columns are missing or have one name."""
+        owners = {name for name, _ in columns}
+        inner = [key for key in self.mapping.values() if key and "." in key and key.split(".")[0] in owners]
+        present = [*(name for name, _ in columns), *(key for key in inner if key not in owners)]
         there = f"the columns are: {', '.join(present) or 'none'}"
         repeated = [column for column, count in Counter(present).items() if count > 1]
         if repeated:
@@ -168,11 +162,15 @@ class ColumnNames:
         if any(all(names[column] in read for column in columns) for columns in needed):
             has_prompt = mapping.get("prompt", "prompt") in (*read, None)
             checked = ("binary",) if has_prompt else ("binary", "string")
-            return [
-                name
-                for name, kind in columns
-                if name in read or is_media_name(name) or any(word in kind for word in checked)
-            ]
+            return (
+                None
+                if inner
+                else [
+                    name
+                    for name, kind in columns
+                    if name in read or is_media_name(name) or any(word in kind for word in checked)
+                ]
+            )
         if self.prompts_suffice:
             raise DataError(
                 f"{self.label}: no column 'prompt'; {there}; name it in {self.key}.columns.prompt"
@@ -184,25 +182,26 @@ class ColumnNames:
         )
 
 
+def _take_images(row: Mapping[str, Any], renamed: dict[str, Any], mapping: Mapping[str, Any]) -> set[str]:
+    """Puts the images of a row into `renamed`, and returns the columns that may have some. Raises BadRow."""
+    named = [column for column in IMAGE_FIELDS if mapping.get(column) is not None]
+    given = [column for column in named or IMAGE_FIELDS if holds_media(column, renamed.get(column))]
+    # A path beside the image, as in RLAIF-V; the report lists it among the columns that are not read.
+    texts = (name for name, value in row.items() if given and isinstance(value, str))
+    if len(given) == 2:
+        raise BadRow("image_count", "images and image both have images; name one in columns", row)
+    value = renamed.pop(given[0]) if given else []
+    renamed["images"] = RowImages(value if isinstance(value, list) else [value])
+    known = {name for name in texts if not re.search("video|audio", name.lower())}
+    return known.union(IMAGE_FIELDS if given or named else ())
+
+
 @lru_cache(maxsize=64)
 def missing_column(key: str, column: str, present: tuple[str, ...]) -> str:
     """Says that the column that the recipe key `key` names is missing, and which column may be meant."""
     close = difflib.get_close_matches(column, present, n=1)
     meant = f"did you mean {close[0]}? " if close else ""
     return f"no column {column!r}, which {key} names ({meant}there are: {', '.join(present) or 'none'})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRows:
-    """The rows of an opened source. A caller that stops before the end must close `rows`."""
-
-    rows: Generator[NumberedRow, None, None]  # with our column names, see ColumnNames
-    row_word: str  # the unit of row numbers: "row" or "line"
-    unparsed: Generator[tuple[int, Any], None, None]  # what `rows` reads from, see RowReader
-    columns: dict[str, None]  # the source's names; of JSON those in the rows read so far
-    mapping: dict[str, str | None]  # our names -> the source's; for JSON after the rows read so far
-    num_rows: int | None  # None if it is not known before the end
-    first_rows: Callable[[], list[Mapping[str, Any]]]  # first rows, all columns by their own names
 
 
 # An opened columnar file: Arrow's schema, the number of rows (None if it is not known before the end), and a
@@ -215,78 +214,73 @@ def data_suffix(path: Path) -> str:
     return "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:]).lower()
 
 
-def open_rows(
-    read: RowReader,
-    names: ColumnNames,
-    row_word: str,
-    *,
-    columns: Columns | None = None,
-    num_rows: int | None = None,
-    errors: tuple[type[Exception], ...] = _FILE_ERRORS,
-) -> OpenRows:
-    """Opens a source. `columns` are those of a columnar source; None if each row has its own (JSON). Raises
-    DataError if the source cannot be read or lacks the columns that it needs."""
-    first_number = 0  # of the source's first row, which a caller may skip in `unparsed`
+class OpenRows:
+    """The rows of an opened source. A caller that stops before the end must close `rows`."""
 
-    completed = lru_cache(maxsize=64)(names.completed)
+    def __init__(
+        self,
+        read: RowReader,
+        names: ColumnNames,
+        row_word: str,
+        *,
+        columns: Columns | None = None,
+        num_rows: int | None = None,
+        errors: tuple[type[Exception], ...] = _FILE_ERRORS,
+    ) -> None:
+        """`columns` are those of a columnar source; None if each row has its own (JSON). Reading raises
+        `errors` if the file is damaged. Raises DataError if the source lacks the columns that it needs."""
+        self._read, self._names, self._errors = read, names, errors
+        self.row_word = row_word  # the unit of row numbers: "row" or "line"
+        self.num_rows = num_rows  # None if it is not known before the end
+        self.columns = dict.fromkeys(name for name, _ in columns or ())  # of JSON: of the rows read so far
+        self.mapping = dict(names.mapping)  # our names -> the source's; of JSON: of the rows read so far
+        self._first_number = 0  # of the source's first row, which a caller may skip in `unparsed`
+        self.unparsed = self._read_unparsed(None if columns is None else names.select(columns))
+        self.rows = self._read_rows()  # from `unparsed`, with our column names, see ColumnNames
 
-    def read_unparsed(wanted: Sequence[str] | None) -> Generator[tuple[int, Any], None, None]:
-        nonlocal first_number
+    def _read_unparsed(self, wanted: Sequence[str] | None) -> Generator[tuple[int, Any], None, None]:
         number = 0
         try:
-            for number, row in read(wanted):
-                first_number = first_number or number
+            for number, row in self._read(wanted):
+                self._first_number = self._first_number or number
                 yield number, row
-        except errors as error:
-            raise _unreadable(names.label, row_word, number, error) from error
+        except self._errors as error:
+            raise _unreadable(self._names.label, self.row_word, number, error) from error
 
-    def read_rows() -> Generator[NumberedRow, None, None]:
-        for number, row in unparsed:
+    def _read_rows(self) -> Generator[NumberedRow, None, None]:
+        completed = lru_cache(maxsize=64)(self._names.completed)
+        has_nested = any("." in theirs for theirs in self._names.mapping.values() if theirs is not None)
+        for number, row in self.unparsed:
             row = _json_row(row) if isinstance(row, bytes) else row
             if not isinstance(row, dict | BadRow):
                 row = BadRow("not_an_object", f"no JSON object but a {type(row).__name__}", row)
             elif isinstance(row, dict):
-                row = names.with_nested(row) if nested else row
+                row = self._names.with_nested(row) if has_nested else row
                 try:
                     mapping = completed(tuple(row))
                 except DataError:
-                    if number == first_number:
+                    if number == self._first_number:
                         raise
-                    mapping = names.mapping  # only this row is at fault, not the source: it is a bad row
-                found.update(dict.fromkeys(row))
-                used.update(mapping)
-                row = names.rename(row, mapping)
+                    mapping = (
+                        self._names.mapping
+                    )  # only this row is at fault, not the source: it is a bad row
+                self.columns.update(dict.fromkeys(row))
+                self.mapping.update(mapping)
+                try:
+                    row = self._names.rename(row, mapping)
+                except BadRow as bad:
+                    row = bad.with_traceback(None)
             yield number, row
 
-    def first_rows() -> list[Mapping[str, Any]]:
-        rows = (row for _, row in islice(read_unparsed(None), FIRST_ROWS))
+    def first_rows(self) -> list[Mapping[str, Any]]:
+        """Returns the first rows, all columns by their own names."""
+        rows = (row for _, row in islice(self._read_unparsed(None), FIRST_ROWS))
         parsed = (_json_row(row) if isinstance(row, bytes) else row for row in rows)
         return [row for row in parsed if isinstance(row, dict)]
 
-    # These names in `columns` may be those of keys in a column.
-    nested = [theirs for theirs in names.mapping.values() if theirs is not None and "." in theirs]
-    wanted = None
-    if columns is not None:
-        owners = {name for name, _ in columns}
-        inner = [(name, "") for name in nested if name.split(".")[0] in owners - {name}]
-        wanted = names.select([*columns, *(one for one in inner if one[0] not in owners)])
-        wanted = None if inner else wanted
-    found = dict.fromkeys(name for name, _ in columns or ())
-    used = dict(names.mapping)
-    unparsed = read_unparsed(wanted)
-    return OpenRows(
-        rows=read_rows(),
-        unparsed=unparsed,
-        row_word=row_word,
-        columns=found,
-        mapping=used,
-        num_rows=num_rows,
-        first_rows=first_rows,
-    )
-
 
 def _open_json_lines(path: Path, names: ColumnNames) -> OpenRows:
-    return open_rows(lambda columns: _read_json_lines(path), names, "line")
+    return OpenRows(lambda columns: _read_json_lines(path), names, "line")
 
 
 def _open_json(path: Path, names: ColumnNames) -> OpenRows:
@@ -309,7 +303,7 @@ def _open_files(paths: Sequence[Path], names: ColumnNames) -> OpenRows:
     def read(columns: Sequence[str] | None) -> Iterator[tuple[int, Any]]:
         return enumerate((row for path in paths for _, row in _rows_of(path, names.label)), start=1)
 
-    return open_rows(read, names, "row")
+    return OpenRows(read, names, "row")
 
 
 def _rows_of(path: Path, label: str) -> Iterator[tuple[int, Any]]:
@@ -376,7 +370,7 @@ def _open_csv(path: Path, names: ColumnNames) -> OpenRows:
     except _FILE_ERRORS as error:
         raise _unreadable(names.label, "row", 0, error) from error
     columns = [(name, "string") for name in header]
-    return open_rows(partial(_csv_rows, path), names, "row", columns=columns)
+    return OpenRows(partial(_csv_rows, path), names, "row", columns=columns)
 
 
 def _open_columnar(
@@ -397,7 +391,7 @@ def _open_columnar(
                 for part in _small_parts(batch.select(columns)):
                     yield columns_of(part)
 
-    return open_rows(
+    return OpenRows(
         lambda columns: rows_of_columns(batches(list(columns or schema.names))),
         names,
         "row",

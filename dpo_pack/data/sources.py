@@ -31,17 +31,13 @@ from dpo_pack.data.readers import (
     columns_of,
     data_suffix,
     open_directory,
-    open_rows,
     rows_of_columns,
 )
 from dpo_pack.data.store import (
-    KEY_BYTES,
     PairTable,
     TokenStore,
     content_key,
     distinct_keys,
-    key_heads,
-    key_values,
     open_store,
     path_hash,
     write_store,
@@ -200,15 +196,15 @@ def keys_by_image(pairs: PairTable) -> NDArray[np.uint8]:
                 owners.append(of_store[np.searchsorted(pairs.offsets[of_store], begins)])
                 images.append(part.images.records["key"][part.images.pairs["image"]])
     keys, owner = pairs.whole_prompt_keys.copy(), np.concatenate(owners)
-    names, image = np.unique(key_values(np.concatenate(images)), return_inverse=True)
-    label, before = np.arange(len(names)), None
+    of_images = np.concatenate(images)
+    first, image = distinct_keys(of_images)
+    label, before = np.arange(len(first)), None
     while before is None or (label != before).any():  # the smallest label spreads over shared pairs
         before = label.copy()
-        smallest = np.full(pairs.num_pairs, len(names))
+        smallest = np.full(pairs.num_pairs, len(first))
         np.minimum.at(smallest, owner, label[image])
         np.minimum.at(label, image, smallest[owner])
-    of_names = np.frombuffer(names.tobytes(), dtype=np.uint8).reshape(-1, KEY_BYTES)
-    keys[owner] = of_names[smallest[owner]]
+    keys[owner] = of_images[first][smallest[owner]]
     return keys
 
 
@@ -275,12 +271,8 @@ def _report(
 
 
 def _are_in(keys: NDArray[np.uint8], others: Sequence[NDArray[np.uint8]]) -> NDArray[np.bool_]:
-    few, heads = np.concatenate(others), key_heads(keys)
-    known = np.sort(key_heads(few))
-    places = np.minimum(np.searchsorted(known, heads), len(known) - 1)
-    are_in: NDArray[np.bool_] = known[places] == heads  # most keys differ from all others in these
-    are_in[are_in] = np.isin(key_values(keys[are_in]), key_values(few))
-    return are_in
+    _, numbers = distinct_keys(np.concatenate((keys, *others)))
+    return np.isin(numbers[: len(keys)], numbers[len(keys) :])
 
 
 def _pair_keys(pairs: PairTable) -> NDArray[np.uint8]:
@@ -357,32 +349,20 @@ def load_source(
         template=template,
         completion_tokens=max_new_tokens,
         max_rows=max_rows,
+        progress=progress,
     )
-    with ingestion.start() as (rows, settings):
-        batches = ingestion.batches(rows, settings, progress)
+    with ingestion.start() as rows:
         if is_prompts or max_rows is not None:
-            read = list(batches)
-            return LoadedSource(
-                recipe=source,
-                store=TokenStore.of_parts((batch.pairs for batch in read), ingestion.summary()),
-                rows_tokenized=ingestion.num_rows,
-                prompts=tuple(prompt for batch in read for prompt in batch.prompts),
-                columns_read=ingestion.columns_read,
-                reads_all=next(rows, None) is None,
-            )
+            return _read_source(ingestion, rows)
         facts = _facts_of_tokens(ingestion, tokenizer_key)
-        if (reader := settings.images) is not None:
-            facts["images"] = [reader.processor.fingerprint, str(reader.folder), reader.max_pixels]
         directory = cache_dir / "tokens" / content_key({**facts, "source": ingestion.located.fingerprint})
         store = open_store(directory)
-        if store is not None and (ingestion.reads_more_than(store) or store.has_other_images()):
-            store.forget()
-            store = None
         if store is None:
             if _has_ranges(ingestion):
-                write_ranges(directory, ingestion, settings, facts, progress)
+                write_ranges(directory, ingestion, facts)
             else:
-                write_store(directory, (batch.pairs for batch in batches), ingestion.summary)
+                batches = (batch.pairs for batch in ingestion.batches(rows))
+                write_store(directory, batches, ingestion.summary)
             store = open_store(directory)
     if store is None:
         raise CacheError(f"{directory} was removed or damaged while it was written; run again")
@@ -390,12 +370,24 @@ def load_source(
     return LoadedSource(recipe=source, store=replace(store, label=source.path), rows_tokenized=num_rows)
 
 
+def _read_source(ingestion: Ingestion, rows: Iterator[NumberedRow]) -> LoadedSource:
+    read = list(ingestion.batches(rows))
+    return LoadedSource(
+        recipe=ingestion.source,
+        store=TokenStore.of_parts((batch.pairs for batch in read), ingestion.summary()),
+        rows_tokenized=ingestion.num_rows,
+        prompts=tuple(prompt for batch in read for prompt in batch.prompts),
+        columns_read=ingestion.columns_read,
+        reads_all=next(rows, None) is None,
+    )
+
+
 def _has_ranges(ingestion: Ingestion) -> bool:
     """Whether so many rows are read that they are worth a range. Reads no rows if few pairs are wanted."""
     if (ingestion.num_missing or SMALLEST_RANGE) < SMALLEST_RANGE:
         return False
-    if ingestion.rows_in_all is not None:
-        return ingestion.rows_in_all >= SMALLEST_RANGE
+    if ingestion.opened.num_rows is not None:
+        return ingestion.opened.num_rows >= SMALLEST_RANGE
     with closing(ingestion.located.open().unparsed) as rows:
         return sum(1 for _ in islice(rows, SMALLEST_RANGE)) == SMALLEST_RANGE
 
@@ -405,13 +397,19 @@ def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]
     data, format = ingestion.data, FORMATS[ingestion.format]
     # A new option of one format leaves the stores of other formats valid.
     others = {option for other in FORMATS.values() for option in other.options} - {*format.options}
-    of_messages = {
-        "scored_turns": data.scored_turns,
-        "chat_template_kwargs": {**data.chat_template_kwargs, **ingestion.source.chat_template_kwargs},
-        "continue_final_message": data.continue_final_message,
-    }
+    of_content: dict[str, Any] = {}
+    if format.content == "messages":
+        of_content = {
+            "scored_turns": data.scored_turns,
+            "chat_template_kwargs": {**data.chat_template_kwargs, **ingestion.source.chat_template_kwargs},
+            "continue_final_message": data.continue_final_message,
+        }
+    elif format.content == "token_ids":
+        of_content = {"has_weights": True}  # which stores of early releases lack
+    if (reader := ingestion.settings.images) is not None:
+        of_content["images"] = [reader.processor.fingerprint, str(reader.folder), reader.max_pixels]
     return {
-        **(of_messages if format.content == "messages" else {}),
+        **of_content,
         "version": TOKENIZATION_VERSION,
         "tokenizer": tokenizer_key,
         **ingestion.source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS | others),
@@ -552,7 +550,7 @@ def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
         return rows_of_columns(map(columns_of, tables))
 
     columns = [(field.name, str(field.type)) for field in dataset.features.arrow_schema]
-    return open_rows(read, names, "row", columns=columns, num_rows=len(dataset))
+    return OpenRows(read, names, "row", columns=columns, num_rows=len(dataset))
 
 
 def _load_dataset(

@@ -159,13 +159,6 @@ class TokenStore:
             f"{self.directory} is damaged: its token ids of row {row_number} have changed; {remedy}"
         )
 
-    def has_other_images(self) -> bool:
-        """Returns True if files of images have changed since the store was written."""
-        for part in self.parts:
-            if part.images is not None and part.images.have_changed(part.summary["image_folders"]):
-                return True
-        return False
-
     def read_image(self, image: int, label: str) -> Pixels:
         """Returns [height, width, 3]. Raises DataError, and forgets the store, if the image has changed."""
         assert self.images is not None
@@ -385,7 +378,8 @@ def write_ranged_store(directory: Path, ranges: Sequence[TokenStore], summary: d
 
 
 def open_store(directory: Path) -> TokenStore | None:
-    """Opens the store in `directory`. Returns None if no store is there, or if the store is damaged."""
+    """Opens the store in `directory`. Returns None if no store is there, if the store is damaged, or if files
+    of images have changed since it was written."""
     manifest = read_json(directory / _MANIFEST)
     summary = manifest.get("summary") if isinstance(manifest, dict) else None
     if not isinstance(summary, dict):
@@ -399,6 +393,8 @@ def open_store(directory: Path) -> TokenStore | None:
         return None
     except OSError as error:
         raise CacheError(f"cannot read {directory}: {error.strerror}; check its permissions") from error
+    if store.images is not None and store.images.have_changed(summary["image_folders"]):
+        return None
     return store if manifest.get("checksum") == checksum else None
 
 
@@ -416,9 +412,8 @@ class _WrittenMeanwhile(Exception):
     """Another process has finished the same store first."""
 
 
-def key_values(*parts: NDArray[np.uint8]) -> NDArray[np.void]:
+def key_values(keys: NDArray[np.uint8]) -> NDArray[np.void]:
     """Turns [P, bytes] keys into [P] values, so that numpy sorts and compares each key as a whole."""
-    keys = np.concatenate(parts, axis=1)
     return np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1]))).ravel()
 
 
@@ -430,20 +425,11 @@ def key_heads(keys: NDArray[np.uint8], begin: int = 0) -> NDArray[np.uint64]:
 def distinct_keys(keys: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns of [P, bytes] keys the first position of each different one, [U], in the order of their bytes,
     and each key's position among those, [P]."""
-    if len(keys) and keys.shape[1] == KEY_BYTES:
-        heads = key_heads(keys)
-        if (heads[1:] > heads[:-1]).all():  # they are distinct and in order already
-            return np.arange(len(keys)), np.arange(len(keys))
-        order = np.argsort(heads)
-        heads = heads[order]
-        is_new = np.append(True, heads[1:] != heads[:-1])
-        again, tails = np.flatnonzero(~is_new), np.ascontiguousarray(keys).view(np.uint64)[:, 1]
-        if np.array_equal(tails[order[again]], tails[order[again - 1]]):  # else heads are not enough
-            inverse = heads.view(np.int64)  # its memory is used again
-            inverse[order] = np.cumsum(is_new) - 1
-            return np.minimum.reduceat(order, np.flatnonzero(is_new)), inverse
-    _, *found = np.unique(key_values(keys), return_index=True, return_inverse=True)
-    return found[0], found[1]
+    values: Any = key_heads(keys) if keys.shape[1] == KEY_BYTES else key_values(keys)
+    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+    if not np.array_equal(keys[first][inverse], keys):  # different keys have one head
+        _, first, inverse = np.unique(key_values(keys), return_index=True, return_inverse=True)
+    return first, inverse
 
 
 def _measure_tokens(store: TokenStore) -> tuple[NDArray[Any], ...]:

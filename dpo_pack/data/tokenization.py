@@ -79,21 +79,14 @@ _CHECKED_ROWS = 100  # of so many rows, one is also encoded as a whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthLimits:
-    """The largest allowed lengths, and the option that decides what happens to longer pairs."""
-
-    max_length: int  # prompt + one completion
-    max_prompt_length: int | None
-    truncation: Truncation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizationSettings:
     """The settings that decide the token ids, together with the rows and the tokenizer."""
 
     format: str
-    system_prompt: str | None
-    limits: LengthLimits
+    max_length: int  # of prompt + one completion
+    max_prompt_length: int | None = None
+    truncation: Truncation = "drop"  # what becomes of longer pairs
+    system_prompt: str | None = None
     scored_turns: str = "assistant"  # or "all"; of conversations
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     format_options: Mapping[str, Any] = field(default_factory=dict)  # see Format.options
@@ -232,11 +225,11 @@ def tokenize_batch(
                 whole = split_at_boundary(*sequences)
                 if row.number in turns or (pair.chosen_weights, pair.rejected_weights) != (None, None):
                     whole = _with_weights(whole, pair, turns.get(row.number))
-                limits = settings.limits
+                limits = settings
                 if settings.images is not None:
                     settings.images.check_placeholders(whole, has_images=bool(row.images))
-                if row.images and limits.truncation == "prompt_left":  # it would cut images
-                    limits = replace(limits, truncation="drop")
+                if row.images and settings.truncation == "prompt_left":  # it would cut images
+                    limits = replace(settings, truncation="drop")
                 fitted = truncate(whole, limits, tokenizer.bos_token_id)
                 has_ends = tuple(bool(ends.found_in(completion)) for completion in whole.completions)
                 counts["prompt_boundary_moved"] += len(whole.context) < len(sequences[0])
@@ -467,7 +460,7 @@ def _with_weights(ids: Group, pair: Pair, of_turns: Sequence[TokenWeights | None
     return replace(ids, weights=tuple(weights))
 
 
-def truncate(pair: Group, limits: LengthLimits, bos_token_id: int | None) -> Group:
+def truncate(pair: Group, limits: TokenizationSettings, bos_token_id: int | None) -> Group:
     """Returns the pair, cut to the limits: the oldest prompt tokens, of which one or more stay, after BOS
     (`prompt_left`), or the ends of completions (`completion_right`). Raises BadRow if it does not fit, or if
     what is left of the completions is equal or not scored."""
@@ -521,7 +514,7 @@ def _fit_prompt(
         raise BadRow("empty_prompt", "the prompt is empty")
     room = np.zeros(settings.completion_tokens or 0, dtype=np.int32)
     whole = Group(context=ids, completions=(room, room))
-    fitted = truncate(whole, settings.limits, tokenizer.bos_token_id).context.astype(np.int32, copy=False)
+    fitted = truncate(whole, settings, tokenizer.bos_token_id).context.astype(np.int32, copy=False)
     is_conversation = FORMATS[settings.format].content == "messages"
     messages: Any = tuple(row.pair.prompt) if is_conversation else None
     prompt = Prompt(ids=fitted, text=text, messages=messages, row_number=row.number)
@@ -563,50 +556,46 @@ def _count_cut(
 
 
 def tokenize_rows(
-    rows: Iterator[NumberedRow],
-    settings: TokenizationSettings,
-    tokenizer: Tokenizer,
-    *,
-    num_workers: int,
-    max_pairs: int | None,
-    submit: Submit | None = None,
+    rows: Iterator[NumberedRow], submit: Submit, *, num_workers: int, max_pairs: int | None
 ) -> Generator[TokenizedBatch, None, None]:
     """Yields batches in row order, until the rows end or `max_pairs` pairs are kept. No row is read in vain.
-    `submit`: of `tokenizing_workers` that run already."""
-    workers: AbstractContextManager[Submit]
-    if submit is None and num_workers > 1:
-        workers = tokenizing_workers(settings, tokenizer, num_workers)
-    else:
-        workers = nullcontext(submit or (lambda batch: partial(tokenize_batch, batch, settings, tokenizer)))
+    `submit`: of `tokenizing` with so many workers."""
     wanted = sys.maxsize if max_pairs is None else max_pairs
     most_under_way = num_workers * _BATCHES_PER_WORKER if num_workers > 1 else 1
     under_way: deque[tuple[int, _Result]] = deque()
-    with workers as submit:
-        while True:
-            while len(under_way) < most_under_way:
-                batch, num_bytes = [], 0
-                for row in islice(rows, min(_BATCH_ROWS, wanted)):
-                    batch.append(row)
-                    num_bytes += len(pickle.dumps(row))  # measures any type, in a microsecond a row
-                    if num_bytes > _BATCH_BYTES:
-                        break
-                if not batch:
+    while True:
+        while len(under_way) < most_under_way:
+            batch, num_bytes = [], 0
+            for row in islice(rows, min(_BATCH_ROWS, wanted)):
+                batch.append(row)
+                num_bytes += len(pickle.dumps(row))  # measures any type, in a microsecond a row
+                if num_bytes > _BATCH_BYTES:
                     break
-                wanted -= len(batch)  # assumes that all rows are kept; corrected below
-                under_way.append((len(batch), submit(batch)))
-            if not under_way:
-                return
-            num_rows, result = under_way.popleft()
-            tokenized = result()
-            wanted += num_rows - len(tokenized.pairs.records)
-            yield tokenized
+            if not batch:
+                break
+            wanted -= len(batch)  # assumes that all rows are kept; corrected below
+            under_way.append((len(batch), submit(batch)))
+        if not under_way:
+            return
+        num_rows, result = under_way.popleft()
+        tokenized = result()
+        wanted += num_rows - len(tokenized.pairs.records)
+        yield tokenized
+
+
+def tokenizing(
+    settings: TokenizationSettings, tokenizer: Tokenizer, num_workers: int = 0
+) -> AbstractContextManager[Submit]:
+    """Gives a function that starts to tokenise a batch and returns a function that waits for the result."""
+    if num_workers > 1:
+        return _tokenizing_workers(settings, tokenizer, num_workers)
+    return nullcontext(lambda batch: partial(tokenize_batch, batch, settings, tokenizer))
 
 
 @contextmanager
-def tokenizing_workers(
+def _tokenizing_workers(
     settings: TokenizationSettings, tokenizer: Tokenizer, num_workers: int
 ) -> Iterator[Submit]:
-    """Gives a function that starts to tokenise a batch and returns a function that waits for the result."""
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks of the tokenizer's threads

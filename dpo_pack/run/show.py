@@ -17,7 +17,7 @@ from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.sources import locate_source
 from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
-from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows
+from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows, tokenizing
 from dpo_pack.data.view import (
     Fault,
     LeftOutRow,
@@ -155,10 +155,12 @@ def _view_source(
     contents: dict[int, Any] = {}  # of the rows of `pairs`
     dropped: list[LeftOutRow] = []
     taken: dict[int, Any] = {}  # the rows that are being tokenised
-    with ingestion.start() as (rows, settings), console.status("Reading data") as status:
+    with ingestion.start() as rows, console.status("Reading data") as status:
         selected = _selected(rows, taken, asked_rows, reads_all=reads_all)
-        batches = tokenize_rows(selected, settings, tokenizer, num_workers=0, max_pairs=max_pairs)
-        with closing(batches):
+        with (
+            tokenizing(ingestion.settings, tokenizer) as submit,
+            closing(tokenize_rows(selected, submit, num_workers=0, max_pairs=max_pairs)) as batches,
+        ):
             for batch in batches:
                 ingestion.count(batch)
                 status.update(printable(f"Reading {label}: {ingestion.num_rows:,} rows"))
@@ -176,7 +178,7 @@ def _view_source(
         is_at_end = next(rows, None) is None and (reads_all or ingestion.num_rows <= FIRST_ROWS)
     if ingestion.num_rows == 0:
         raise DataError(f"{ingestion.located.label} has no rows; correct or remove {key}")
-    origin = Origin.of(key, settings, tokenizer, num_positions=num_positions)
+    origin = Origin.of(key, ingestion.settings, tokenizer, num_positions=num_positions)
     left_out = [_reason(reason, ingestion) for reason in ingestion.first_dropped]
     many = [reason for reason in left_out if reason.count >= FEW * reason.of]
     faults = sorted([*find_faults(pairs, origin), *many], key=lambda fault: -fault.count)
@@ -187,13 +189,13 @@ def _view_source(
     view = SourceView(
         name=name,
         label=label,
-        row_word=ingestion.row_word,
+        row_word=ingestion.opened.row_word,
         format=ingestion.format,
         columns=ingestion.columns_read,
         columns_not_read=summary["columns_not_read"],
         notes=list(source_notes(summary)),
         rows_read=ingestion.num_rows,
-        rows=ingestion.num_rows if is_at_end else ingestion.rows_in_all,
+        rows=ingestion.num_rows if is_at_end else ingestion.opened.num_rows,
         pairs_kept=ingestion.num_kept,
         warnings=faults,
         left_out=left_out,
@@ -239,7 +241,7 @@ def _reason(name: str, ingestion: Ingestion) -> Fault:
     consequence = "a run stops there" if ingestion.stops_run(name) else "left out"
     return Fault(
         name=name,
-        sentence=f"no pair ({name}), {consequence}; {ingestion.row_word} {number:,}: {bad.detail}",
+        sentence=f"no pair ({name}), {consequence}; {ingestion.opened.row_word} {number:,}: {bad.detail}",
         remedy=remedy,
         rows=ingestion.dropped_rows[name],
         count=ingestion.dropped_counts[name],

@@ -52,8 +52,8 @@ def pairs_of(path: Path | str, data: dict[str, Any] | None = None, **source: Any
         data=DataRecipe.model_validate({"train": str(path), **(data or {})}),
         tokenizer=TOKENIZER,
     )
-    with ingestion.start() as (rows, settings):
-        return [kept.row.pair for batch in ingestion.batches(rows, settings) for kept in batch.kept]
+    with ingestion.start() as rows:
+        return [kept.row.pair for batch in ingestion.batches(rows) for kept in batch.kept]
 
 
 def notes(path: Path, tokenizer: Any) -> str:
@@ -243,8 +243,7 @@ def test_files_are_called_what_they_are(name: str, content: bytes, says: str, tm
 def test_template_options_come_from_the_recipe_the_source_and_the_row() -> None:
     settings = TokenizationSettings(
         format="conversational",
-        system_prompt=None,
-        limits=None,  # type: ignore[arg-type]
+        max_length=1000,
         template_options={"a": 1, "b": 2},
     )
     read = read_row(1, {**LISTS, "chat_template_kwargs": {"b": 3}}, settings, TOKENIZER)
@@ -316,8 +315,7 @@ def test_a_prompt_that_ends_with_an_answer_is_refused_or_goes_on_as_one_turn(tmp
         pairs_of(path)
     settings = TokenizationSettings(
         format="conversational",
-        system_prompt=None,
-        limits=None,  # type: ignore[arg-type]
+        max_length=1000,
         continues_turns=True,
     )
     prompt, chosen, _ = read_row(1, begun, settings, TOKENIZER).texts

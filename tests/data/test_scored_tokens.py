@@ -17,7 +17,6 @@ from support.tiny_recipe import load as load_recipe
 from support.tiny_tokenizer import CHAT_TEMPLATE, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from dpo_pack.data.store import write_store
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.run.setup import prepare_data
 from dpo_pack.system.errors import DataError
@@ -54,22 +53,6 @@ def test_a_changed_byte_of_weights_makes_the_store_anew(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"\x41")
     again = load(tmp_path, path)
     assert again.report["rows_tokenized"] == 1 and again.train.chosen_scored.tolist() == [2]
-
-
-def test_a_store_of_a_release_that_did_not_read_weights_is_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / "pairs.jsonl", [{**ROW, "chosen_weights": [1, 0, 0, 1]}])
-    load(tmp_path, path)
-    (directory,) = (tmp_path / "cache" / "tokens").iterdir()
-    plain = load(tmp_path, write(tmp_path / "plain.jsonl", [ROW])).train.stores[0]
-    for file in directory.iterdir():
-        file.unlink()
-    directory.rmdir()
-    summary = {**plain.summary, "columns_not_read": ["chosen_weights"]}
-    write_store(directory, [plain], lambda: summary)
-    assert load(tmp_path, path).train.chosen_scored.tolist() == [2]
-    assert load(tmp_path, path).report["rows_tokenized"] == 0
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from dpo_pack.data.formats import BadRow
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.store import PairTable, TokenStore, join_pairs, open_store, sequence_key, write_store
 from dpo_pack.data.tokenization import (
-    LengthLimits,
     TokenizationSettings,
     TokenizedBatch,
     Truncation,
@@ -40,6 +39,7 @@ from dpo_pack.data.tokenization import (
     tokenize_batch,
     tokenize_rows,
     tokenizer_fingerprint,
+    tokenizing,
     truncate,
 )
 from dpo_pack.data.tokenizer import bounded_template
@@ -72,9 +72,8 @@ CHAT_ROWS: list[dict[str, Any]] = [
 ]
 
 
-def settings(format: str, truncation: Truncation = "drop", max_length: int = 10_000) -> TokenizationSettings:
-    limits = LengthLimits(max_length=max_length, max_prompt_length=None, truncation=truncation)
-    return TokenizationSettings(format=format, system_prompt=None, limits=limits)
+def settings(format: str = "preference", max_length: int = 10_000, **options: Any) -> TokenizationSettings:
+    return TokenizationSettings(format=format, max_length=max_length, **options)
 
 
 def numbered(rows: list[dict[str, Any]]) -> list[NumberedRow]:
@@ -327,11 +326,9 @@ def test_a_template_may_take_one_gib_but_no_more_than_the_process_may() -> None:
 def test_a_batch_has_fewer_rows_if_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenization, "_BATCH_BYTES", 1000)
     rows = [{**TEXT_ROWS[0], "more": "x" * 400}] * 10
-    batches = tokenize_rows(
-        stream(rows, limit=2), settings("preference"), TOKENIZER, num_workers=0, max_pairs=None
-    )
-    assert next(batches).num_rows == 2
-    batches.close()
+    with tokenizing(settings(), TOKENIZER) as submit:
+        batches = tokenize_rows(stream(rows, limit=2), submit, num_workers=0, max_pairs=None)
+        assert next(batches).num_rows == 2
 
 
 def test_a_tokenizer_must_have_what_the_format_needs() -> None:
@@ -346,16 +343,13 @@ def test_a_tokenizer_must_have_what_the_format_needs() -> None:
 
 
 def test_a_system_prompt_is_refused_where_no_template_could_show_it() -> None:
-    limits = settings("preference").limits
     for format in ("preference", "transcript", "tokenized"):
-        chatty = TokenizationSettings(format=format, system_prompt="Be kind.", limits=limits)
         with pytest.raises(RecipeError, match="data.system_prompt applies to conversational data only"):
-            check_tokenizer(TOKENIZER, chatty, "pairs.jsonl")
+            check_tokenizer(TOKENIZER, settings(format, system_prompt="Be kind."), "pairs.jsonl")
 
 
 def test_a_system_prompt_is_rendered() -> None:
-    limits = settings("conversational").limits
-    kind = TokenizationSettings(format="conversational", system_prompt="Be kind.", limits=limits)
+    kind = settings("conversational", system_prompt="Be kind.")
     batch = tokenize_batch(numbered(CHAT_ROWS), kind, CHAT_TOKENIZER)
     prompts = [CHAT_TOKENIZER.decode(prompt) for prompt, _, _ in ids_of(batch.pairs)]
     assert ["Be kind." in prompt for prompt in prompts] == [False, True]
@@ -390,9 +384,7 @@ def test_prompt_left_keeps_completions_whole_and_as_much_of_the_prompt_as_fits(
     prompt: int, chosen: int, rejected: int, max_length: int, max_prompt_length: int | None, has_bos: bool
 ) -> None:
     pair = pair_of(prompt, chosen, rejected)
-    limits = LengthLimits(
-        max_length=max_length, max_prompt_length=max_prompt_length, truncation="prompt_left"
-    )
+    limits = settings(max_length=max_length, max_prompt_length=max_prompt_length, truncation="prompt_left")
     room = max_length - max(chosen, rejected)
     if room < 1:
         with pytest.raises(BadRow, match="too_long"):
@@ -412,7 +404,7 @@ def test_completion_right_cuts_each_sequence_as_trl_does(
     prompt: int, chosen: int, rejected: int, max_length: int
 ) -> None:
     pair = pair_of(prompt, chosen, rejected)
-    limits = LengthLimits(max_length=max_length, max_prompt_length=None, truncation="completion_right")
+    limits = settings(max_length=max_length, truncation="completion_right")
     if prompt >= max_length:
         with pytest.raises(BadRow, match="too_long"):
             truncate(pair, limits, None)
@@ -428,7 +420,7 @@ def test_drop_and_error_refuse_exactly_what_is_too_long(
     prompt: int, chosen: int, rejected: int, max_length: int, truncation: Truncation
 ) -> None:
     pair = pair_of(prompt, chosen, rejected)
-    limits = LengthLimits(max_length=max_length, max_prompt_length=None, truncation=truncation)
+    limits = settings(max_length=max_length, truncation=truncation)
     if prompt + max(chosen, rejected) > max_length:
         with pytest.raises(BadRow, match="too_long"):
             truncate(pair, limits, None)
@@ -438,7 +430,7 @@ def test_drop_and_error_refuse_exactly_what_is_too_long(
 
 @pytest.mark.parametrize("truncation", ["drop", "error", "completion_right"])
 def test_a_prompt_beyond_its_own_limit_is_refused_where_prompts_are_not_cut(truncation: Truncation) -> None:
-    limits = LengthLimits(max_length=100, max_prompt_length=3, truncation=truncation)
+    limits = settings(max_length=100, max_prompt_length=3, truncation=truncation)
     assert len(truncate(pair_of(3, 1, 1), limits, None).context) == 3
     with pytest.raises(BadRow, match="prompt_too_long"):
         truncate(pair_of(4, 1, 1), limits, None)
@@ -622,9 +614,8 @@ def stream(rows: list[dict[str, Any]], limit: int) -> Iterator[NumberedRow]:
 
 
 def all_batches(rows: Iterator[NumberedRow], num_workers: int, max_pairs: int | None) -> TokenizedBatch:
-    batches = list(
-        tokenize_rows(rows, settings("preference"), TOKENIZER, num_workers=num_workers, max_pairs=max_pairs)
-    )
+    with tokenizing(settings(), TOKENIZER, num_workers) as submit:
+        batches = list(tokenize_rows(rows, submit, num_workers=num_workers, max_pairs=max_pairs))
     return TokenizedBatch(
         num_rows=sum(batch.num_rows for batch in batches),
         pairs=TokenStore(
@@ -665,7 +656,7 @@ def test_a_process_that_dies_while_it_tokenises_is_one_line() -> None:
 
 
 def _die() -> None:
-    with tokenization.tokenizing_workers(settings("preference"), TOKENIZER, 2):
+    with tokenizing(settings(), TOKENIZER, 2):
         raise BrokenProcessPool
 
 

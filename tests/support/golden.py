@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from dpo_pack.data import tokenization
 from dpo_pack.data.formats import possible_formats
-from dpo_pack.data.tokenization import LengthLimits, TokenizationSettings, tokenize_batch
+from dpo_pack.data.tokenization import TokenizationSettings, tokenize_batch
 from dpo_pack.model import fingerprint
 from dpo_pack.packing import plan
 from dpo_pack.packing.bin_packing import PADDED
@@ -107,9 +107,9 @@ def _tokenized(
     settings = TokenizationSettings(
         format=format,
         system_prompt=system_prompt,
-        limits=LengthLimits(
-            max_length=max_length, max_prompt_length=max_prompt_length, truncation=truncation
-        ),
+        max_length=max_length,
+        max_prompt_length=max_prompt_length,
+        truncation=truncation,
         completion_tokens=completion_tokens,
     )
     batch = tokenize_batch(list(enumerate(rows, start=1)), settings, tokenizer)
