@@ -312,11 +312,20 @@ def test_keys_that_set_nothing_are_listed_with_the_reason(peer: str, tmp_path: P
 # ------------------------------------------------------------------------------------ how settings are given
 
 
-def test_a_command_line_of_trl_with_a_config_file_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        "--num_processes 4 trl/scripts/dpo.py",
+        "--num_processes 4 trl dpo",
+        "--multi_gpu --num_processes=4 -m trl.scripts.dpo",
+        "-m trl.scripts.dpo --num_processes 4",
+    ],
+)
+def test_a_command_line_of_trl_with_a_config_file_is_read(program: str, tmp_path: Path) -> None:
     (tmp_path / "dpo.yaml").write_text("learning_rate: 1e-5\nbeta: 0.2\n")
     line = (
         "pip install trl\n"
-        "accelerate launch --num_processes 4 trl/scripts/dpo.py --config dpo.yaml \\\n"
+        f"accelerate launch {program} --config dpo.yaml \\\n"
         "  --model_name_or_path Qwen/Qwen2-0.5B-Instruct --dataset_name trl-lib/ultrafeedback_binarized \\\n"
         "  --learning_rate=5.0e-7 --per_device_train_batch_size 2 --max_steps 1000 \\\n"
         "  --gradient_accumulation_steps 8 --eval_strategy steps --eval_steps 50 --loss_type sigmoid sft \\\n"

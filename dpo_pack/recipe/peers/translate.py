@@ -61,11 +61,15 @@ def _read_command_line(path: Path) -> dict[str, Any]:
     if not commands:
         raise RecipeError("no command line of `trl dpo` or of a dpo.py; the name of a config ends in .yaml")
     options: dict[str, list[str]] = {}
-    for word in shlex.split(commands[0], comments=True):
+    words = shlex.split(commands[0], comments=True)
+    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+        is_program = word.endswith(".py") or "-m" in (before, word)
+        if is_program or ("trl", "dpo") in ((before, word), (word, after)):
+            continue  # it may follow an option of its launcher
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             options[name] = [value] if equals else []
-        elif options and not word.endswith(".py"):
+        elif options:
             options[name].append(word)
     settings: dict[str, Any] = {"commands after the first": len(commands) - 1} if len(commands) > 1 else {}
     for config in options.pop("config", ()):
