@@ -178,6 +178,10 @@ def source_notes(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yields what a user should know of a source: `summary` is that of its store."""
     kept = summary.get("pairs_kept", summary.get("prompts_kept", 0))
     what = "pairs" if "pairs_kept" in summary else "prompts"
+    if (dropped := summary["rows_read"] - kept) > 0:
+        reasons = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in summary["dropped"].items())
+        warning = "Warning: " if dropped >= FEW * summary["rows_read"] else ""
+        yield f"{warning}{dropped:,} of {summary['rows_read']:,} rows are left out: {reasons}"
     share = summary.get("characters_in_tokens")
     if share is not None:
         counts = {"of earlier reasoning": "characters_of_earlier_reasoning", "cut off": "characters_cut"}

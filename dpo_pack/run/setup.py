@@ -166,9 +166,6 @@ def _print_notes(data: Data, console: Console, scored_turns: str) -> None:
             "for a split by prompt, name the column in data.train.*.columns.prompt"
         )
     for source in _source_reports(data):
-        dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in source["dropped"].items())
-        if dropped:
-            console.print(f"  {source['name']}: {source['rows_read']:,} rows read, left out: {dropped}")
         if others := source.get("pairs_with_other_turns"):
             scored = (
                 "only what the assistant says is scored (data.scored_turns: all scores other messages too)"
@@ -481,11 +478,10 @@ def _check_source(
     found: list[str],
 ) -> None:
     counts, kept = loaded.store.summary, "pairs" if max_new_tokens is None else "prompts"
-    dropped = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in counts["dropped"].items())
     found.append(
         f"{label}, format {counts['format']}, {'all' if loaded.reads_all else 'the first'} "
         f"{counts['rows_read']:,} rows {'' if loaded.reads_all else '(no others were read) '}have "
-        f"{counts[f'{kept}_kept']:,} {kept}{f', left out: {dropped}' if dropped else ''}"
+        f"{counts[f'{kept}_kept']:,} {kept}"
     )
     found.extend(f"  {note}" for note in source_notes(counts))
     columns = f"  {columns_sentence(loaded.columns_read, counts['columns_not_read'])}"

@@ -513,9 +513,9 @@ def test_a_start_prints_what_is_left_out_and_not_read_of_training_and_of_held_ou
         setup.print_columns_not_read(splits, console)  # training does
         printed = console.file.getvalue().splitlines()
         assert printed[1:] == [
-            "  a: 3 rows read, left out: 1 empty_completion",
+            "  a: Warning: 1 of 3 rows are left out: 1 empty_completion",
             "  a: 100 % of all characters are in the tokens",
-            "  dev: 3 rows read, left out: 1 wrong_type",
+            "  dev: Warning: 1 of 3 rows are left out: 1 wrong_type",
             "  dev: 100 % of all characters are in the tokens",
             "  columns of a, dev that are not read: id, note",
         ]
