@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dpo_pack.data.faults import source_notes
+from dpo_pack.data.faults import FEW, source_notes
 from dpo_pack.data.images import ImageProcessor
 from dpo_pack.data.ingest import columns_sentence
 from dpo_pack.data.sources import HELD_OUT, Data, LoadedSource, load_data, load_source
@@ -165,6 +165,14 @@ def _print_notes(data: Data, console: Console, scored_turns: str) -> None:
             f"  no column has the prompts: pairs with the same {shared} are all held out or all trained on; "
             "for a split by prompt, name the column in data.train.*.columns.prompt"
         )
+    num_pairs, copies = data.train.num_pairs, data.report["train"].get("duplicate_pairs", 0)
+    if both := data.report.get("train_pairs_in_eval"):
+        console.print(
+            f"  Warning: {both:,} of {num_pairs:,} training pairs are held out too, so held-out metrics do "
+            "not show what the model does with new pairs"
+        )
+    if copies >= FEW * num_pairs > 0:
+        console.print(f"  Warning: {copies:,} of {num_pairs:,} training pairs repeat another one")
     for source in _source_reports(data):
         if others := source.get("pairs_with_other_turns"):
             scored = (

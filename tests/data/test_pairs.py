@@ -501,9 +501,9 @@ def test_a_datasets_column_of_images_is_refused(tmp_path: Path) -> None:
 def test_a_start_prints_what_is_left_out_and_not_read_of_training_and_of_held_out_sources(
     tmp_path: Path, console: Console
 ) -> None:
-    noted = [{**row, "id": row["prompt"], "note": "n"} for row in rows(0, 1)]
+    noted, held = ([{**row, "id": row["prompt"], "note": "n"} for row in rows(*n)] for n in ((0, 1), (2, 3)))
     train = write(tmp_path / "a.jsonl", [*noted, {**noted[0], "chosen": " "}])
-    dev = write(tmp_path / "dev.jsonl", [*noted, {**noted[0], "chosen": None}])
+    dev = write(tmp_path / "dev.jsonl", [*held, {**held[0], "chosen": None}])
     data = {"train": train, "eval": dev, "on_bad_row": "skip"}
     model = {"path": str(tmp_path / "no-model")}
     recipe = parse_recipe({"output_dir": str(tmp_path / "run"), "model": model, "data": data})
@@ -520,6 +520,19 @@ def test_a_start_prints_what_is_left_out_and_not_read_of_training_and_of_held_ou
             "  columns of a, dev that are not read: id, note",
         ]
         console.file.truncate(console.file.seek(0))
+
+
+def test_a_start_warns_of_pairs_that_are_held_out_too_and_of_copies(tmp_path: Path, console: Console) -> None:
+    train, dev = write(tmp_path / "a.jsonl", rows(0, 1, 1, 2)), write(tmp_path / "dev.jsonl", rows(1, 9))
+    model = {"path": str(tmp_path / "no-model")}
+    settings: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "model": model}
+    prepare_data(parse_recipe({**settings, "data": {"train": train, "eval": dev}}), TOKENIZER, console)
+    assert isinstance(console.file, io.StringIO)
+    warned = [line for line in console.file.getvalue().splitlines() if "Warning" in line]
+    assert [line.split(",")[0] for line in warned] == [
+        "  Warning: 2 of 4 training pairs are held out too",
+        "  Warning: 1 of 4 training pairs repeat another one",
+    ]
 
 
 def test_the_format_is_detected_past_bad_rows_and_reported(tmp_path: Path) -> None:
