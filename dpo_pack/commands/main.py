@@ -462,11 +462,14 @@ def recipe_command(
     elif schema:
         print(json.dumps(recipe_schema(), indent=2))
     elif check is not None:
-        loaded = api.load(_load(check, overrides), trains=True)
-        with many_imports():
-            from dpo_pack.run.setup import check_recipe
+        try:
+            loaded = api.load(_load(check, overrides), trains=True)
+            with many_imports():
+                from dpo_pack.run.setup import check_recipe
 
-        found, wrong = check_recipe(loaded)
+            found, wrong = check_recipe(loaded)
+        except RecipeError as error:
+            found, wrong = [], list(error.problems or [str(error)])
         for line in found:
             say(line)
         for line in wrong:

@@ -79,7 +79,7 @@ def _fail_if_any(problems: Iterable[Problem]) -> None:
     if by_key:
         (key, message), *others = by_key.items()
         more = f" (and {len(others)} more: {', '.join(other for other, _ in others)})" if others else ""
-        fail(f"{key}: {message}{more}")
+        fail(f"{key}: {message}{more}", [f"{key}: {message}" for key, message in by_key.items()])
 
 
 def _without_shorthands(tree: Mapping[str, Any]) -> Tree:

@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import yaml
@@ -15,10 +15,15 @@ Tree = dict[str, Any]  # a recipe or a part of a recipe, as read from YAML
 MAX_VALUES = 1 << 16  # in one YAML text
 
 
-def fail(message: str) -> NoReturn:
+def fail(message: str, problems: Sequence[str] = ()) -> NoReturn:
     """Raises RecipeError with the message on one line; escapes characters that cannot be printed."""
-    printable = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
-    raise RecipeError("".join(printable)) from None
+    error = RecipeError(_printable(message))
+    error.problems = [_printable(problem) for problem in problems]
+    raise error from None
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def show(value: object) -> str:

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from collections.abc import Sequence
 
 
 def first_line(error: BaseException) -> str:
@@ -37,6 +38,8 @@ class DpoPackError(Exception):
 
 class RecipeError(DpoPackError):
     """A recipe key or command-line override is wrong; the message names the key."""
+
+    problems: Sequence[str] = ()  # if several keys are wrong, a line for each; `recipe --check` prints them
 
 
 class DataError(DpoPackError):

@@ -582,6 +582,14 @@ def test_recipe_check_warns_of_pairs_that_may_be_longer_than_the_model_reads_and
 def test_recipe_check_has_a_line_for_each_thing_that_would_stop_the_run(
     recipe: Path, dpopack: Dpopack, tmp_path: Path
 ) -> None:
+    for unready in (
+        ["optim.lrr=1", "data.max_len=2"],
+        ["model.path=./no", f"data.train={tmp_path}/no.jsonl"],
+    ):
+        refused = dpopack("recipe", "--check", recipe, *unready)
+        keys = [re.sub(r"error: ([\w.]+): .*", r"\1", line) for line in refused.err.splitlines()]
+        expected = [re.sub("train$", "train.0.path", word.split("=")[0]) for word in unready]
+        assert (refused.status, sorted(keys)) == (2, sorted(expected))
     cut = tmp_path / "cut.jsonl"
     cut.write_text('{"prompt": "ask", "chosen": "yes", "rejected": "no"}\n{"prompt": "as')
     empty = tmp_path / "model"
