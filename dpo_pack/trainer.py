@@ -345,6 +345,8 @@ class Trainer:
             self.setup, self.loaded, self.source, self.selection, moves=moves, frozen=self.frozen
         )
         if run.checkpoint is None:
+            if run.info.get("status") is not None:
+                self.console.print("Beginning anew: the earlier run here ended without a checkpoint")
             return 0
         metrics_offset, notes = load_checkpoint(run.checkpoint, state, identity=self.identity)
         self.console.print(f"Going on after step {state.step} of {self.source.num_steps} ({run.checkpoint})")

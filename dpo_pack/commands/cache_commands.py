@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from dataclasses import asdict
@@ -141,7 +142,7 @@ def parse_bytes(size: str, option: str, forms: str) -> int:
     """Reads the size of an option, such as 80GiB; `forms` are examples. Raises RecipeError."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
-    try:
-        return int(TypeAdapter(ByteSize).validate_python(size))
-    except ValidationError:
-        raise RecipeError(f"{option}: {size!r} is not a size; write it as {forms}") from None
+    with contextlib.suppress(ValidationError):
+        if re.search("[a-zA-Z]", size):  # 80 alone would be 80 bytes
+            return int(TypeAdapter(ByteSize).validate_python(size))
+    raise RecipeError(f"{option}: {size!r} is not a size; write it as {forms}")

@@ -20,7 +20,7 @@ packing:
   pairs_per_step: 64             # the batch, of all GPUs together
 loss: {type: sigmoid, beta: 0.1}
 optim: {lr: 5.0e-7, schedule: linear, warmup_ratio: 0.1}
-train: {epochs: 1}
+train: {epochs: 1}               # checkpoint: {every_steps: 100} lets a run that was killed go on
 # All keys: dpopack recipe --defaults --all. More beginnings: dpopack recipe --template list
 """
 

@@ -187,6 +187,10 @@ def describe_run(setup: Setup, loaded: LoadedModel, plan: PackingPlan | None, *,
         f"{packing.mode} rows of up to {packing.token_budget:,} tokens; "
         f"loss {loss}, beta {recipe.loss.beta:g}, lr {optim.lr:g} {optim.schedule}{warm_up}"
     )
+    if recipe.checkpoint.every_steps is None:
+        console.print(
+            "  checkpoints: only if interrupted; after a crash the run begins anew (checkpoint.every_steps)"
+        )
     if routes_tokens(loaded.model.config):
         console.print(router_sentence(loaded.model, recipe.loss.router_aux_coef, facts.balance))
     is_slow = precision.activations == torch.bfloat16 and setup.device.type == "cpu"

@@ -138,7 +138,7 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     checkpoint = None if resume in ("auto", "never") else Path(resume)
     if info is None and (checkpoint is None or root.resolve() not in checkpoint.resolve().parents):
         _refuse_to_replace_foreign_files(root, lambda: dump_recipe(recipe), overwrite=overwrite)
-    ways_out = "start again with --overwrite, or use another output_dir"
+    ways_out = "use another output_dir, or start again with --overwrite"
     if checkpoint is not None:
         if not (checkpoint / "checkpoint.json").is_file():
             raise RunError(f"checkpoint.resume: {checkpoint} is not a checkpoint; give a step-... directory")
@@ -166,8 +166,8 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
         with contextlib.suppress(RecipeError):  # `_refuse_changes` says what is wrong
             if only_goes_on(load_recipe(root / RECIPE_FILE), recipe):
                 return RunDir(root=root, checkpoint=found[-1], is_finished=False, info=info)
-    further = f"{way_on(recipe)}; or " if is_finished else ""
-    _refuse_changes(root, recipe, f"{further}{ways_out}", is_finished=is_finished)
+    further = f"; {way_on(recipe)}" if is_finished else ""
+    _refuse_changes(root, recipe, f"{ways_out}{further}", is_finished=is_finished)
     if is_finished:
         _require_model(root, found, ways_out)
     return RunDir(root=root, checkpoint=found[-1] if found else None, is_finished=is_finished, info=info)

@@ -215,7 +215,9 @@ def test_prune_removes_damaged_parts_of_what_stays_or_says_that_it_cannot(
     assert not damaged.exists() and part.exists()
 
 
-@pytest.mark.parametrize(("option", "value"), [("--older-than", "soon"), ("--max-size", "-1GB")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--older-than", "soon"), ("--max-size", "-1GB"), ("--max-size", "80")]
+)
 def test_an_age_or_size_that_is_none_is_refused(option: str, value: str, tmp_path: Path) -> None:
     assert option in refused("prune", option, value, "--cache-dir", tmp_path)
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from support.refusals import refusal
 from support.tiny_run import tiny_run
-from support.whole_runs import stop_after, text, whole_run
+from support.whole_runs import kill_after, stop_after, text, whole_run
 
 from dpo_pack.recipe.load import RECIPE_FILE, Recipe, dump_recipe, load_recipe, parse_recipe
 from dpo_pack.run import run_dir
@@ -206,6 +206,16 @@ def test_a_dry_run_of_a_stopped_run_computes_no_reference(
     assert "up to the reference pass" in text(console)
 
 
+def test_a_run_that_was_killed_before_a_checkpoint_says_that_it_begins_anew(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    recipe = whole_run(assets, tmp_path / "run", "checkpoint.every_steps=null")
+    kill_after(1, recipe, console)
+    assert "checkpoints: only" in text(console) and "anew: " not in text(console)
+    train(recipe, console, dry_run=True)
+    assert "Beginning anew: the earlier run here ended without a checkpoint" in text(console)
+
+
 # -------------------------------------------------------------------------------------------------- finished
 
 
@@ -243,7 +253,7 @@ def test_a_finished_run_without_its_whole_model_offers_its_newest_checkpoint(
     message = refused(recipe)
     assert "this run is finished, but" in message and "/run/model is not whole (" in message
     newest = recipe.output_dir / "checkpoints" / "step-000004"
-    assert f"write it again with checkpoint.resume={newest}, start again with" in message
+    assert f"write it again with checkpoint.resume={newest}, use another output_dir" in message
     named = load_recipe(
         recipe.output_dir / "recipe.yaml",
         [f"output_dir={recipe.output_dir}", f"checkpoint.resume={newest}"],
