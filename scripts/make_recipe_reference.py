@@ -129,8 +129,9 @@ Comments in the recipe say how each key was translated:
 
 Check four things in the new recipe first.
 
-- **Devices.** `packing.pairs_per_step` is the batch of all devices together: batch size x accumulation x
-  devices. If the settings do not say how many devices there were, one is assumed, and the comment says so.
+- **Devices.** `packing.pairs_per_step` is the batch of all devices together: the batch of one device x
+  accumulation steps x devices. If the settings do not say how many devices there were, one is assumed, and
+  the comment says so.
 - **Chat templates.** Conversations get the tokenizer's own template. axolotl and LLaMA-Factory have templates
   of their own. `dpopack show` prints the tokens.
 - **Length.** `data.truncation: completion_right` cuts completions as TRL does. A pair whose prompt alone is
@@ -189,10 +190,14 @@ def _table(prefix: str, section: type[BaseModel], *, without_sections: bool = Fa
 
 
 def _running_again() -> str:
-    neutral, layout, stopping, comparing = (
+    layout, stopping, comparing = (
         ", ".join(f"`{key}`" for key in keys)
-        for keys in (NEUTRAL_KEYS, ROW_LAYOUT_KEYS, EARLY_STOPPING_KEYS, COMPARING_KEYS)
+        for keys in (ROW_LAYOUT_KEYS, EARLY_STOPPING_KEYS, COMPARING_KEYS)
     )
+    sections: dict[str, list[str]] = {}
+    for key in NEUTRAL_KEYS:
+        sections.setdefault(key.partition(".")[0], []).append(f"`{key}`")
+    neutral = "\n".join(f"- {', '.join(keys)}" for keys in sections.values())
     return f"""\
 ## Running again
 
@@ -201,12 +206,16 @@ differs. A key changes training when exact arithmetic would take other steps; wh
 bits of a result does not count, so that a run can go on with less memory, another attention backend or
 other hardware.
 
-Free to change: {neutral}, where and how a judge's `endpoint` is asked (all but its `model`),
-its `max_new_tokens` and `retries`,
-the `name` of a source, and `data.eval` unless it is a fraction of the training pairs.
-With `packing.scope: step` also {layout}. With `train.early_stopping`, {stopping}
-and `data.eval` are not free: they say when the run ends. With `train.early_stopping` or
-`checkpoint.load_best`, {comparing} is not free: evaluations are compared with earlier ones.
+Free to change (a section stands for all its keys):
+
+{neutral}
+- a judge's `max_new_tokens`, `retries` and `endpoint`, except the endpoint's `model`
+- the `name` of a source, and `data.eval` unless it is a fraction of the training pairs
+- with `packing.scope: step` also {layout}
+
+With `train.early_stopping`, {stopping} and `data.eval` are not free, because they say when the run
+ends. With `train.early_stopping` or `checkpoint.load_best`, {comparing} is not free, because
+evaluations are compared with earlier ones.
 """
 
 

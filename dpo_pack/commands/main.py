@@ -62,8 +62,8 @@ def _complete_key(incomplete: str) -> list[str]:
 
 app = typer.Typer(
     cls=_Commands,
-    help="DPO fine-tuning of causal language models that computes no padding, no prompt twice and no "
-    "reference log-prob a second time.",
+    help="DPO fine-tuning of causal language models: without padding, each prompt computed once for both "
+    "completions, reference log-probs cached.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -240,7 +240,7 @@ def show(
     pair: Annotated[
         list[str] | None,
         typer.Option(
-            "--pair", metavar="N", help="Show the pair of the Nth row of each file, from 1, with ids."
+            "--pair", metavar="N", help="Show the pair of row N of each file, from 1, with ids; several: 3,8."
         ),
     ] = None,
     dropped: Annotated[
@@ -440,7 +440,7 @@ def recipe_command(
     what became of each key.
     """
     from dpo_pack.recipe.load import recipe_defaults, recipe_schema
-    from dpo_pack.recipe.templates import BEGINNING, TEMPLATES, recipe_template
+    from dpo_pack.recipe.templates import BEGINNING, MODELS, TEMPLATES, recipe_template
 
     if sum((defaults, schema, check is not None, template is not None, peer is not None)) != 1:
         raise RecipeError(
@@ -449,14 +449,17 @@ def recipe_command(
     if every_key and not defaults:
         raise RecipeError("recipe: --all is an option of --defaults; give both")
     if template == "list":
-        for name in TEMPLATES:
-            say(name)
+        for model in MODELS:
+            say(" ".join(name for name in TEMPLATES if TEMPLATES[name][0] is MODELS[model]))
     elif template is not None:
         print(recipe_template(template), end="")
     elif peer is not None:
-        from dpo_pack.recipe.peers.translate import translate
+        from dpo_pack.recipe.peers.translate import NO_COUNTERPART, translate
 
-        print(translate(*peer), end="")
+        text = translate(*peer)
+        print(text, end="")
+        if NO_COUNTERPART in text:
+            complain("Some settings have no counterpart in dpo-pack; the recipe lists them at its top")
     elif defaults:
         print(recipe_defaults() if every_key else BEGINNING, end="")
     elif schema:

@@ -177,7 +177,7 @@ def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label:
             )
         for name in settings.template_options:
             if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-                what = f"chat_template_kwargs.{name} ({label}): the chat template has no {name}"
+                what = f"chat_template_kwargs.{name} (of data or {label}): the chat template has no {name}"
                 raise RecipeError(f"{what}, so it would change nothing; correct the name, or leave it out")
         return
     system_prompt = None if settings.system_prompt is None else "system_prompt"

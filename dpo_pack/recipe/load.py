@@ -77,9 +77,9 @@ def _fail_if_any(problems: Iterable[Problem]) -> None:
     for key, message in problems:
         by_key.setdefault(key, message)
     if by_key:
-        (key, message), *others = by_key.items()
-        more = f" (and {len(others)} more: {', '.join(other for other, _ in others)})" if others else ""
-        fail(f"{key}: {message}{more}", [f"{key}: {message}" for key, message in by_key.items()])
+        lines = [f"{key}: {message}" for key, message in by_key.items()]
+        more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:])})" if len(lines) > 1 else ""
+        fail(lines[0] + more, lines)
 
 
 def _without_shorthands(tree: Mapping[str, Any]) -> Tree:

@@ -1,19 +1,21 @@
 """Says what is wrong in a recipe: the key, the mistake, and how to mend it."""
 
+import contextlib
 import difflib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from dpo_pack.recipe.data import RowField
-from dpo_pack.recipe.peers.peer_tables import our_values, our_words
+from dpo_pack.recipe.peers.peer_tables import PEERS, our_values, our_words, read_table, rows_of
 from dpo_pack.recipe.schema import Recipe
-from dpo_pack.recipe.text import Tree, show
-from dpo_pack.recipe.types import BROKEN_RULE, Problem, allowed_values
+from dpo_pack.recipe.text import Tree, read_yaml, show, to_yaml
+from dpo_pack.recipe.types import BROKEN_RULE, Problem, Section, allowed_values
+from dpo_pack.system.errors import RecipeError
 
 
 def nested_sections(annotation: Any, *, is_item: bool = False) -> Iterator[tuple[type[BaseModel], bool]]:
@@ -38,6 +40,13 @@ def recipe_fields(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[s
 
 def recipe_problems(errors: Sequence[ErrorDetails], tree: Tree) -> list[Problem]:
     """Turns pydantic's errors into problems: unknown keys first, because a misspelt key is also missing."""
+    unknown = {str(error["loc"][0]) for error in errors if error["type"] == "extra_forbidden"}
+    peer = max(PEERS, key=lambda peer: len(rows_of(peer).keys() & unknown))
+    theirs = sorted(rows_of(peer).keys() & unknown)
+    if len(theirs) > 1 and not tree["model"] and not tree["data"]:
+        keys = ", ".join([*theirs[:3], *(["..."] if len(theirs) > 3 else [])])
+        remedy = f"'dpopack recipe --from {peer} FILE > recipe.yaml' makes a recipe of it"
+        return [(keys, f"this is a file of {read_table(peer)['name']}; {remedy}")]
     in_order = sorted(errors, key=lambda error: error["type"] != "extra_forbidden")
     problems = [_problem(error, tree) for error in in_order]
     # If an item of a list is wrong, pydantic also reports that the list is too short.
@@ -53,23 +62,51 @@ def _problem(error: ErrorDetails, tree: Tree) -> Problem:
     if error["type"] == "extra_forbidden":
         return ".".join(parts), f"unknown key; {_nearest(parts)}"
     if parts[-1] == "[key]":  # of the mapping `columns`
-        return ".".join(parts[:-1]), f"unknown key; {_nearest(parts[:-1])}"
+        return ".".join(parts[:-1]), f"no field of a pair; {_nearest_field(parts[:-1], tree)}"
     while _numbered(parts) not in recipe_fields():  # pydantic's names for parts of a plain value
         parts.pop()
-    key, field = ".".join(parts), recipe_fields()[_numbered(parts)]
+    field = recipe_fields()[_numbered(parts)]
     if error["type"] == "missing" and isinstance(error["loc"][-1], str):
         instance = f", as in {parts[-1]}: {field.examples[0]}" if field.examples else ""
-        return key, f"required, but not given{instance}"
+        return ".".join(parts), f"required, but not given{instance}"
     if error["type"] == "value_error":
-        return key, error["msg"].removeprefix("Value error, ")
-    value: Any = tree
-    for part in parts:
-        value = value[int(part)] if isinstance(value, (list, tuple)) else value[part]
-    ours = our_values().get(key, {}).get(value.lower()) if isinstance(value, str) else None
-    remedy = f", which is {ours} here" if ours else ""
-    if error["type"] == "string_type" and isinstance(value, (bool, int, float)):
-        remedy = "; put it in quotes"
-    return key, f"must be {allowed_values(field.annotation, field.metadata)}, not {show(value)}{remedy}"
+        return ".".join(parts), error["msg"].removeprefix("Value error, ")
+    allowed = f"must be {allowed_values(field.annotation, field.metadata)}"
+    whole = parts[:-1] if parts[-1].isdecimal() else parts
+    if (form := _right_form(whole, field, tree, is_text=error["type"] == "string_type")) is not None:
+        return ".".join(whole), f"write {form}, not {show(_at(tree, whole))}; it {allowed}"
+    return ".".join(parts), f"{allowed}, not {show(_at(tree, parts))}"
+
+
+def _at(tree: Tree, parts: Sequence[str]) -> Any:
+    return functools.reduce(
+        lambda value, part: value[int(part) if isinstance(value, (list, tuple)) else part], parts, tree
+    )
+
+
+def _right_form(parts: Sequence[str], field: FieldInfo, tree: Tree, *, is_text: bool) -> str | None:
+    """Returns as YAML what a wrong value probably means, in a form that the key takes, if there is one:
+    0.1 for '0.1', {r: 16} for 16, [{type: sft}] for [sft], our word for a peer's."""
+    value, forms = _at(tree, parts), list[Any]()
+    if is_text and isinstance(value, (bool, int, float)):
+        forms = [to_yaml(value, one_line=True)]
+    elif isinstance(value, str):
+        with contextlib.suppress(RecipeError):
+            forms = [read_yaml(value, where="")]
+        forms += [value.lower(), our_values().get(".".join(parts), {}).get(value.lower()), [value]]
+    elif isinstance(value, float) and value.is_integer():
+        forms = [int(value)]
+    for section, _ in nested_sections(field.annotation):
+        first = next(iter(section.model_fields))
+        forms.append([{first: item} for item in value] if isinstance(value, list) else {first: value})
+    key: Any = Annotated[field.annotation, "", *field.metadata]  # typing wants one item or more
+    one_key = create_model("OneKey", __base__=Section, key=(key, ...))
+    for form in forms:
+        with contextlib.suppress(ValidationError):
+            if form is not None:
+                one_key.model_validate({"key": form})
+                return to_yaml(form, one_line=True)
+    return None
 
 
 def _numbered(parts: Sequence[str]) -> str:
@@ -82,16 +119,27 @@ def _nearest(parts: Sequence[str]) -> str:
     if "." in name and name in known:
         return f"only overrides have dots; in YAML write {name.replace('.', ': {', 1)}: ...}}"
     beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == _numbered(section)]
-    beside = beside or list(get_args(RowField))  # in `columns`
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
+    if len(elsewhere) == 1:
+        return f"did you mean {elsewhere[0]}?"
     if not elsewhere and name in words:
         return words[name]
-    # A peer's keys are compared as keys of this section, so that all begin alike.
-    texts = {prefix + key: word for key, word in words.items()}
-    texts |= {key: f"did you mean {key}?" for key in (*known, *(prefix + key for key in beside))}
-    close = difflib.get_close_matches(prefix + name, texts, n=1, cutoff=0.7) or elsewhere
-    close = elsewhere if len(elsewhere) == 1 else close
-    return texts[close[0]] if close else f"known here: {', '.join(beside)}"
+    # Names alone are compared: with the same section before them any two would be alike.
+    others = {key.rpartition(".")[2]: f"did you mean {key}?" for key in reversed(known)}
+    here = {key: f"did you mean {prefix}{key}?" for key in beside}
+    for texts, cutoff in ((here, 0.75), (others, 0.75), (words, 0.85)):
+        if close := difflib.get_close_matches(name, texts, n=1, cutoff=cutoff):
+            return texts[close[0]]
+    return f"known here: {', '.join(beside)}"
+
+
+def _nearest_field(parts: Sequence[str], tree: Tree) -> str:
+    *columns, name = parts
+    fields, column = get_args(RowField), _at(tree, parts)
+    if column in fields:
+        return f"write {{{column}: {name}}}: dpo-pack's name comes first, then your column"
+    close = difflib.get_close_matches(name, fields, n=1, cutoff=0.75)
+    return f"did you mean {'.'.join([*columns, *close])}?" if close else f"the fields are {', '.join(fields)}"
 
 
 def advice_on_option(name: str) -> str | None:
@@ -101,5 +149,7 @@ def advice_on_option(name: str) -> str | None:
     name = name.replace("-", "_")
     if keys := [key for key in recipe_fields() if name in (key, key.rpartition(".")[2])]:
         return f"write {keys[0]}=VALUE after the recipe"
-    word = our_words().get(name)
-    return f"{word}; set keys after the recipe, as in optim.lr=1e-6" if word else None
+    example = "set keys after the recipe, as in optim.lr=1e-6"
+    if name in ("set", "override"):
+        return example
+    return f"{our_words()[name]}; {example}" if name in our_words() else None

@@ -50,14 +50,14 @@ class ModelRecipe(types.Section):
     attention: Literal["auto", "flash_attn", "torch_varlen", "flex", "sdpa"] = "auto"
     """auto: the first that is exact for this model, type and device. flex: CUDA, for softcaps and sinks."""
     gradient_checkpointing: bool | Literal["selective"] = False
-    """Recompute activations in the backward pass: less memory, more time. selective: all but the results of
-    matrix products and attention, which take most of the time; not with compiled layers."""
+    """Recompute activations in the backward pass: less memory, more time. selective: the results of matrix
+    products and attention, which take most of the time, are kept; not with compiled layers."""
     activation_offload: bool = False
     """Keep layers' inputs in the host's memory until the backward pass, for pairs of tens of thousands of
     tokens; needs gradient_checkpointing: true."""
     mlp_tile_tokens: types.TokenCount | None = None
-    """Compute feed-forward blocks this many tokens at a time, e.g. 8192, and once more in the backward pass,
-    for such pairs, too; not for mixtures of experts. null: all tokens at once."""
+    """Compute feed-forward blocks this many tokens at a time, e.g. 8192, for pairs of tens of thousands of
+    tokens; the backward pass computes them once more. Not for mixtures of experts. null: all at once."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the layers and the work on logits with torch.compile; a start is seconds to minutes longer.
     auto: on CUDA, if a C++ compiler and triton are there and a small row compiles."""
@@ -278,7 +278,10 @@ class Recipe(types.Section):
     def _broken_evaluation_rules(self) -> Iterator[types.Problem]:
         checkpoint, every_steps = self.checkpoint, self.train.eval_every_steps
         if every_steps and not self.data.eval:
-            yield "train.eval_every_steps", "there is nothing to evaluate: data.eval is empty"
+            yield (
+                "train.eval_every_steps",
+                "data.eval is empty; hold pairs out, as in data.eval: {fraction: 0.02}",
+            )
         if checkpoint.load_best and not checkpoint.keep_best:
             yield "checkpoint.load_best", "needs checkpoint.keep_best: 1 or more; else the best are deleted"
         samples = self.logging.samples

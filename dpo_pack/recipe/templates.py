@@ -124,11 +124,12 @@ checkpoint: {{every_steps: 100, keep: 1}}
 
 
 def recipe_template(name: str) -> str:
-    """Returns the recipe of a template. Raises RecipeError, which lists the names, for an unknown one."""
+    """Returns the recipe of a template. Raises RecipeError, which names near ones, for an unknown one."""
     if name not in TEMPLATES:
-        near = " or ".join(difflib.get_close_matches(name, TEMPLATES, n=1))
-        guess = f"did you mean {near}? " if near else ""
-        raise RecipeError(f"--template {name}: no such template; {guess}There are {', '.join(TEMPLATES)}")
+        near = [other for other in TEMPLATES if other.startswith(name)]
+        near = near or difflib.get_close_matches(name, TEMPLATES, n=3)
+        guess = f"did you mean {', '.join(near)}? " if near else ""
+        raise RecipeError(f"--template {name}: no such template; {guess}'--template list' prints all names")
     model, setup = TEMPLATES[name]
     is_large = model.parameters > 20e9  # fp32 weights and 16-bit casts would not leave room for a row
     total = model.parameters * (2 if setup.is_lora else 14 if is_large else 16) / 1e9

@@ -154,11 +154,11 @@ class LossRecipe(types.Section):
         for option in () if has_own else options:
             is_used = any(option in LOSS_DECLARATIONS[name].options for name in names)
             if self.is_changed(option) and not is_used:
-                yield option, f"not used by loss.type {losses}, only by {losses_with(option)}"
+                yield option, f"not used by loss.type {losses}, only by {losses_with(option)}; leave it out"
         if "exo_pair" in names and self.label_smoothing == 0:
             yield "label_smoothing", "must be > 0 for loss.type exo_pair, which takes its logarithm"
         if self.is_changed("f_alpha") and self.f_divergence != "alpha_divergence":
-            yield "f_alpha", "only used by loss.f_divergence: alpha_divergence"
+            yield "f_alpha", "only used by loss.f_divergence: alpha_divergence; leave it out"
         if self.f_divergence != "reverse_kl":
             if refusing := self.terms_that(lambda loss: not loss.takes_divergences):
                 yield "f_divergence", f"loss.type {refusing} is defined for reverse_kl only; leave it out"
@@ -176,7 +176,8 @@ class OptimRecipe(types.Section):
     """The optimizer and its learning-rate schedule."""
 
     name: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
-    """adamw_8bit: moments in 8 bits, on CUDA. adafactor: factored second moments; lr is absolute."""
+    """adamw_8bit: moments in 8 bits, on CUDA. adafactor: factored second moments; lr does not grow with the
+    weights' size."""
     lr: types.PositiveNumber = 5e-7
     """Peak learning rate."""
     schedule: Literal[
@@ -217,7 +218,7 @@ class OptimRecipe(types.Section):
             yield "min_lr_ratio", f"schedule {self.schedule} has no lowest rate; linear and cosine have one"
         for key in ("betas", "eps"):
             if self.name == "adafactor" and self.is_changed(key):
-                yield key, "not used by optim.name adafactor"
+                yield key, "not used by optim.name adafactor; leave it out"
         if self.schedule == "polynomial" and self.lr <= POLYNOMIAL_LR_END:
             yield "lr", f"must be > {POLYNOMIAL_LR_END}, where schedule polynomial ends, not {self.lr}"
 
@@ -241,8 +242,8 @@ class TrainRecipe(types.Section):
     eval_every_steps: types.Count | None = None
     """Steps between two evaluations; null: evaluate only before the first step and after the last."""
     eval_precision: Literal["auto", "float32", "training"] = "auto"
-    """Of held-out pairs. training: that of the steps; its rounding is measured. auto: float32 where that adds
-    at most 5 % to the run, else training. See docs/numerics.md."""
+    """In which numbers held-out pairs are computed. training: in those of the steps, and their rounding is
+    measured. auto: float32 where that adds at most 5 % to the run, else training. See docs/numerics.md."""
     early_stopping: EarlyStoppingRecipe | None = None
     """Stop when evaluations no longer get better, e.g. {patience: 3}; null: never. See docs/running.md."""
     stop_on_nonfinite: bool = True

@@ -688,7 +688,13 @@ def test_recipe_prints_what_can_be_begun_with(dpopack: Dpopack, tmp_path: Path) 
     (tmp_path / "dpo.yaml").write_text("learning_rate: 3e-7\nmodel_name_or_path: a/b\ndataset_name: c/d\n")
     translated = dpopack("recipe", "--from", "trl", tmp_path / "dpo.yaml")
     assert translated.status == 0 and yaml.safe_load(translated.out)["optim"]["lr"] == 3e-7
-    assert_refused(dpopack("recipe", "--template", "x"), "qwen3-0.6b-full-1gpu")
+    assert translated.err == "" and "No counterpart" not in translated.out
+    (tmp_path / "dpo.yaml").write_text("model_name_or_path: a/b\ndataset_name: c/d\nuse_dora: true\n")
+    assert "no counterpart" in dpopack("recipe", "--from", "trl", tmp_path / "dpo.yaml").err
+    assert_refused(dpopack("recipe", "--template", "x"), "--template list")
+    unknown = dpopack("recipe", "--template", "qwen3-0.6b")
+    assert_refused(unknown, "qwen3-0.6b-full-1gpu")
+    assert "llama" not in unknown.err
     assert {"model", "data", "output_dir"} <= set(json.loads(dpopack("recipe", "--schema").out)["required"])
 
 
@@ -697,6 +703,7 @@ def test_an_option_that_is_a_recipe_key_somewhere_is_answered_with_our_key(dpopa
         "--config": r"--config: .*dpopack train recipe\.yaml",
         "--learning_rate": r"optim\.lr here",
         "--max_length": r"data\.max_length=VALUE",
+        "--set": r"optim\.lr=1e-6",
         "--nonsense": r"No such option: --nonsense",
     }.items():
         outcome = dpopack("train", "recipe.yaml", option, "1")

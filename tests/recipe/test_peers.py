@@ -416,7 +416,6 @@ def test_of_an_adapter_only_the_part_that_a_recipe_may_not_have_is_left_out(tmp_
         ("llamafactory", {"stage": "dpo", "pref_loss": "kto_pair"}, "pref_loss: kto_pair"),
         ("trl", "- a list", "no mapping"),
         ("trl", "beta: 1\nbeta: 2\n", "line 2.*'beta' is given twice"),
-        ("nemo", {}, "trl, axolotl, llamafactory"),
     ],
 )
 def test_settings_that_train_something_else_are_refused(
@@ -425,6 +424,15 @@ def test_settings_that_train_something_else_are_refused(
     with pytest.raises(RecipeError, match=message) as refused:
         translated(tmp_path, peer, content)
     assert "peer.yaml" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_trainer_is_named_in_capitals_too_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
+    settings = BASE["llamafactory"]
+    assert recipe_from("LLaMA-Factory", settings) == recipe_from("llamafactory", settings)
+    with pytest.raises(RecipeError, match="--from nemo: .* trl, axolotl, llamafactory"):
+        translate("nemo", tmp_path / "absent.yaml")
+    with pytest.raises(RecipeError, match=r"^[^\[]*absent\.yaml: cannot be read: No such file"):
+        translate("TRL", tmp_path / "absent.yaml")
 
 
 @pytest.mark.parametrize(
@@ -467,10 +475,10 @@ def test_dpo_pack_has_the_losses_of_trl() -> None:
         ({"pref_loss": "ipo"}, ["LLaMA-Factory's pref_loss is loss.type here"]),
         ({"padding_free": True}, ["padding_free is not needed here: nothing is padded"]),
         ({"use_dora": True}, ["use_dora has no counterpart here: plain LoRA"]),
-        ({"loss": {"type": "dpo"}}, ["loss.type", "'dpo', which is sigmoid here"]),
-        ({"optim": {"name": "adamw_torch"}}, ["which is adamw here"]),
-        ({"model": {"path": "a/b", "attention": "flash_attention_2"}}, ["which is flash_attn here"]),
-        ({"data": {"train": "a.jsonl", "truncation": "keep_start"}}, ["which is completion_right here"]),
+        ({"loss": {"type": "dpo"}}, ["loss.type: write sigmoid, not 'dpo'"]),
+        ({"optim": {"name": "adamw_torch"}}, ["write adamw, not"]),
+        ({"model": {"path": "a/b", "attention": "flash_attention_2"}}, ["write flash_attn, not"]),
+        ({"data": {"train": "a.jsonl", "truncation": "keep_start"}}, ["write completion_right, not"]),
     ],
 )
 def test_an_error_about_a_peer_s_word_names_ours(settings: dict[str, Any], fragments: list[str]) -> None:

@@ -21,14 +21,39 @@ NOT_A_KEY = [
     ("data.train.0.formt=x", "data.train.0.formt", "data.train.0.format"),
     ("data.train=[a, {pth: x}]", "data.train.1.pth", "data.train.1.path"),
     ("data.train.0.columns={promt: q}", "data.train.0.columns.promt", "data.train.0.columns.prompt"),
-    ("model.lora={rank: 8}", "model.lora.rank", "model.lora.r"),
+    ("data.train.max_lenght=3", "data.train.0.max_lenght", "data.max_length"),
+    ("max_lenght=3", "max_lenght", "data.max_length"),
+]
+NOTHING_IS_NEAR = [
+    # override, unknown key, what the message lists
+    ("model.lora={rank: 8}", "model.lora.rank", "r, alpha, dropout, target_modules"),
+    ("data.train.columns={zz: q}", "data.train.0.columns.zz", "prompt, chosen, rejected"),
+    ("per_device_batch=4", "per_device_batch", "output_dir, seed"),
+    ("optim.warmup=3", "optim.warmup", "warmup_ratio, warmup_steps"),
+]
+# override, key, the form that the message tells to write
+ANOTHER_FORM = [
+    ("loss.type=[sigmoid, sft]", "loss.type", "[{type: sigmoid}, {type: sft}]"),
+    ("loss.type=[sigmoid, {type: sft}]", "loss.type.0", None),
+    ("loss.type=dpo", "loss.type", "sigmoid"),
+    ("loss.type=Sigmoid", "loss.type", "sigmoid"),
+    ("loss.beta='0.1'", "loss.beta", "0.1"),
+    ("model.lora=16", "model.lora", "{r: 16}"),
+    ("model.lora={target_modules: q_proj}", "model.lora.target_modules", "[q_proj]"),
+    ("model.revision=123", "model.revision", "'123'"),
+    ("model.gradient_checkpointing='true'", "model.gradient_checkpointing", "true"),
+    ("train.max_steps=1000.0", "train.max_steps", "1000"),
+    ("train.max_steps=1000.5", "train.max_steps", None),
+    ("train.early_stopping=3", "train.early_stopping", "{patience: 3}"),
+    ("data.eval=0.1", "data.eval", "{fraction: 0.1}"),
+    ("data.eval=3", "data.eval", None),
 ]
 # key, its values in YAML that are refused, and a part of what is allowed
 NOT_A_VALUE: list[tuple[str, list[str], str]] = [
     ("optim.lr", ["'abc'", "true", "null", "[1]", "{'x': 1}", "0", "nan", "inf"], "a number > 0"),
     ("seed", ["true", "1.0", "'1'", "-1"], "a whole number >= 0 and < 4294967296"),
     ("data.shuffle", ["'yes'", "1"], "true or false"),
-    ("model.revision", ["123"], "text or null, not 123; put it in quotes"),
+    ("model.revision", ["123"], "text or null"),
     ("model.path", ["3"], "a path or a hub id"),
     ("optim", ["3"], "a mapping with keys among name, lr, schedule"),
     ("optim.betas", ["[0.9]", "0.9", "[0.9, 1]"], "a list of two numbers, each >= 0 and < 1"),
@@ -37,7 +62,7 @@ NOT_A_VALUE: list[tuple[str, list[str], str]] = [
     ("data.eval", ["3"], "{fraction: 0.02}"),
     ("data.train.0.format", ["'hh'"], "one of auto, preference"),
     ("loss.type", ["'dpo'", "[]"], "one of sigmoid"),
-    ("loss.type.0", ["'sigmoid'"], "or a list as [{type: sigmoid, weight: 1.0}]"),
+    ("loss.type.0", ["'dopo'"], "or a list as [{type: sigmoid, weight: 1.0}]"),
     ("loss.type.0.weight", ["0"], "a number > 0"),
     ("loss.label_smoothing", ["0.5"], "a number >= 0 and < 0.5"),
     ("logging.trackers", ["'tensorbord'", "['foo']"], "one or a list of tensorboard"),
@@ -57,6 +82,42 @@ IN_ITEMS = {
 def test_an_unknown_key_is_refused_with_the_nearest_one(override: str, key: str, nearest: str) -> None:
     message = message_of(lambda: load(override))
     assert message.startswith(f"{key}: ") and f"{nearest}?" in message
+
+
+@pytest.mark.parametrize(("override", "key", "known"), NOTHING_IS_NEAR)
+def test_an_unknown_key_that_is_like_no_other_is_refused_with_those_that_can_stand_there(
+    override: str, key: str, known: str
+) -> None:
+    message = message_of(lambda: load(override))
+    assert message.startswith(f"{key}: ") and known in message and "did you mean" not in message
+
+
+def test_columns_that_are_named_the_wrong_way_round_are_shown_the_right_way() -> None:
+    message = message_of(lambda: load("data.train.columns={question: prompt}"))
+    assert message.startswith("data.train.0.columns.question: ") and "{prompt: question}" in message
+
+
+@pytest.mark.parametrize(("override", "key", "form"), ANOTHER_FORM)
+def test_a_value_in_another_form_is_refused_with_the_right_form(
+    override: str, key: str, form: str | None
+) -> None:
+    message = message_of(lambda: load(override))
+    assert message.startswith(f"{key}: {'must be ' if form is None else f'write {form}, not '}")
+
+
+@pytest.mark.parametrize(
+    ("peer", "text"),
+    [
+        ("trl", "model_name_or_path: a\nlearning_rate: 1e-6\noutput_dir: b\nbf16: true\n"),
+        ("axolotl", "base_model: a\nrl: dpo\ndatasets: []\n"),
+        ("llamafactory", "model_name_or_path: a\nstage: dpo\npref_beta: 0.1\n"),
+    ],
+)
+def test_a_file_of_another_trainer_is_refused_with_the_command_that_translates_it(
+    peer: str, text: str
+) -> None:
+    message = message_of(lambda: load(text=text))
+    assert f"dpopack recipe --from {peer}" in message and "required" not in message
 
 
 @pytest.mark.parametrize(("key", "values", "allowed"), NOT_A_VALUE)
@@ -81,7 +142,7 @@ def test_a_path_that_cannot_be_is_refused(override: str, value: str) -> None:
 def test_missing_required_keys_are_all_named_with_an_instance() -> None:
     message = message_of(lambda: load(text="seed: 1\n"))
     assert "output_dir: required" in message and "runs/my-run" in message
-    assert "2 more: model.path, data.train" in message
+    assert "2 more: model.path: required" in message and "; data.train: required" in message
 
 
 def test_a_long_or_odd_value_is_shortened_and_escaped() -> None:

@@ -82,10 +82,12 @@ def test_keys_that_cannot_go_together_are_refused(overrides: str, key: str, besi
 def test_broken_rules_of_sections_and_wrong_values_are_reported_together() -> None:
     message = message_of(lambda: load("packing.window_pairs=4", "loss.cpo_alpha=0", "optim.lr=x", "seed=-1"))
     assert message.startswith("seed: must be a whole number")
-    assert message.endswith("(and 3 more: packing.window_pairs, loss.cpo_alpha, optim.lr)")
+    assert re.search(
+        r" \(and 3 more: packing\.window_pairs: .*; loss\.cpo_alpha: .*; optim\.lr: .*\)$", message
+    )
     message = message_of(lambda: load("train.eval_every_steps=5", "loss.type=simpo", "reference.path=a/b"))
     assert message.startswith("reference.path: loss.type simpo uses no reference")
-    assert message.endswith("(and 1 more: train.eval_every_steps)")
+    assert " (and 1 more: train.eval_every_steps: data.eval is empty" in message
 
 
 def test_every_option_is_accepted_where_it_is_used() -> None:
@@ -173,7 +175,7 @@ def test_paths_that_exist_or_can_be_made_and_hub_ids_pass(override: str) -> None
         ("checkpoint.resume=atuo", "checkpoint.resume", "'atuo'"),
         (f"data.train={'x' * 5000}.jsonl", "data.train.0.path", "no such file"),
         ('data.train="a\\0.jsonl"', "data.train.0.path", "no such file"),
-        ("data.train=no.jsonl, model.path=/no", "model.path", "1 more: data.train.0.path"),
+        ("data.train=no.jsonl, model.path=/no", "model.path", "(and 1 more: data.train.0.path: "),
     ],
 )
 def test_what_is_not_there_is_refused_naming_the_key(override: str, key: str, value: str) -> None:
@@ -194,7 +196,7 @@ def test_a_directory_that_cannot_be_written_is_refused(monkeypatch: pytest.Monke
     assert "output_dir: no permission to write in '.'" in message
     assert "cache_dir" not in message  # it may have everything already
     message = message_of(lambda: check_environment(load("output_dir=a/b", "reference.cache_dir=cache/new")))
-    assert "(and 1 more: reference.cache_dir)" in message
+    assert "(and 1 more: reference.cache_dir: " in message
 
 
 @pytest.mark.usefixtures("workplace")

@@ -23,6 +23,7 @@ _HEADING = """\
 # find the columns, name them in data.train.N.columns. docs/from-peers.md says what differs in every recipe.
 """
 _WIDTH = 110
+NO_COUNTERPART = "# No counterpart here:"  # above the settings that the recipe does not have
 
 
 def recipe_from(peer: str, mapping: Mapping[str, Any]) -> str:
@@ -34,14 +35,17 @@ def recipe_from(peer: str, mapping: Mapping[str, Any]) -> str:
 
 def translate(peer: str, path: Path) -> str:
     """Returns a recipe for a peer's file: YAML, JSON, or a command line of TRL. See `recipe_from`."""
+    draft = _Draft(peer)
     try:
         if path.suffix in (".py", ".ipynb"):
-            call = f"dpo_pack.recipe_from('{peer}', config.to_dict())"
+            call = f"dpo_pack.recipe_from('{draft.peer}', config.to_dict())"
             raise RecipeError(f"scripts are not read; in the script, {call} returns the recipe")
-        is_mapping = peer != "trl" or path.suffix in (".yaml", ".yml", ".json")
+        is_mapping = draft.peer != "trl" or path.suffix in (".yaml", ".yml", ".json")
         settings = _read_mapping(path) if is_mapping else _read_command_line(path)
-        return _Draft(peer).translate(settings, path.parent)
-    except (OSError, ValueError) as error:
+        return draft.translate(settings, path.parent)
+    except OSError as error:
+        raise RecipeError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from None
     except RecipeError as error:
         raise RecipeError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
@@ -89,13 +93,14 @@ class _Draft:
     """A recipe's values and comments, by recipe key, and what to say of keys that set no value."""
 
     def __init__(self, peer: str) -> None:
-        if peer not in tables.PEERS:
-            raise RecipeError(f"{peer} is no peer; dpo-pack translates settings of {', '.join(tables.PEERS)}")
-        self.peer, self.table = peer, tables.read_table(peer)
+        self.peer = peer.lower().replace("-", "")
+        if self.peer not in tables.PEERS:
+            raise RecipeError(f"--from {peer}: dpo-pack translates files of {', '.join(tables.PEERS)}")
+        self.table = tables.read_table(self.peer)
         self.values: dict[str, Any] = {"data.scored_turns": "all"}
         self.comments: defaultdict[str, list[str]] = defaultdict(list)
         self.comments["data.scored_turns"] = [f"{self.table['name']} too scores every token after the prompt"]
-        if peer == "trl":
+        if self.peer == "trl":
             self.values["data.continue_final_message"] = True
             self.comments["data.continue_final_message"] = ["TRL does so if prompts end with an answer"]
         self.unneeded: defaultdict[str, list[str]] = defaultdict(list)  # by the reason
@@ -195,12 +200,14 @@ class _Draft:
             lines += [beside, *more] if len(beside) <= _WIDTH else [*above, line, *more]
         for key in [key for key in self.comments if key not in self.values]:
             self.unneeded[f"{key} is not set"] = self.comments[key]
-        absent, unneeded = _items(self.absent), _items(self.unneeded)
-        lines = ["# No counterpart here:", *absent, *lines, "", "# Not needed here:", *unneeded, ""]
-        return _HEADING.format_map(self.table) + "\n".join(lines)
+        absent, unneeded = (
+            _listing(NO_COUNTERPART, self.absent),
+            _listing("# Not needed here:", self.unneeded),
+        )
+        return _HEADING.format_map(self.table) + "\n".join([*absent, *lines, "", *unneeded, ""])
 
 
-def _items(found: dict[str, list[str]]) -> list[str]:
+def _listing(heading: str, found: dict[str, list[str]]) -> list[str]:
     wrap = textwrap.TextWrapper(_WIDTH, "# - ", "#   ").wrap
     texts = [f"{'; '.join(keys)} - {why}" for why, keys in found.items() if why and keys]
-    return [line for text in texts or ["nothing"] for line in wrap(text)]
+    return [heading, *(line for text in texts for line in wrap(text))] if texts else []
