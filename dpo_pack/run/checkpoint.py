@@ -141,12 +141,15 @@ class Exporter:
     def export(self, target: Path) -> dict[str, Tensor]:
         """Writes the policy as a model that transformers, PEFT or vLLM can load; returns rank 0's tensors."""
         turn_end, _ = self.turn_end()
+        dtype, warning = self.export_dtype()
+        if warning:
+            self.setup.console.print(warning)
         return export_model(
             self.loaded,
             self.setup.tokenizer,
             target,
             card=self._card,
-            dtype=self.export_dtype(),
+            dtype=dtype,
             turn_end=turn_end,
         )
 
@@ -160,8 +163,9 @@ class Exporter:
             seen = set()
         return name_turn_end(self.loaded, self.setup.tokenizer, seen)
 
-    def export_dtype(self) -> torch.dtype | None:
-        """Returns the type of the exported weights; None: that in which they were trained."""
+    def export_dtype(self) -> tuple[torch.dtype | None, str]:
+        """Returns the type of the exported weights (None: that in which they were trained), and a warning if
+        it is not the one that is asked for."""
         wanted, facts = self.setup.recipe.export.dtype, self.setup.policy_facts
         dtype: torch.dtype | None = None
         if wanted != "auto":
@@ -174,16 +178,15 @@ class Exporter:
             local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors}
             beyond = next(filter(None, ranks.every_rank_says(find_beyond(local, dtype))), None)
             if beyond is not None:
-                self.setup.console.print(
+                return torch.float32, (
                     f"Warning: export.dtype: {beyond} has values beyond float16, so the model is written in "
                     "float32; export.dtype: bfloat16 writes two bytes a weight"
                 )
-                return torch.float32
-        return dtype
+        return dtype, ""
 
     def round_policy(self) -> None:
         """Gives the policy the values that the export will have; prints what that changes."""
-        dtype, facts = self.export_dtype(), self.setup.policy_facts
+        (dtype, _), facts = self.export_dtype(), self.setup.policy_facts
         if dtype is None or dtype.itemsize >= facts.precision.parameters.itemsize or self.loaded.adapter:
             return
         known = [one["rewards/margins"] for one in self.evaluation.values() if "rewards/margins" in one]

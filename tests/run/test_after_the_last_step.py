@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 from collections import Counter
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from support.full_disk import no_file_beyond
 from support.marks import slow
 from support.tiny_run import tiny_run
@@ -338,3 +341,20 @@ def test_a_finished_run_with_a_constant_rate_goes_on_as_if_it_had_been_longer(
     train(whole_run(assets, tmp_path / "run", *constant), console)
     assert "Going on after step 4 of 8" in text(console)
     assert_same_run(tmp_path / "long", tmp_path / "run")
+
+
+def test_weights_beyond_float16_are_written_in_float32_and_told_once(assets: Path, tmp_path: Path) -> None:
+    shutil.copytree(assets / "model", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"][0, 0] = 1e5  # of padding
+    save_file(weights, file, metadata={"format": "pt"})
+    printed, short = (
+        io.StringIO(),
+        ("train.max_steps=1", "export.dtype=float16", "checkpoint.every_steps=null"),
+    )
+    recipe = whole_run(assets, tmp_path / "run", f"model.path={tmp_path / 'model'}", *short)
+    train(recipe, Console(file=printed, width=300))
+    assert printed.getvalue().count("model.embed_tokens.weight has values beyond float16") == 1
+    exported = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
