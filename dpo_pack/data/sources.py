@@ -47,7 +47,7 @@ from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import CacheError, DataError, RecipeError, first_line
-from dpo_pack.system.hub import check_dataset
+from dpo_pack.system.hub import check_dataset, instead_of_url
 
 HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
 DEFAULT_SPLIT = "train"
@@ -473,7 +473,8 @@ def locate_source(
 def _find_on_hub(path: Path, split: str, names: ColumnNames, options: Mapping[str, Any]) -> LocatedSource:
     label, key = names.label, names.key
     if data_suffix(path) in READERS or label.startswith((".", "/", "~")) or label.count("/") > 1:
-        raise DataError(f"{label}: no such file or directory in {Path.cwd()}; correct {key}.path")
+        remedy = instead_of_url(label) or f"; correct {key}.path"
+        raise DataError(f"{label}: no such file or directory in {Path.cwd()}{remedy}")
     check_dataset(label, f"{key}.path")
     theirs = {_HUB_KEYS[name]: value for name, value in options.items()}
     dataset = _load_dataset(label, split, names, **theirs)

@@ -70,6 +70,7 @@ class _AdapterConfig:
     revision: str | None = None
     r: int = 8  # peft's default
     alora_invocation_tokens: Any = None
+    layer_replication: Any = None
     init_lora_weights: Any = None
 
 
@@ -148,10 +149,12 @@ def read_adapter(directory: Path, key: str) -> SavedAdapter:
     config: _AdapterConfig | None = read_json(file, _AdapterConfig)
     if config is None:
         raise ModelError(f"{key}: {file} cannot be read; save the adapter again")
-    if config.peft_type != "LORA" or config.alora_invocation_tokens:
-        kind = "aLoRA" if config.alora_invocation_tokens else config.peft_type
+    kinds = {"aLoRA": config.alora_invocation_tokens, "layer_replication": config.layer_replication}
+    if config.peft_type != "LORA" or any(kinds.values()):
+        kind = next((name for name, value in kinds.items() if value), config.peft_type)
         raise ModelError(
-            f"{key}: {directory} is a {kind} adapter, and only LoRA adapters can be used; merge it first"
+            f"{key}: {directory} is a {kind} adapter, and only LoRA adapters of the base's own layers can be "
+            "used; merge it with peft first"
         )
     if str(config.init_lora_weights).startswith("pissa_niter"):
         raise ModelError(

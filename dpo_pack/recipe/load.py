@@ -16,7 +16,7 @@ from dpo_pack.recipe.mistakes import nested_sections, recipe_problems
 from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml
 from dpo_pack.recipe.types import Problem, allowed_values
-from dpo_pack.system.hub import HUB_ID, is_adapter
+from dpo_pack.system.hub import HUB_ID, instead_of_url, is_adapter
 from dpo_pack.system.machine import install_command
 
 __all__ = ["Recipe", "source_names"]  # besides what is defined here
@@ -25,6 +25,10 @@ MAX_RECIPE_BYTES = 1 << 17  # PyYAML takes some seconds for so many bytes
 RECIPE_FILE, INFO_FILE = "recipe.yaml", "run.json"  # of a run, in its output_dir
 MODEL_FILES = ("config.json", "adapter_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def has_tokenizer(directory: str | Path) -> bool:
+    return any(os.path.isfile(os.path.join(directory, name)) for name in TOKENIZER_FILES)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -161,7 +165,7 @@ def _path_problems(recipe: Recipe, *, trains: bool) -> Iterator[Problem]:
         elif os.path.exists(path):
             yield key, f"must be a directory or a hub id, and {show(path)} is a file"
         elif not HUB_ID.fullmatch(path):
-            yield key, f"no such directory, and not a hub id: {show(path)}"
+            yield key, f"no such directory, and not a hub id: {show(path)}{instead_of_url(path)}"
     if model.revision and os.path.isdir(model.path):
         yield "model.revision", "a local directory has no revisions; leave it out"
     if template and not os.path.isfile(template):
@@ -176,7 +180,8 @@ def _path_problems(recipe: Recipe, *, trains: bool) -> Iterator[Problem]:
                     yield key, f"a data file ends in {', '.join(DATA_FILE_SUFFIXES)}, not as {show(path)}"
             elif is_data_file or has_suffix or not HUB_ID.fullmatch(path):
                 where = f"(relative paths start at {os.getcwd()})"
-                yield key, f"no such file or directory, and not a hub id: {show(path)} {where}"
+                remedy = instead_of_url(path) or f" {where}"
+                yield key, f"no such file or directory, and not a hub id: {show(path)}{remedy}"
     # A read-only cache is enough if it has all values. A run that must write to it tests that first.
     directories = {"output_dir": recipe.output_dir, "reference.cache_dir": recipe.reference.cache_dir}
     for key, directory in ((key, directory) for key, directory in directories.items() if directory):

@@ -14,6 +14,11 @@ from dpo_pack.system.errors import DataError, ModelError, RunError, first_line
 from dpo_pack.system.files import read_json
 
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+# Of a repository on the hub, a branch or a file in it.
+_HUB_URL = re.compile(
+    r"(?:hf://|https?://(?:huggingface\.co|hf\.co)/)(?:datasets/)?"
+    r"(?P<id>\w[\w.-]*(?:/\w[\w.-]*)?)(?P<rest>[/@].*)?"
+)
 # The line in the model card's code example that names the model.
 _MODEL_ID_LINE = re.compile(r'^model_id = ".*"$', re.MULTILINE)
 # Files that loaders prefer. If an earlier upload left one, it would be loaded in place of the new model.
@@ -24,6 +29,8 @@ def check_model(path: str, revision: str | None, recipe_key: str) -> None:
     """Raises ModelError if `path` is a hub id without cached files and the hub cannot be reached."""
     from huggingface_hub import try_to_load_from_cache
 
+    if remedy := instead_of_url(path):
+        raise ModelError(f"{recipe_key}: no directory and no hub id: {path}{remedy}")
     if _may_be_hub_id(path):
         cached = try_to_load_from_cache(path, "config.json", revision=revision)
         obstacle = None if isinstance(cached, str) else _obstacle("model", path, recipe_key)
@@ -64,6 +71,14 @@ def _obstacle(kind: Literal["model", "dataset"], path: str, recipe_key: str) -> 
 
 def _may_be_hub_id(path: str) -> bool:
     return HUB_ID.fullmatch(path) is not None and not Path(path).exists()
+
+
+def instead_of_url(path: str) -> str:
+    """Returns what to write in place of a URL, as the end of a message; "": it is none."""
+    if named := _HUB_URL.fullmatch(path):
+        others = ", a branch, tag or commit in the key revision, or download the files and name them"
+        return f"; URLs are not read: write the hub id ({named['id']}){others if named['rest'] else ''}"
+    return "; URLs are not read: download it, and name the file or directory" if "://" in path else ""
 
 
 def is_adapter(path: str | Path) -> bool:
