@@ -404,6 +404,8 @@ class Ingestion:
             if is_of_template
             else None,
             "template_error": f"if the rows are right, {template.replace('does', 'can render them')}",
+            "unknown_option": "correct the name, or set "
+            f"{self.located.key}.columns: {{chat_template_kwargs: null}}, which reads no options of rows",
             "missing_column": f"name the column in {self.located.key}.columns",
             "no_common_prompt": f"name the column of the prompt in {self.located.key}.columns",
             "answered_prompt": f"set data.continue_final_message: true if the answers go on with this "

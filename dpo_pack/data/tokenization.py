@@ -46,13 +46,14 @@ from dpo_pack.data.tokenizer import (
     assistant_weights,
     begin_of_turn,
     is_dialogue,
+    template_names,
 )
 from dpo_pack.data.written import check_written, suited
 from dpo_pack.packing.lengths import AnyIntArray, Group, common_prefix_length
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
-TOKENIZATION_VERSION = 5
+TOKENIZATION_VERSION = 6
 
 # The tokenizer gets about so many characters in one call. Its encodings take some hundred bytes a token.
 _ENCODE_CHARS = 1 << 21
@@ -103,6 +104,7 @@ class Prompt:
     text: str  # the whole prompt as text, special tokens included
     messages: tuple[Message, ...] | None  # only of a conversational row
     row_number: int  # in its source, from 1
+    tools: Any = None  # of a conversational row: the tools that the policy may call
 
 
 class ReadRow(NamedTuple):
@@ -175,10 +177,9 @@ def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label:
                 f"the tokenizer has no chat template, which {settings.format} data ({label}) needs; "
                 "name a Jinja file in tokenizer.chat_template"
             )
-        for name in settings.template_options:
-            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-                what = f"chat_template_kwargs.{name} (of data or {label}): the chat template has no {name}"
-                raise RecipeError(f"{what}, so it would change nothing; correct the name, or leave it out")
+        for name in settings.template_options.keys() - template_names(str(tokenizer.chat_template)):
+            what = f"chat_template_kwargs.{name} (of data or {label}): the chat template has no {name}"
+            raise RecipeError(f"{what}, so it would change nothing; correct the name, or leave it out")
         return
     system_prompt = None if settings.system_prompt is None else "system_prompt"
     if key := system_prompt or (settings.template_options and "chat_template_kwargs"):
@@ -297,6 +298,11 @@ def read_row(
     else:
         if settings.system_prompt is not None:
             pair = replace(pair, prompt=with_system_message(pair.prompt, settings.system_prompt))
+        for name, value in pair.template_options.items():
+            is_known = name == "tools" or name in template_names(str(tokenizer.chat_template))
+            if not is_known and value not in (None, "", [], {}):
+                detail = f"the row's chat_template_kwargs has {name}, which the chat template does not have"
+                raise BadRow("unknown_option", detail)
         if settings.template_options:
             pair = replace(pair, template_options={**settings.template_options, **pair.template_options})
         check_last_turn(pair, continues=settings.continues_turns)
@@ -517,7 +523,8 @@ def _fit_prompt(
     fitted = truncate(whole, settings, tokenizer.bos_token_id).context.astype(np.int32, copy=False)
     is_conversation = FORMATS[settings.format].content == "messages"
     messages: Any = tuple(row.pair.prompt) if is_conversation else None
-    prompt = Prompt(ids=fitted, text=text, messages=messages, row_number=row.number)
+    tools = row.pair.template_options.get("tools")
+    prompt = Prompt(ids=fitted, text=text, messages=messages, row_number=row.number, tools=tools)
     return prompt, len(fitted) < len(ids)
 
 

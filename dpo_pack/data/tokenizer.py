@@ -109,7 +109,7 @@ def _stop_template(signum: int, frame: object) -> None:
 def rendering() -> Iterator[None]:
     """Context in which the chat template renders a row. Raises BadRow if the template raises any error."""
     try:
-        with bounded_template("mend the template, or name another one in tokenizer.chat_template"):
+        with bounded_template("mend it, or use another one (of the policy: tokenizer.chat_template)"):
             yield
     except (ModelError, BadRow):
         raise
@@ -244,6 +244,12 @@ def begin_of_turn(tokenizer: Tokenizer) -> str:
         text = tokenizer.apply_chat_template([{"role": "user", "content": "qzq"}], tokenize=False)
         return str(text).partition("qzq")[0].strip()[-8:]
     return ""
+
+
+@lru_cache(maxsize=8)
+def template_names(template: str) -> frozenset[str]:
+    """Returns all words of a chat template; an option that is none of them would change nothing."""
+    return frozenset(re.findall(r"\w+", template))
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:

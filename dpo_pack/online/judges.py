@@ -226,7 +226,7 @@ class LlmJudge:
         prompt = rollout.draw.prompt
         text = prompt.text
         if prompt.messages is not None:
-            turns = []
+            turns = [f"tools: {json.dumps(prompt.tools, ensure_ascii=False)}"] if prompt.tools else []
             for message in map(CHANGES["parts_joined"], prompt.messages):
                 said = filter(None, (message["content"], message.get("tool_calls")))
                 texts = (one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in said)

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from dpo_pack.data.tokenizer import bounded_template
+from dpo_pack.data.formats import BadRow, Pair
+from dpo_pack.data.tokenizer import apply_chat_template
+from dpo_pack.data.written import check_written, suited
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention, select_backend
 from dpo_pack.model.config import (
     attention_needs,
@@ -36,7 +38,7 @@ from dpo_pack.packing.lengths import Group, common_prefix_length
 from dpo_pack.proofs.recurrence import prove_layers
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, ProofOutcome, proof_row, random_groups
 from dpo_pack.proofs.start_up import as_published, distance_from_stock
-from dpo_pack.system.errors import ModelError, first_line
+from dpo_pack.system.errors import ModelError
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -76,22 +78,15 @@ class RewardModelJudge:
 
     def _sequences(self, rollout: Rollout) -> list[TokenIds] | Failure:
         """Returns n sequences (prompt + completion) in tokens of the classifier's tokenizer."""
-        prompt, texts = rollout.draw.prompt, []
-        try:
-            with bounded_template("mend the template of the reward model"):
-                for completion in rollout.completions:
-                    if prompt.messages is not None and self.tokenizer.chat_template is not None:
-                        answer = {"role": "assistant", "content": completion.text}
-                        chat: Any = [*prompt.messages, answer]
-                        texts.append(str(self.tokenizer.apply_chat_template(chat, tokenize=False)))
-                    else:
-                        end = str(self.tokenizer.eos_token or "") if completion.is_finished else ""
-                        texts.append(prompt.text + completion.text + end)
-        except ModelError:
-            raise
-        except Exception as error:  # a template is a program from the model's author: it may raise any error
-            reason = f"reward model: its chat template cannot render the messages ({first_line(error)})"
-            return Failure(reason=reason)
+        prompt = rollout.draw.prompt
+        if prompt.messages is not None and self.tokenizer.chat_template is not None:
+            try:
+                texts = self._conversations(rollout)
+            except BadRow as bad:
+                return Failure(reason=f"reward model: {bad.detail}")
+        else:
+            end = str(self.tokenizer.eos_token or "")
+            texts = [prompt.text + one.text + end * one.is_finished for one in rollout.completions]
         encoded: Any = self.tokenizer(
             texts, add_special_tokens=prompt.messages is None, return_attention_mask=False
         )
@@ -102,6 +97,18 @@ class RewardModelJudge:
             reason = f"reward model: {longest} tokens, but the model has {self.max_tokens} positions"
             return Failure(reason=reason)
         return sequences
+
+    def _conversations(self, rollout: Rollout) -> list[str]:
+        """Returns the prompt with each completion as the classifier's template writes them. Raises BadRow if
+        it leaves out a text or the tools of the prompt."""
+        prompt = rollout.draw.prompt
+        options = {"tools": prompt.tools} if prompt.tools else {}
+        asked = suited(Pair(prompt=list(prompt.messages or ()), template_options=options), self.tokenizer)
+        answers = [[{"role": "assistant", "content": one.text}] for one in rollout.completions]
+        alone, *texts = apply_chat_template(asked.pair, answers, self.tokenizer)
+        if "tools_not_written" in check_written(asked, [alone], self.tokenizer)[0]:
+            raise BadRow("tools_not_written", "the chat template does not write the tools of the prompt")
+        return texts
 
     def row_scores(self, row: Row) -> Scores:
         """Returns the scores [S] of the row's sequences."""

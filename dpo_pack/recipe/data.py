@@ -72,7 +72,7 @@ class SourceRecipe(types.Section):
     ] = Field(default_factory=dict)
     """Columns that have other names, e.g. {prompt: question, chosen: better}; input.messages is the key
     messages of the objects in column input. {prompt: null}: no column is the prompt, and the prompt is what
-    chosen and rejected both begin with."""
+    chosen and rejected both begin with. {chat_template_kwargs: null}: this column is not read."""
     image_folder: types.LocalPath | None = None
     """Folder of the paths of images; null: that of the data file. Paths outside of it are bad rows."""
     chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
@@ -92,8 +92,9 @@ class SourceRecipe(types.Section):
         yield from _wrong_options(self.chat_template_kwargs)
         columns = list(self.columns.values())
         for field, column in self.columns.items():
-            if column is None and field != "prompt":
-                yield f"columns.{field}", "must be the name of a column; only the prompt can be null"
+            if column is None and field not in ("prompt", "chat_template_kwargs"):
+                what = "must be the name of a column; only prompt and chat_template_kwargs can be null"
+                yield f"columns.{field}", what
             elif columns.count(column) > 1:
                 yield "columns", f"column '{column}' is given for several fields"
             known = FIELDS_OF_FORMAT.get(self.format, (field,))

@@ -98,10 +98,10 @@ def test_values_keep_their_type_in_every_kind_of_file(
 
 
 def test_maps_are_objects_and_bytes_are_text(tmp_path: Path) -> None:
-    options = pa.array([[("enable", "yes")]], pa.map_(pa.string(), pa.string()))
+    options = pa.array([[("thinking", "yes")]], pa.map_(pa.string(), pa.string()))
     columns = {"prompt": [[ASK]], "chosen": [[GOOD]], "rejected": [[BAD]]}
     pq.write_table(pa.table({**columns, "chat_template_kwargs": options}), tmp_path / "a.parquet")
-    assert pairs_of(tmp_path / "a.parquet")[0].template_options == {"enable": "yes"}
+    assert pairs_of(tmp_path / "a.parquet")[0].template_options == {"thinking": "yes"}
     table = pa.table({"prompt": [b"why"], "chosen": [b" good"], "rejected": [b" bad"]})
     pq.write_table(table, tmp_path / "b.parquet")
     assert pairs_of(tmp_path / "b.parquet")[0].chosen == " good"
@@ -244,10 +244,10 @@ def test_template_options_come_from_the_recipe_the_source_and_the_row() -> None:
     settings = TokenizationSettings(
         format="conversational",
         max_length=1000,
-        template_options={"a": 1, "b": 2},
+        template_options={"a": 1, "thinking": 2},
     )
-    read = read_row(1, {**LISTS, "chat_template_kwargs": {"b": 3}}, settings, TOKENIZER)
-    assert read.pair.template_options == {"a": 1, "b": 3}
+    read = read_row(1, {**LISTS, "chat_template_kwargs": {"thinking": 3}}, settings, TOKENIZER)
+    assert read.pair.template_options == {"a": 1, "thinking": 3}
     with pytest.raises(Exception, match="chat_template_kwargs.tokenize"):
         DataRecipe.model_validate({"train": "a.jsonl", "chat_template_kwargs": {"tokenize": True}})
 
@@ -259,6 +259,18 @@ def test_an_option_that_the_template_does_not_have_is_refused(tmp_path: Path) ->
         RecipeError, match=r"chat_template_kwargs\.thinkng .*the chat template has no thinkng"
     ):
         pairs_of(path, chat_template_kwargs={"thinkng": True})
+
+
+def test_an_option_of_a_row_that_the_template_does_not_have_makes_a_bad_row(tmp_path: Path) -> None:
+    empty = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "chat_template_kwargs": {"other": ""}}
+    path = rows_file(tmp_path, {**empty, "chat_template_kwargs": {"thinking": True}}, empty)
+    assert len(pairs_of(path)) == 2
+    wrong = rows_file(tmp_path, empty, {**empty, "chat_template_kwargs": {"thinkng": False}}, name="b.jsonl")
+    with pytest.raises(
+        DataError, match="line 2: the row's chat_template_kwargs has thinkng, .*: null}, which"
+    ):
+        pairs_of(wrong)
+    assert len(pairs_of(wrong, columns={"chat_template_kwargs": None})) == 2
 
 
 def test_texts_that_a_chat_model_would_get_otherwise_are_told(tmp_path: Path) -> None:

@@ -225,7 +225,8 @@ def test_a_tokenizer_that_gives_other_ids_for_parts_of_a_text_stops_the_run() ->
 
 def test_templates_that_do_not_close_a_turn_are_counted_and_left_alone() -> None:
     tokenizer = tiny_tokenizer(chat_template=True)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template = "{# thinking #}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer.chat_template = template
     batch = tokenize(CHAT_ROWS, "conversational", tokenizer)
     assert ids_of(batch.pairs) == [naive_chat_ids(row, tokenizer) for row in CHAT_ROWS]
     assert batch.counts["completions_without_eos"] == 4
@@ -256,8 +257,9 @@ def test_token_ids_of_the_user_are_kept() -> None:
         ("conversational", {"chosen": [{"role": "tool", "content": "a" * 10_000_000}]}, "text_too_long"),
         ("conversational", {"prompt": [{"role": "oracle", "content": "?"}]}, "template_error"),
         ("conversational", {"chosen": [said("tool", "\udc00")]}, "invalid_unicode"),
-        ("conversational", {"chat_template_kwargs": {"tokenize": True}}, None),
-        ("conversational", {"chat_template_kwargs": {"continue_final_message": True}}, "template_error"),
+        ("conversational", {"chat_template_kwargs": {"thinking": True}}, None),
+        ("conversational", {"chat_template_kwargs": {"tokenize": True}}, "unknown_option"),
+        ("conversational", {"chat_template_kwargs": {"continue_final_message": True}}, "unknown_option"),
         ("tokenized", {"rejected_ids": [-1]}, "token_id_out_of_range"),
         ("tokenized", {"rejected_ids": [VOCABULARY_SIZE]}, "token_id_out_of_range"),
         ("tokenized", {"rejected_ids": [2**40]}, "token_id_out_of_range"),
@@ -302,7 +304,7 @@ def test_a_template_that_never_ends_or_takes_memory_without_bound_is_refused(
     endless.chat_template = template
     tracemalloc.start()
     try:
-        with memory_limit(1 << 30), pytest.raises(ModelError, match=f"chat template .*{problem}.*mend the"):
+        with memory_limit(1 << 30), pytest.raises(ModelError, match=f"chat template .*{problem}.*mend it"):
             tokenize(CHAT_ROWS, "conversational", endless)
         # Memory that earlier tests have freed counts as taken already, so a template may use it as well.
         assert tracemalloc.get_traced_memory()[1] < 512 << 20
