@@ -23,7 +23,7 @@ from dpo_pack.run.log import RunLog
 from dpo_pack.run.models import check_model, resolve_model
 from dpo_pack.run.pairs import evaluates_in_float32, exact_reference, prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
-from dpo_pack.run.setup import Setup, check_data, load_proved, prepare
+from dpo_pack.run.setup import Setup, check_data, check_vocabulary, load_proved, prepare
 from dpo_pack.run.state import Selection, TrainState, judge
 from dpo_pack.system import ranks
 from dpo_pack.system.console import shown
@@ -206,6 +206,7 @@ def evaluate_models(
         facts = replace(facts, processor=setup.policy_facts.processor)
         check_model(facts, setup.device)
         check_data(setup, facts)
+        check_vocabulary(facts, setup.tokenizer)
         scorer = load_proved(setup, facts).scorer
         results.append({r.name: r for r in evaluate_sets(setup, scorer, reference)})
         del scorer

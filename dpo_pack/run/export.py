@@ -48,10 +48,11 @@ from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import pair_sums
 from dpo_pack.proofs.start_up import FLOAT32_BOUND, distance_of_row
-from dpo_pack.recipe.load import INFO_FILE, TOKENIZER_FILES, Recipe, dump_recipe, load_recipe, source_names
+from dpo_pack.recipe.load import INFO_FILE, Recipe, dump_recipe, has_tokenizer, load_recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.reference.cache import default_cache_directory
 from dpo_pack.run.checkpoint_files import MODEL
+from dpo_pack.run.models import check_quantised_files
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.samples import Sample
 from dpo_pack.run.setup import Setup, prepare
@@ -466,7 +467,7 @@ def merge_adapter(
         raise RunError(f"{target} exists already; give a path that does not exist")
     if base is not None:
         adapter = replace(adapter, base=base, base_revision=None)
-    has_own_tokenizer = any((adapter.directory / name).is_file() for name in TOKENIZER_FILES)
+    has_own_tokenizer = has_tokenizer(adapter.directory)
     tokenizer = load_tokenizer(
         str(adapter.directory) if has_own_tokenizer else adapter.base,
         revision=None if has_own_tokenizer else adapter.base_revision,
@@ -508,8 +509,8 @@ def _merged(adapter: SavedAdapter, trust_remote_code: bool) -> LoadedModel:
     config = load_config(
         adapter.base, revision=adapter.base_revision, trust_remote_code=trust_remote_code, recipe_key=key
     )
-    if config.to_dict().get("quantization_config") is not None:
-        raise ModelError(f"{key}: {adapter.base} is quantised; give the unquantised model with --base")
+    if what := check_quantised_files(config, adapter.base, adapter.base_revision, key):
+        raise ModelError(f"{what}; give the unquantised model with --base")
     facts = ModelFacts(
         path=adapter.base,
         revision=adapter.base_revision,

@@ -118,8 +118,11 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
             weight_files(Path(model.path))
         except ModelError as error:
             raise ModelError(f"{model.recipe_key}: {error}") from error
-    if (stored := model.config.to_dict().get("quantization_config")) is not None:
-        _check_quantised_files(model, stored.get("quant_method", "an unknown method"), is_trained=is_trained)
+    if what := check_quantised_files(model.config, model.path, model.revision, model.recipe_key):
+        if model.quantize is not None:
+            raise ModelError(f"{what} already; leave model.quantize out, or use the unquantised model")
+        if is_trained and model.adapter is None and model.new_adapter is None:
+            raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
     if is_trained and model.router_aux_coef:
         model.balance  # noqa: B018  # raises if the model has no such loss
     if model.kernels == "liger":
@@ -141,20 +144,25 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
         vision_family(model.config)
 
 
-def _check_quantised_files(model: ModelFacts, method: str, *, is_trained: bool) -> None:
-    what = f"{model.recipe_key}: the weights of {model.path} are quantised ({method})"
-    if model.quantize is not None:
-        raise ModelError(f"{what} already; leave model.quantize out, or use the unquantised model")
+def check_quantised_files(config: PretrainedConfig, path: str, revision: str | None, recipe_key: str) -> str:
+    """Returns, as the beginning of a message, that the weights are quantised; "": they are not. Raises
+    ModelError if they cannot be read as the config says."""
+    stored = config.to_dict().get("quantization_config")
+    if stored is None:
+        return ""
+    method = stored.get("quant_method", "an unknown method")
+    what = f"{recipe_key}: the weights of {path} are quantised ({method})"
     if method != "bitsandbytes":
         raise ModelError(f"{what}, and only bitsandbytes is supported; use the unquantised model")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError(f"{what}, but bitsandbytes is not installed; {install_command('bitsandbytes')}")
-    tensors = meta_tensors(model.path, model.revision, model.recipe_key)
+    tensors = meta_tensors(path, revision, recipe_key)
     if isinstance(tensors, dict) and not any("absmax" in name or "SCB" in name for name in tensors):
-        remedy = "remove quantization_config from it; model.quantize quantises weights while they load"
+        remedy = "remove quantization_config from it"
+        if recipe_key.startswith("model."):
+            remedy += "; model.quantize quantises weights while they load"
         raise ModelError(f"{what} by its config.json, but not in its files; {remedy}")
-    if is_trained and model.adapter is None and model.new_adapter is None:
-        raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
+    return what
 
 
 def load_and_prove(

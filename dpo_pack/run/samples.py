@@ -25,16 +25,15 @@ from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import bounded_template
 from dpo_pack.model.building import load_model
 from dpo_pack.model.config import known_positions
-from dpo_pack.model.loading import load_tokenizer
 from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.interface import Draw, Failure, SamplingSettings
 from dpo_pack.online.transformers_generator import TransformersGenerator
-from dpo_pack.recipe.load import INFO_FILE, TOKENIZER_FILES, Recipe, load_recipe, parse_recipe
+from dpo_pack.recipe.load import INFO_FILE, Recipe, load_recipe, parse_recipe
 from dpo_pack.recipe.schema import SamplesRecipe
 from dpo_pack.recipe.types import MAX_ROW_TOKENS
 from dpo_pack.run.models import check_model, resolve_model
-from dpo_pack.run.setup import Setup, prepare_data, prepare_tokenizer
+from dpo_pack.run.setup import Setup, check_vocabulary, prepare_data, prepare_tokenizer
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError, first_line
 from dpo_pack.system.files import parse_json, text_of, write_text_atomically
@@ -242,11 +241,8 @@ def sample_models(
         key = "model.path" if path is None else "sample"
         facts[name] = resolve_model(own, device, path, recipe_key=key, gathers=False)
         check_model(facts[name], device)
-        if path is not None and _has_another_tokenizer(path, tokenizer, own.model.trust_remote_code):
-            expected = recipe.tokenizer.path or recipe.model.path
-            raise ModelError(
-                f"sample: {path} has another tokenizer than {expected}; sample them with two commands"
-            )
+        if path is not None:
+            check_vocabulary(facts[name], tokenizer, writes=True)
     room = min(most_prompt_tokens(known.config, settings.max_new_tokens) for known in facts.values())
     options = recipe.data.chat_template_kwargs
     if texts:
@@ -300,16 +296,6 @@ def _models_and_recipe(
         models |= {own.model.path: (own, None), str(trained): (own, str(trained))}
         recipe = recipe or own
     return models, recipe
-
-
-def _has_another_tokenizer(path: str, tokenizer: PreTrainedTokenizerBase, trusts: bool) -> bool:
-    """Whether the same ids mean other texts to the model in `path`. An adapter may have no tokenizer."""
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
-        return False
-    own = load_tokenizer(
-        path, revision=None, trust_remote_code=trusts, chat_template=None, recipe_key="sample"
-    )
-    return own.get_vocab() != tokenizer.get_vocab()
 
 
 def _prompt(

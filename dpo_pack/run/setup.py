@@ -37,13 +37,14 @@ from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.lora import LoraSettings, read_adapter, unknown_settings
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.recipe.load import TOKENIZER_FILES, Recipe, source_names
+from dpo_pack.recipe.load import Recipe, has_tokenizer, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.reference.cache import default_cache_directory, find_leftovers
 from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, START_FACTOR
 from dpo_pack.run.models import (
     check_accelerate_config,
     check_model,
+    check_quantised_files,
     choose_strategy,
     load_and_prove,
     resolve_model,
@@ -95,7 +96,7 @@ def prepare_tokenizer(recipe: Recipe, images: ImageProcessor | None = None) -> P
     path, revision, key = recipe.model.path, recipe.model.revision, "model.path"
     if recipe.tokenizer.path is not None:
         path, revision, key = recipe.tokenizer.path, None, "tokenizer.path"
-    elif is_adapter(path) and not any((Path(path) / name).is_file() for name in TOKENIZER_FILES):
+    elif is_adapter(path) and not has_tokenizer(path):
         base = read_adapter(Path(path), key)
         path, revision, key = base.base, base.base_revision, f"{key} (the base of {path})"
     tokenizer = load_tokenizer(
@@ -110,6 +111,29 @@ def prepare_tokenizer(recipe: Recipe, images: ImageProcessor | None = None) -> P
         if tokenizer.chat_template == processor.tokenizer.chat_template:
             tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     return tokenizer
+
+
+def check_vocabulary(model: ModelFacts, tokenizer: PreTrainedTokenizerBase, *, writes: bool = False) -> None:
+    """Raises ModelError if ids are other tokens in the model's own tokenizer, if it has one; with `writes`
+    also if only one of the two tokenizers has an id."""
+    path, revision = model.path, model.revision
+    if model.adapter is not None and has_tokenizer(model.adapter):
+        path, revision = str(model.adapter), None
+    if Path(path).is_dir() and not has_tokenizer(path):
+        return
+    trusts, key = model.trust_remote_code, model.recipe_key
+    own = load_tokenizer(
+        path, revision=revision, trust_remote_code=trusts, chat_template=None, recipe_key=key
+    )
+    theirs, ours = ({id: token for token, id in one.get_vocab().items()} for one in (own, tokenizer))
+    ids = theirs.keys() | ours.keys() if writes else theirs.keys() & ours.keys()
+    if others := [id for id in ids if theirs.get(id) != ours.get(id)]:
+        first = min(others)
+        raise ModelError(
+            f"{key}: {model.label} has another tokenizer than {tokenizer.name_or_path}: {len(others):,} ids "
+            f"are other tokens there (first: {first}, {theirs.get(first)!r}, and here {ours.get(first)!r}); "
+            + ("sample them with two commands" if writes else "give a model with the same tokenizer")
+        )
 
 
 def prepare_data(
@@ -244,6 +268,8 @@ def prepare(
         discard(leftover)
     with ranks.first_goes_first():  # the other ranks then read rank 0's downloads from the cache
         tokenizer = prepare_tokenizer(recipe, policy.processor)
+        if reference is not policy:
+            check_vocabulary(reference, tokenizer)
     data = ranks.of_node(
         lambda: prepare_data(
             recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts
@@ -418,6 +444,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
             key, trusts = f"online.judges.{number}.path", recipe.model.trust_remote_code
             with step():
                 config = load_config(judge.path, revision=None, trust_remote_code=trusts, recipe_key=key)
+                check_quantised_files(config, judge.path, None, key)
                 load_tokenizer(
                     judge.path, revision=None, trust_remote_code=trusts, chat_template=None, recipe_key=key
                 )
@@ -427,6 +454,9 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         images = None if policy is None else policy.processor
         tokenizer = prepare_tokenizer(recipe, images)
         found.append(f"tokenizer: {len(tokenizer):,} tokens")
+        with step():
+            if "reference.path" in models:
+                check_vocabulary(models["reference.path"], tokenizer)
         if images is not None and images.gives_template(tokenizer):
             found.append(f"  {PROCESSOR_TEMPLATE}")
         cache_dir = recipe.reference.cache_dir or default_cache_directory()

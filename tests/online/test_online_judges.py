@@ -15,6 +15,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from support.marks import slow
+from support.refusals import refusal
+from support.rows import said
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_online import online_recipe
 from support.tiny_recipe import message_of
@@ -34,13 +36,17 @@ from dpo_pack.online.reward_model import (
     without_padding,
 )
 from dpo_pack.run.rollouts import build_judge
-from dpo_pack.run.setup import prepare
+from dpo_pack.run.setup import check_recipe, prepare
 from dpo_pack.system.errors import ModelError, RunError
 from dpo_pack.system.process import load_function
 
 
 def rollout(
-    prompt: str, *texts: str, number: int = 0, messages: tuple[Message, ...] | None = None
+    prompt: str,
+    *texts: str,
+    number: int = 0,
+    messages: tuple[Message, ...] | None = None,
+    tools: list[Any] | None = None,
 ) -> Rollout:
     tokenizer = tiny_tokenizer()
 
@@ -51,12 +57,15 @@ def rollout(
         draw=Draw(
             number=number,
             prompt_index=number,
-            prompt=Prompt(ids=ids(prompt), text=prompt, messages=messages, row_number=number + 1),
+            prompt=Prompt(
+                ids=ids(prompt), text=prompt, messages=messages, row_number=number + 1, tools=tools
+            ),
         ),
         completions=tuple(Completion(ids=ids(text), text=text, is_finished=True) for text in texts),
     )
 
 
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a city"}}]
 ROLLOUTS = (
     rollout("ask about the sky", " blue", " the sky is blue", " grey eel", number=0),
     rollout("ask about bread", " mix", " bake it", number=1),
@@ -167,8 +176,10 @@ def test_a_language_model_judges_all_that_a_prompt_says() -> None:
         {"role": "tool", "content": "21 degrees"},
     )
     judge = LlmJudge(endpoint=None, recipe_key="online.judges.0")  # type: ignore[arg-type]
-    asked = judge._body(rollout("warm?", " yes", " no", messages=messages), 0, 1)["messages"][1]["content"]
-    expected = f"user: warm?\nwet?\n\nassistant: {json.dumps(calls)}\n\ntool: 21 degrees\n\n[Answer A]"
+    one = rollout("warm?", " yes", " no", messages=messages, tools=TOOLS)
+    asked = judge._body(one, 0, 1)["messages"][1]["content"]
+    expected = f"tools: {json.dumps(TOOLS)}\n\n"
+    expected += f"user: warm?\nwet?\n\nassistant: {json.dumps(calls)}\n\ntool: 21 degrees\n\n[Answer A]"
     assert expected in asked
 
 
@@ -281,11 +292,39 @@ def test_a_conversation_that_the_template_refuses_is_set_aside(tmp_path: Path) -
     fine = rollout("unused", "fine", "bad", messages=({"role": "user", "content": "how are you"},))
     refused = rollout("unused", "fine", "bad", messages=({"role": "critic", "content": "hm"},))
     first, failed, last = reward_model(path, chat=True).score([fine, refused, ROLLOUTS[0]])
-    assert failed == Failure(
-        reason="reward model: its chat template cannot render the messages (unknown role)"
-    )
+    assert failed == Failure(reason="reward model: the chat template cannot render the row (unknown role)")
     expected = reward_model(path, chat=True).score([fine, ROLLOUTS[0]])
     assert first == pytest.approx(expected[0], abs=1e-6) and last == pytest.approx(expected[1], abs=1e-6)
+
+
+def test_a_reward_model_gets_the_tools_and_all_that_was_said(tmp_path: Path) -> None:
+    path = save_reward_model(tmp_path, "llama", chat=True)
+    asked = rollout("unused", "fine", messages=(said("user", "warm?"),), tools=TOOLS)
+    judge = reward_model(path, chat=True)
+    text = f"<s>tools\n{json.dumps(TOOLS)}</s>\n<s>user\nwarm?</s>\n<s>assistant\nfine</s>\n"
+    assert judge._conversations(asked) == [text]
+    judge = reward_model(path, chat=True)
+    judge.tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    hidden = rollout("unused", "fine", messages=(said("system", "be brief"), said("user", "warm?")))
+    of_tools, of_system = judge.score([asked, hidden])
+    assert isinstance(of_tools, Failure) and "does not write the tools" in of_tools.reason
+    assert isinstance(of_system, Failure) and "does not write the content of message 1" in of_system.reason
+
+
+def test_a_reward_model_whose_config_says_quantised_and_whose_weights_are_not_is_refused(
+    tmp_path: Path,
+) -> None:
+    path = save_reward_model(tmp_path / "judge", "llama")
+    file, settings = path / "config.json", {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": settings}))
+    judges = [{"type": "reward_model", "path": str(path)}]
+    recipe = online_recipe(tmp_path / "assets", tmp_path / "run", judges=judges)
+    setup = prepare(recipe, Console(quiet=True), takes_prompts=True)
+    told = [refusal(lambda: build_judge(setup), ModelError), *check_recipe(recipe)[1]]
+    assert len(told) == 2 and told[0] == told[1]
+    assert told[0].startswith("online.judges.0.path: ") and told[0].endswith(
+        "; remove quantization_config from it"
+    )
 
 
 LONGROPE = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,23 +14,53 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from support.refusals import refusal
 from support.tiny_models import tiny_config
 
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.checkpoint import run_identity
+from dpo_pack.run.evaluate import evaluate_models
 from dpo_pack.run.log import describe_run
 from dpo_pack.run.pairs import offline_source, prepare_reference
-from dpo_pack.run.setup import Setup, check_data, load_policy, longest_sequence, prepare
+from dpo_pack.run.setup import Setup, check_data, check_recipe, load_policy, longest_sequence, prepare
 from dpo_pack.run.state import Selection
 from dpo_pack.system.console import keep_log, make_console
-from dpo_pack.system.errors import CacheError, UnsupportedModelError
+from dpo_pack.system.errors import CacheError, ModelError, UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
 def begun(assets: Path) -> tuple[Setup, LoadedModel]:
     prepared = prepare(load_recipe(assets / "recipe.yaml"), Console(quiet=True))
     return prepared, load_policy(prepared)
+
+
+@pytest.mark.parametrize("is_other", [True, False])
+def test_a_reference_or_model_that_reads_other_tokens_is_refused(
+    is_other: bool, assets: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(assets / "model", tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[5:7]
+    vocabulary |= {first: vocabulary[second], second: vocabulary[first]}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    if not is_other:  # a model without tokenizer files has the run's
+        file.unlink()
+        (tmp_path / "other" / "tokenizer_config.json").unlink()
+    other, plain = f"{tmp_path / 'other'}", load_recipe(assets / "recipe.yaml")
+    recipe = load_recipe(assets / "recipe.yaml", [f"reference.path={other}"])
+    if not is_other:
+        assert check_recipe(recipe)[1] == []
+        return
+    words = f"{other} has another tokenizer than {assets / 'model'}: 2 ids are other tokens"
+    messages = [
+        refusal(lambda: prepare(recipe, Console(quiet=True)), ModelError),
+        refusal(lambda: evaluate_models(plain, [other], Console(quiet=True)), ModelError),
+        *check_recipe(recipe)[1],
+    ]
+    assert len(messages) == 3 and all(words in message for message in messages)
 
 
 @pytest.mark.parametrize(("device", "is_printed"), [("cpu", False), ("cuda", True)])

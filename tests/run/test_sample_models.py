@@ -86,7 +86,7 @@ def test_wrong_arguments_are_refused_in_one_line(
             ModelError,
             [model, other],
             ("ask",),
-            f"{other} has another tokenizer than {model}; sample them with two",
+            f"{other} has another tokenizer than {model}: 1 ids .*'another'.*; sample them with two",
         ),
     ]
     for kind, models, texts, message in cases:
