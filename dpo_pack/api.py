@@ -205,10 +205,7 @@ def precompute_ref(
         if not setup.objective.needs_reference:
             raise RecipeError("loss.type: this loss needs no reference, so there is nothing to precompute")
         done = prepare_reference(setup)
-        console.print(
-            f"Cache: {done.cache.directory}; {done.num_cached:,} sequences reused, "
-            f"{done.num_computed:,} computed"
-        )
+        console.print(f"Cache: {done.cache.directory}")
         return ReferenceLogps(
             num_cached=done.num_cached,
             num_computed=done.num_computed,

@@ -49,7 +49,7 @@ from dpo_pack.online.win_rate import WinRate
 from dpo_pack.packing.lengths import PairSizes
 from dpo_pack.recipe.load import Recipe, check_environment, dump_recipe, source_names
 from dpo_pack.reference.frozen import FrozenReference
-from dpo_pack.reports.ending import print_ending
+from dpo_pack.reports.ending import print_ending, print_next
 from dpo_pack.reports.pages import write_run_page
 from dpo_pack.run.checkpoint import Saver, load_checkpoint, run_identity
 from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoints
@@ -167,6 +167,9 @@ def train(
         # The run is finished: neither an error of what follows nor a signal changes that.
         if read_back_job is not None and ranks.is_first():
             verify_model(run, console, read_back_job)
+        measured = trainer.state.evaluation.values()
+        has_margins = any("rewards/margins" in metrics for metrics in measured)
+        print_next(run.root, has_images=recipe.model.images, has_margins=has_margins, console=console)
         if recipe.export.push_to_hub is not None:
             repo, is_private = recipe.export.push_to_hub.repo, recipe.export.push_to_hub.private
             push_model(run, console, interruption, repo=repo, private=is_private)
@@ -476,6 +479,7 @@ class Trainer:
             except Interrupted as stopped:
                 if not stopped.is_urgent:
                     self.saver.save_on_the_way_out()
+                    stopped.next_step += f"; it goes on after step {self.state.step}"
                 raise
             except Exception as error:
                 # RunErrors are on all ranks: the loss is not finite, or a judge does not answer any more.
@@ -629,10 +633,11 @@ class Trainer:
             raise
         saver.exporter.round_policy()  # a checkpoint has the weights as they were trained, so only now
         rate = state.num_pairs / max(state.train_seconds, 1e-9)
+        seconds = format_seconds(self.log.totals(state)["seconds"])
         page = f"; report: {run.page}" if write_page(run, self.console) else ""
         self.console.print(
             f"Done: {state.step} steps, {state.num_pairs:,} pairs in {format_seconds(state.train_seconds)} "
-            f"({rate:,.1f} pairs/s). Model: {run.model}; metrics: {run.metrics}{page}"
+            f"({rate:,.1f} pairs/s), {seconds} in all. Model: {run.model}; metrics: {run.metrics}{page}"
         )
         print_ending(run.root, state.evaluation, state.health.warnings, self.console)
         return None if self.recipe.export.verify == "none" else saver.read_back_job(saved)

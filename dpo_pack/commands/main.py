@@ -185,8 +185,11 @@ def train(
     First computes the reference log-probs that the cache lacks, then trains with DPO. Uses all visible GPUs
     and writes the model to output_dir/model. Run the same command again to resume an interrupted run.
     """
+    loaded = _load(recipe, overrides)
+    if _place_among_ranks() is None:
+        say(f"dpo-pack {dpo_pack.__version__} starts: its imports take some seconds")
     api.train(
-        _load(recipe, overrides),
+        loaded,
         overwrite=overwrite,
         dry_run=dry_run,
         full=full,

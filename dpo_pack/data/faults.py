@@ -187,7 +187,8 @@ def source_notes(summary: Mapping[str, Any]) -> Iterator[str]:
         counts = {"of earlier reasoning": "characters_of_earlier_reasoning", "cut off": "characters_cut"}
         missing = ", ".join(f"{summary[key]:,} {name}" for name, key in counts.items() if summary.get(key))
         missing = missing and f"; not: {missing}"
-        yield f"{int(share * 10_000) / 100:g} % of all characters are in the tokens{missing}"
+        if missing or share < 1:
+            yield f"{int(share * 10_000) / 100:g} % of all characters are in the tokens{missing}"
     for name, sentence in _CHANGES.items():
         if summary.get(name):
             yield f"in {summary[name]:,} of {kept:,} {what} {sentence}"

@@ -177,8 +177,8 @@ class ColumnNames:
             )
         raise DataError(
             f"{self.label}: no columns 'chosen' and 'rejected'; {there}; say which they are in "
-            f"{self.key}.columns, for example {{chosen: {present[0] if present else 'better'}}}; if another "
-            "column says which of two answers is better, name the three columns first, second and preference"
+            f"{self.key}.columns{columns_example(present)}; if another column says which of two answers is "
+            "better, name the three columns first, second and preference"
         )
 
 
@@ -194,6 +194,16 @@ def _take_images(row: Mapping[str, Any], renamed: dict[str, Any], mapping: Mappi
     renamed["images"] = RowImages(value if isinstance(value, list) else [value])
     known = {name for name in texts if not re.search("video|audio", name.lower())}
     return known.union(IMAGE_FIELDS if given or named else ())
+
+
+def columns_example(present: Iterable[str]) -> str:
+    """Returns how `columns` could name the columns of a pair among those that are there; "": too few are."""
+    fields, columns = ("prompt", "chosen", "rejected"), list(present)
+    missing = [ours for ours in fields if ours not in columns]
+    others = [column for column in columns if column not in fields]
+    missing = missing if len(others) >= len(missing) else [ours for ours in missing if ours != "prompt"]
+    named = ", ".join(f"{ours}: {column}" for ours, column in zip(missing, others, strict=False))
+    return f", as in {{{named}}}" if 0 < len(missing) <= len(others) else ""
 
 
 @lru_cache(maxsize=64)

@@ -462,7 +462,8 @@ def _with_weights(ids: Group, pair: Pair, of_turns: Sequence[TokenWeights | None
         weights.append(np.asarray(np.ones(len(completion)) if of_side is None else of_side, dtype=np.float32))
         assert len(weights[-1]) == len(completion)
         if not weights[-1].any():
-            raise BadRow("nothing_scored", f"{side} has nothing that the assistant says")
+            roles = ", ".join(dict.fromkeys(message["role"] for message in getattr(pair, side)))
+            raise BadRow("nothing_scored", f"{side} has nothing that the assistant says, only {roles}")
     return replace(ids, weights=tuple(weights))
 
 

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from dpo_pack.system.errors import DpoPackError, ModelError, first_line, is_out_of_memory
-from dpo_pack.system.hub import check_model, is_adapter
+from dpo_pack.system.hub import check_model, is_adapter, is_on_hub
 from dpo_pack.system.machine import install_command
 
 # Vision checkpoints of which only the text model is built: the base model of the whole has the head, too.
@@ -131,9 +131,9 @@ def load_errors(path: str, recipe_key: str) -> Iterator[None]:
                 f"{recipe_key}: {path} does not fit in memory ({reason}); set "
                 "model.dtype=bfloat16, train an adapter (model.lora), or shard the model over several devices"
             ) from error
-        remedy = (
-            "it must be a hub id or a directory with config.json, safetensors weights and tokenizer files"
-        )
+        remedy = "give a directory with config.json, safetensors weights and tokenizer files, or a hub id"
+        if is_on_hub(path):
+            remedy = "if it is a hub id: connect to the network, unset HF_HUB_OFFLINE, or run 'hf auth login'"
         if isinstance(error, StrictDataclassError):
             remedy = "correct its config.json"
         raise ModelError(f"{recipe_key}: cannot load {path}: {reason}; {remedy}") from error

@@ -50,7 +50,10 @@ def print_ending(
         console.print(
             "Before training, policy and reference are equal: each margin is 0, and a tie counts half."
         )
-    pairs = [(prompt, texts) for prompt, texts in sample_rows([run]).items() if len(texts) == 2]
+    both = [(prompt, texts) for prompt, texts in sample_rows([run]).items() if len(texts) == 2]
+    pairs = [(prompt, texts) for prompt, texts in both if len(set(texts.values())) == 2]
+    if both and not pairs:
+        console.print("The samples are the same before and after training")
     prompts = [prompt for prompt, _ in pairs[:_MOST_SAMPLES]]
     columns = {name: [texts[f"{name} training"] for _, texts in pairs] for name in ("before", "after")}
     render_completions(prompts, columns, console)
@@ -59,12 +62,16 @@ def print_ending(
         console.print("Warnings of this run:")
         for warning in warnings:
             console.print(f"  {warning}")
+
+
+def print_next(root: Path, *, has_images: bool, has_margins: bool, console: Console) -> None:
+    """Prints the commands to look at the finished run in `root`."""
     program = "dpopack"
     if shutil.which(program) is None and Path(sys.argv[0]).name == program:  # PATH does not have it
         program = shlex.quote(sys.argv[0])
     console.print()
     console.print("Next:")
-    asked = " --prompt TEXT" if run.recipe.get("model", {}).get("images") else ""
+    asked = " --prompt TEXT" if has_images else ""
     console.print(f"  {program} sample {shlex.quote(str(root))}{asked}")
-    if any("rewards/margins" in metrics for metrics in evaluation.values()):  # an online run has no pairs
+    if has_margins:  # an online run has no pairs
         console.print(f"  {program} evaluate {shlex.quote(str(root / 'recipe.yaml'))}")

@@ -399,8 +399,8 @@ def model_of(name: str, console: Console) -> Iterator[str]:
         found.pop()
     if not found:
         raise RunError(
-            f"{run}: the run is {info['status']} and has neither a model nor a checkpoint; finish it with "
-            f"'dpopack train {run}'"
+            f"{run}: this run ({info['status']}) has neither a model nor a checkpoint; mend what stopped it, "
+            f"then 'dpopack train {run}' starts it again"
         )
     with contextlib.ExitStack() as stack:
         target, how = found[-1] / MODEL, "exported before"
@@ -412,7 +412,8 @@ def model_of(name: str, console: Console) -> Iterator[str]:
             with shown(console, f"Exporting {found[-1]}"):
                 how = _export_checkpoint(run, found[-1], target, console)
         console.print(
-            f"The run in {run} is {info['status']}; its model is of {found[-1].name}: {target} ({how})"
+            f"The run in {run} is not finished ({info['status']}); its model is of {found[-1].name}: "
+            f"{target} ({how})"
         )
         yield str(target)
 

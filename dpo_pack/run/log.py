@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpo_pack.data.sources import held_out_words
 from dpo_pack.data.store import PairTable
 from dpo_pack.losses import Objective, PairLogps, ScoredPairs, weighted_losses
 from dpo_pack.model.config import routes_tokens
@@ -81,7 +82,7 @@ class RunLog:
     def write_evaluation(self, step: int, name: str, result: Mapping[str, Any], sentence: str) -> None:
         """Writes the result of one held-out set to metrics.jsonl and trackers, and prints `sentence`."""
         self._write({"split": "eval", "source": name, "step": step, **result})
-        self.setup.console.print(f"  held out ({name}) after step {step}: {sentence}")
+        self.setup.console.print(f"  {held_out_words(name)} after step {step}: {sentence}")
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self.file is not None

@@ -435,7 +435,9 @@ def print_memory_estimate(
         console.print(f"It does not fit: {free}. {fits}:")
         for overrides, num_bytes in changes:
             console.print(f"  {overrides}: {format_bytes(num_bytes)}")
-        console.print("  less state: model.dtype=bfloat16, model.lora, or fsdp2 on more devices")
+        console.print(
+            "  smaller weights and moments: model.dtype=bfloat16, model.lora, or fsdp2 on more devices"
+        )
     host = available_memory(torch.device("cpu"))
     if here and in_host > host.free:  # a process's part
         console.print(f"It does not fit the host: {_what_is_free(host)}. Leave {' or '.join(moved)} out")

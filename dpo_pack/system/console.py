@@ -158,7 +158,8 @@ class Shown:
             seconds = now - self.begun
             left = [f"{format_seconds(seconds * (total - done) / done)} left"] if total and done else []
             units = f"{done:,}{f' of {total:,}' if total else ''} {self.unit}"
-            facts = [*left, units, f"{format_rate(done / max(seconds, 1e-9), digits=0)}/s"]
+            rate = [f"{format_rate(done / seconds, digits=0)}/s"] if seconds > 0.1 else []
+            facts = [*left, units, *rate]
         what = printable(what)
         width = max(0, console.width - self.bar_width - len(f"{what}  0:00:00  "))
         fitting = _fitting([*([f"{done / total:.0%}"] if total else []), *facts], width)

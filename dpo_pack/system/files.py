@@ -62,9 +62,9 @@ def writing(path: Path) -> Iterator[None]:
             reason = "it could not be written in full"
         else:
             raise  # the disk is not the cause
-        raise CacheError(
-            f"cannot write {path}: {reason}; free space or choose a writable directory"
-        ) from error
+        wrong_places = (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
+        remedy = f"{'' if isinstance(error, wrong_places) else 'free space or '}choose a writable directory"
+        raise CacheError(f"cannot write {path}: {reason}; {remedy}") from error
 
 
 def path_aside(path: Path) -> Path:

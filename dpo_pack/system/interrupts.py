@@ -26,7 +26,7 @@ class Interrupted(BaseException):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.exit_status = 128 + (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
         self.is_urgent = is_urgent  # a second signal came: save nothing, wait for nothing
-        self.next_step = "run the same command again; it uses what was saved"  # how the user continues
+        self.next_step = "run the same command again"  # how the user continues
 
 
 @dataclass(slots=True, kw_only=True)

@@ -153,8 +153,7 @@ def _saturation(health: Health, record: Mapping[str, Any], run: RunFacts) -> str
         return None
     return (
         f"{share:.0%} of pairs have a reward margin so large that the loss has almost no gradient for them, "
-        f"so {run.num_steps - record['step']:,} more steps teach little. Stop here with train.max_steps, use "
-        "fewer epochs, or lower optim.lr"
+        f"so steps after it teach little. Set train.max_steps to about {record['step']:,}, or lower optim.lr"
     )
 
 
@@ -220,13 +219,13 @@ def what_can_be_told(record: Mapping[str, Any], *, without_effect: float = 0.5) 
     # If all pairs are alike the interval has no width; then 3 / pairs bounds the others (the rule of three).
     pairs = record["pairs"]
     least = math.ceil(max(100 * (high - low) / 2, 150 / pairs) - 1e-6) / 100
-    sentence = f"{pairs:,} pairs cannot tell less than {least:.2f} of reward accuracy"
+    sentence = f"with {pairs:,} pairs, differences in reward accuracy below {least:.2f} may be chance"
     if least > _SMALL_GAIN:
         needed = pairs * (least / _SMALL_GAIN) ** 2
         unit = 10 ** (math.floor(math.log10(needed)) - 1)
-        sentence += f"; {math.ceil(needed / unit) * unit:,.0f} would show {_SMALL_GAIN}"
+        sentence += f"; {math.ceil(needed / unit) * unit:,.0f} pairs would show one of {_SMALL_GAIN}"
     if low <= without_effect <= high:
-        sentence += f"; they cannot tell the accuracy from {without_effect:g}"
+        sentence += f"; the true value may be {without_effect:g}"
     noise, margin = record.get("margin_noise"), record.get("rewards/margins")
     if record.get("eval_precision", "float32") != "float32" and noise is not None and margin is not None:
         sentence += f". {record['eval_precision']} rounds a margin by {noise:.2g}, "

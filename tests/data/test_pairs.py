@@ -29,7 +29,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 from dpo_pack.data import ingest, sources
 from dpo_pack.data.formats import FORMATS, Pair, Row
 from dpo_pack.data.ingest import Ingestion
-from dpo_pack.data.sources import Data, load_data, locate_source, split_by_prompt
+from dpo_pack.data.sources import Data, held_out_words, load_data, locate_source, split_by_prompt
 from dpo_pack.data.store import content_key
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
@@ -265,7 +265,8 @@ def test_missing_columns_of_json_rows_name_the_key_that_maps_them(tmp_path: Path
     path = write(tmp_path / "a.jsonl", [{"question": "q", "better": "a", "worse": "b"}])
     message = refused(tmp_path, path, on_bad_row=on_bad_row)
     assert "line 1: no column 'chosen' (there are: question, better, worse); " in message
-    assert message.endswith("; name the column in data.train.0.columns")  # skip would leave no row
+    form = "{prompt: question, chosen: better, rejected: worse}"
+    assert message.endswith(f"; name the column in data.train.0.columns, as in {form}")  # skip leaves no row
     columns = {"prompt": "question", "chosen": "better", "rejected": "worse"}
     assert load(tmp_path, {"path": path, "columns": columns}).train.num_pairs == 1
 
@@ -297,9 +298,9 @@ def test_completions_that_are_equal_or_become_so_are_counted_apart(tmp_path: Pat
 
 def test_a_source_without_rows_or_without_pairs_is_refused(tmp_path: Path) -> None:
     assert "has no rows; correct or remove data.train.0" in refused(tmp_path, write(tmp_path / "a.jsonl", []))
-    path = write(tmp_path / "b.jsonl", [{"chosen": "a"}, {"chosen": 1, "rejected": 2}])
+    path = write(tmp_path / "b.jsonl", [{"chosen": "a"}, {"chosen": "a"}, {"chosen": 1, "rejected": 2}])
     message = refused(tmp_path, path, on_bad_row="skip")
-    assert "no pairs left of 2 rows (missing_column 1, wrong_type 1)" in message
+    assert "no pairs left of 3 rows (missing_column 2, wrong_type 1)" in message
     assert "the first: line 1: no column 'rejected'" in message
     assert message.endswith("name the column in data.train.0.columns")
     long = write(tmp_path / "c.jsonl", [{"prompt": "p", "chosen": "a " * 50, "rejected": "b"}])
@@ -403,7 +404,9 @@ def test_a_misspelt_column_is_named_and_not_taken_for_one_that_is_not_there(tmp_
     message = refused(tmp_path, {"path": path, "columns": {"prompt": "qestion"}})
     names = "no column 'qestion', which data.train.0.columns.prompt names"
     assert f"{names} (did you mean question? there are: question, " in message
-    assert message.endswith("missing_column: 33 of 33 rows; name the column in data.train.0.columns")
+    assert message.endswith(
+        "missing_column: 33 of 33 rows; name the column in data.train.0.columns, as in {prompt: question}"
+    )
 
 
 def test_the_question_is_proposed_before_a_system_prompt_that_all_rows_have(tmp_path: Path) -> None:
@@ -416,6 +419,7 @@ def test_a_row_without_the_prompt_that_other_rows_have_is_bad(tmp_path: Path) ->
     path = write(tmp_path / "a.jsonl", [*rows(0, 1), *IMPLICIT[:1]])
     message = refused(tmp_path, path)
     assert "line 3: no column 'prompt', which other rows have (there are: chosen, rejected); " in message
+    assert message.endswith("1 of 3 rows; mend the rows, or set data.on_bad_row: skip")
     source = load(tmp_path, path, on_bad_row="skip").report["train"]["sources"][0]
     assert source["dropped"] == {"missing_column": {"rows": 1, "line_numbers": [3]}}
 
@@ -514,9 +518,7 @@ def test_a_start_prints_what_is_left_out_and_not_read_of_training_and_of_held_ou
         printed = console.file.getvalue().splitlines()
         assert printed[1:] == [
             "  a: Warning: 1 of 3 rows are left out: 1 empty_completion",
-            "  a: 100 % of all characters are in the tokens",
             "  dev: Warning: 1 of 3 rows are left out: 1 wrong_type",
-            "  dev: 100 % of all characters are in the tokens",
             "  columns of a, dev that are not read: id, note",
         ]
         console.file.truncate(console.file.seek(0))
@@ -739,7 +741,11 @@ def test_inferred_prompts_that_begin_too_long_alike_are_not_split(tmp_path: Path
 def test_a_row_of_many_columns_is_refused_in_a_short_line(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{f"column {number}": 1 for number in range(100_000)}])
     message = refused(tmp_path, path)
-    assert len(message) < 2100 and "column 9, " in message and message.endswith("data.train.0.columns")
+    assert len(message) < 2100 and "column 9, " in message and message.endswith(" 2}")
+
+
+def test_a_held_out_part_has_no_second_name() -> None:
+    assert (held_out_words("held_out"), held_out_words("tone")) == ("held out", "held out (tone)")
 
 
 def test_progress_tells_rows_done_of_how_many(tmp_path: Path) -> None:

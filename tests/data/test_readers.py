@@ -331,7 +331,8 @@ def test_missing_columns_are_refused_with_those_there_are_and_the_key_that_names
     pq.write_table(table, tmp_path / "b.parquet")
     with pytest.raises(DataError) as error:
         opened(tmp_path / "b.parquet")
-    assert "the columns are: better, worse; say which they are in data.train.0.columns, " in refusal(error)
+    named = "data.train.0.columns, as in {chosen: better, rejected: worse}; if"
+    assert f"the columns are: better, worse; say which they are in {named}" in refusal(error)
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:

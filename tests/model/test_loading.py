@@ -31,6 +31,16 @@ def test_a_model_that_does_not_fit_into_memory_is_not_called_a_wrong_path() -> N
     assert message.startswith("reference.path: org/model does not fit in memory") and message.isprintable()
 
 
+def test_a_hub_id_that_cannot_be_loaded_is_told_what_may_help() -> None:
+    with (
+        pytest.raises(ModelError, match="HF_HUB_OFFLINE.* hf auth login"),
+        load_errors("org/m", "model.path"),
+    ):
+        raise OSError("we cannot find the requested files")
+    with pytest.raises(ModelError, match=r"config\.json"), load_errors("/org/m", "model.path"):
+        raise OSError("we cannot find the requested files")
+
+
 class NotATensor:
     """What a training script pickles beside its weights; to load it would run code."""
 

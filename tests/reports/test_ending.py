@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from support.whole_runs import lines, stop_after, text, whole_run
 
-from dpo_pack.reports.ending import print_ending
+from dpo_pack.reports.ending import print_ending, print_next
 from dpo_pack.run.samples import read_samples
 from dpo_pack.trainer import train
 from dpo_pack.training.health import Health, RunFacts
@@ -35,9 +35,12 @@ def test_the_ending_has_metrics_and_samples_from_before_and_after(
         row = rf"heldout: {words} +{first[metric]:.3f} +{last[metric]:.3f} +{low:.3f} to {high:.3f}\s"
         assert re.search(row, told)
     written = read_samples(run / "samples.jsonl")
-    for place, (start, policy) in enumerate(zip(written[:3], written[3:], strict=True)):
+    both = list(zip(written[:3], written[3:], strict=True))
+    changed = [(start, policy) for start, policy in both if start.completion != policy.completion]
+    assert changed
+    for start, policy in both:
         shown = f"heldout: {start.prompt}\n" in told
-        assert shown == (place < 2)
+        assert shown == ((start, policy) in changed[:2])
         assert not shown or (start.completion.strip() in told and policy.completion.strip() in told)
     assert told.endswith(f"Next:\n  dpopack sample '{run}'\n  dpopack evaluate '{run}/recipe.yaml'\n")
     assert "Warning" not in told and "a tie counts half" in told
@@ -59,6 +62,17 @@ def test_warnings_are_repeated_at_the_end_also_of_a_resumed_run(
     assert "evaluate" not in told and "before" not in told  # nothing is held out, and there are no samples
 
 
+def test_samples_that_training_has_not_changed_take_one_line(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    settings = ("logging.samples={num: 2, max_new_tokens: 4}", "optim.lr=1e-12", "train.max_steps=1")
+    train(whole_run(assets, tmp_path / "run", *settings, "export.verify=full"), console)
+    told = ending_of(console)
+    assert "The samples are the same before and after training\n" in told
+    assert told.count("heldout: ") == 3  # two metrics, and what they can tell
+    assert told.index("Verified: ") < told.index("Next:")  # the commands are the last that is printed
+
+
 def test_an_online_run_tells_its_win_rate_and_cannot_be_evaluated_on_pairs(
     tmp_path: Path, console: Console
 ) -> None:
@@ -68,4 +82,5 @@ def test_an_online_run_tells_its_win_rate_and_cannot_be_evaluated_on_pairs(
     (tmp_path / "run.json").write_text('{"status": "finished"}')
     print_ending(tmp_path, {"asked": {**metrics, "intervals": intervals}}, (), console)
     assert re.search(r"asked: wins against the start +0\.750 +0\.700 to 0\.800\s", text(console))
-    assert "evaluate" not in text(console)
+    print_next(tmp_path, has_images=False, has_margins=False, console=console)
+    assert "dpopack sample" in text(console) and "evaluate" not in text(console)

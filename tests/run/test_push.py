@@ -193,7 +193,7 @@ def test_what_is_no_run_and_a_run_without_a_checkpoint_are_refused(hub: StubHub,
     assert "no run and no model" in refused(tmp_path)
     write_json_atomically(tmp_path / "run.json", {"status": "interrupted"})
     (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
-    assert "interrupted and has neither a model nor a checkpoint" in refused(tmp_path) and not hub.requests
+    assert "(interrupted) has neither a model nor a checkpoint" in refused(tmp_path) and not hub.requests
 
 
 # --------------------------------------------------------------------------------------------- with training

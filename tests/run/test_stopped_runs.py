@@ -151,7 +151,7 @@ def test_a_stopped_run_is_pushed_as_its_newest_checkpoint(
     with stub_hub(monkeypatch) as hub:
         said = CliRunner().invoke(app, ["push", str(run), "somebody/half"])
         (repo,) = hub.repos.values()
-    assert said.exit_code == 0 and "is interrupted; its model is of step-000002" in said.stdout
+    assert said.exit_code == 0 and "is not finished (interrupted); its model is of step-000002" in said.stdout
     (weights,) = [content for name, content in repo.items() if name.endswith(".safetensors")]
     assert weights == weights_of(trained.parent / "finished")
     assert b'model_id = "somebody/half"' in repo["README.md"]

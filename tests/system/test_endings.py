@@ -63,9 +63,7 @@ def test_an_interruption_is_told_once_at_once_and_by_nobody_in_particular(
     monkeypatch.setattr("dpo_pack.system.endings._SECONDS_BEFORE_A_TRACEBACK", 60.0)
     errors = {1: Interrupted(2), 0: RuntimeError("Connection closed by peer")}
     assert settle_all(errors) == {0: 130, 1: 130}
-    assert (
-        capsys.readouterr().err == "stopped by SIGINT; run the same command again; it uses what was saved\n"
-    )
+    assert capsys.readouterr().err == "stopped by SIGINT; run the same command again\n"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])

@@ -161,6 +161,14 @@ def test_each_library_s_word_for_a_full_disk_is_understood(library: str, tmp_pat
     assert names(tmp_path) == []
 
 
+def test_a_wrong_place_is_no_matter_of_space(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "below", Path("/proc/nowhere/file")):
+        with pytest.raises(CacheError) as caught, written_aside(path):
+            pass
+        assert str(caught.value).endswith("; choose a writable directory") and "free" not in str(caught.value)
+
+
 # ------------------------------------------------------------------------------------------------- locks
 
 

@@ -283,8 +283,8 @@ def test_other_launchers_start_the_same_command(launcher: list[str], recipe: Pat
     process = start([*launcher, "-m", "dpo_pack", "precompute-ref", recipe, "reference.token_budget=100"])
     out, err = process.communicate(timeout=180)
     assert process.returncode == 0, err
-    assert out.splitlines()[-1].endswith("0 sequences reused, 44 computed")
-    assert out.count("sequences reused") == 1
+    assert out.count("0 of 44 different sequences cached, 44 to compute\n") == 1
+    assert out.splitlines()[-1].startswith("Cache: ") and out.count("Cache: ") == 1
     parts = list((recipe.parent / "cache").rglob("part-*.parquet"))
     assert len(parts) == 2, "each of two processes wrote its own"
 
@@ -323,5 +323,5 @@ def test_tasks_of_a_slurm_step_find_each_other(recipe: Path, start: Any) -> None
     ]
     (out, err), (other_out, other_err) = [task.communicate(timeout=120) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], err + other_err
-    assert "0 sequences reused, 44 computed" in out
+    assert "0 of 44 different sequences cached, 44 to compute" in out
     assert (without_gloo(other_out), other_err) == ("", "")
