@@ -167,9 +167,7 @@ def train(
         # The run is finished: neither an error of what follows nor a signal changes that.
         if read_back_job is not None and ranks.is_first():
             verify_model(run, console, read_back_job)
-        measured = trainer.state.evaluation.values()
-        has_margins = any("rewards/margins" in metrics for metrics in measured)
-        print_next(run.root, has_images=recipe.model.images, has_margins=has_margins, console=console)
+        print_next(run.root, trainer.state.evaluation, console, has_images=recipe.model.images)
         if recipe.export.push_to_hub is not None:
             repo, is_private = recipe.export.push_to_hub.repo, recipe.export.push_to_hub.private
             push_model(run, console, interruption, repo=repo, private=is_private)

@@ -21,15 +21,7 @@ from dpo_pack.data.formats import (
     texts_of_columns,
 )
 from dpo_pack.data.images import ImageProcessor, ImageReader
-from dpo_pack.data.readers import (
-    FIRST_ROWS,
-    TAKEN_ONCE,
-    ColumnNames,
-    NumberedRow,
-    OpenRows,
-    columns_example,
-    missing_column,
-)
+from dpo_pack.data.readers import FIRST_ROWS, TAKEN_ONCE, ColumnNames, NumberedRow, OpenRows, missing_column
 from dpo_pack.data.tokenization import (
     DroppedRow,
     Submit,
@@ -390,6 +382,8 @@ class Ingestion:
             f"{self.template or f'that of {self.tokenizer.name_or_path}'})"
         )
         is_of_template = bad.detail.startswith("the chat template")
+        example = ColumnNames.example(self.opened.columns)
+        other_columns = f"name the column in {self.located.key}.columns{example}"
         media = "set model.images: true to train on images, or remove them if the text alone is enough"
         if self.images is not None:
             media = "remove them from the data if the text alone is enough"
@@ -414,10 +408,7 @@ class Ingestion:
             "template_error": f"if the rows are right, {template.replace('does', 'can render them')}",
             "unknown_option": "correct the name, or set "
             f"{self.located.key}.columns: {{chat_template_kwargs: null}}, which reads no options of rows",
-            "missing_column": f"name the column in {self.located.key}.columns"
-            f"{columns_example(self.opened.columns)}"
-            if self._is_in_most_rows(bad.reason)
-            else None,
+            "missing_column": other_columns if self._is_in_most_rows(bad.reason) else None,
             "no_common_prompt": f"name the column of the prompt in {self.located.key}.columns",
             "answered_prompt": f"set data.continue_final_message: true if the answers go on with this "
             f"message, or name another column in {self.located.key}.columns, or set its format",
@@ -426,8 +417,7 @@ class Ingestion:
             "tie": "remove such rows",
             "rewritten_turns": "set data.scored_turns: all, or name a template that has "
             "{% generation %} marks in tokenizer.chat_template",
-            "nothing_scored": "give what the assistant says the role assistant; with data.scored_turns: all "
-            "every role is scored",
+            "nothing_scored": "write the role assistant, or score all roles with data.scored_turns: all",
             "media": media,
             "missing_image": f"set {self.located.key}.image_folder, or mend the rows",
             "image_outside": f"set {self.located.key}.image_folder to a folder that has them all",

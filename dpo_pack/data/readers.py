@@ -93,6 +93,15 @@ class ColumnNames:
             )
         return found[0] if found else self.mapping
 
+    @staticmethod
+    def example(present: Iterable[str]) -> str:
+        """Returns how `columns` could name a pair's columns among those that are there; "": too few are."""
+        missing = [ours for ours in ("prompt", "chosen", "rejected") if ours not in present]
+        others = [column for column in present if column not in ("prompt", "chosen", "rejected")]
+        missing = missing[-2:] if len(missing) > len(others) else missing  # the prompt is known by its name
+        named = ", ".join(f"{ours}: {column}" for ours, column in zip(missing, others, strict=False))
+        return f", as in {{{named}}}" if 0 < len(missing) <= len(others) else ""
+
     def rename(self, row: dict[str, Any], mapping: Mapping[str, str | None]) -> dict[str, Any]:
         """Returns the row with our column names, as `mapping` says (see `completed`). Raises BadRow if a
         mapped column is missing, or if a column has images, video or audio."""
@@ -177,7 +186,7 @@ class ColumnNames:
             )
         raise DataError(
             f"{self.label}: no columns 'chosen' and 'rejected'; {there}; say which they are in "
-            f"{self.key}.columns{columns_example(present)}; if another column says which of two answers is "
+            f"{self.key}.columns{self.example(present)}; if another column says which of two answers is "
             "better, name the three columns first, second and preference"
         )
 
@@ -194,16 +203,6 @@ def _take_images(row: Mapping[str, Any], renamed: dict[str, Any], mapping: Mappi
     renamed["images"] = RowImages(value if isinstance(value, list) else [value])
     known = {name for name in texts if not re.search("video|audio", name.lower())}
     return known.union(IMAGE_FIELDS if given or named else ())
-
-
-def columns_example(present: Iterable[str]) -> str:
-    """Returns how `columns` could name the columns of a pair among those that are there; "": too few are."""
-    fields, columns = ("prompt", "chosen", "rejected"), list(present)
-    missing = [ours for ours in fields if ours not in columns]
-    others = [column for column in columns if column not in fields]
-    missing = missing if len(others) >= len(missing) else [ours for ours in missing if ours != "prompt"]
-    named = ", ".join(f"{ours}: {column}" for ours, column in zip(missing, others, strict=False))
-    return f", as in {{{named}}}" if 0 < len(missing) <= len(others) else ""
 
 
 @lru_cache(maxsize=64)

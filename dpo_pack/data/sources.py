@@ -56,12 +56,6 @@ _HUB_KEYS = {"config": "name", "data_dir": "data_dir", "revision": "revision"}  
 _MEDIA_TYPE = re.compile(r"\b(Image|Video|Audio|Pdf|Nifti)\(")  # column types of `datasets` that are refused
 _OTHER_MEDIA_TYPE = re.compile(_MEDIA_TYPE.pattern.replace("Image|", ""))
 
-
-def held_out_words(name: str) -> str:
-    """Returns how messages call a held-out set; the only one of a fraction has no name of its own."""
-    return "held out" if name == HELD_OUT else f"held out ({name})"
-
-
 # The recipe keys that do not change a source's tokens. The name of a store is a hash of the other keys. So if
 # somebody forgets to list a key here, a new value makes a new store; it never finds tokens of an old value.
 # A hub data set's content, which `datasets` names, depends on config, data_dir and revision.

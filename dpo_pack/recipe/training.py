@@ -176,8 +176,7 @@ class OptimRecipe(types.Section):
     """The optimizer and its learning-rate schedule."""
 
     name: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
-    """adamw_8bit: moments in 8 bits, on CUDA. adafactor: factored second moments; lr does not grow with the
-    weights' size."""
+    """adamw_8bit: moments in 8 bits, on CUDA. adafactor: factored second moments; lr is the plain rate."""
     lr: types.PositiveNumber = 5e-7
     """Peak learning rate."""
     schedule: Literal[

@@ -64,8 +64,10 @@ def print_ending(
             console.print(f"  {warning}")
 
 
-def print_next(root: Path, *, has_images: bool, has_margins: bool, console: Console) -> None:
-    """Prints the commands to look at the finished run in `root`."""
+def print_next(
+    root: Path, evaluation: Mapping[str, Mapping[str, Any]], console: Console, *, has_images: bool
+) -> None:
+    """Prints the commands to look at the finished run in `root`, whose model has this evaluation."""
     program = "dpopack"
     if shutil.which(program) is None and Path(sys.argv[0]).name == program:  # PATH does not have it
         program = shlex.quote(sys.argv[0])
@@ -73,5 +75,5 @@ def print_next(root: Path, *, has_images: bool, has_margins: bool, console: Cons
     console.print("Next:")
     asked = " --prompt TEXT" if has_images else ""
     console.print(f"  {program} sample {shlex.quote(str(root))}{asked}")
-    if has_margins:  # an online run has no pairs
+    if any("rewards/margins" in metrics for metrics in evaluation.values()):  # an online run has no pairs
         console.print(f"  {program} evaluate {shlex.quote(str(root / 'recipe.yaml'))}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpo_pack.data.sources import held_out_words
+from dpo_pack.data.sources import HELD_OUT
 from dpo_pack.data.store import PairTable
 from dpo_pack.losses import Objective, PairLogps, ScoredPairs, weighted_losses
 from dpo_pack.model.config import routes_tokens
@@ -82,7 +82,8 @@ class RunLog:
     def write_evaluation(self, step: int, name: str, result: Mapping[str, Any], sentence: str) -> None:
         """Writes the result of one held-out set to metrics.jsonl and trackers, and prints `sentence`."""
         self._write({"split": "eval", "source": name, "step": step, **result})
-        self.setup.console.print(f"  {held_out_words(name)} after step {step}: {sentence}")
+        where = "" if name == HELD_OUT else f" ({name})"
+        self.setup.console.print(f"  held out{where} after step {step}: {sentence}")
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self.file is not None

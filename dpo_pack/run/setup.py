@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from dpo_pack.data.faults import FEW, source_notes
 from dpo_pack.data.images import ImageProcessor
 from dpo_pack.data.ingest import columns_sentence
-from dpo_pack.data.sources import HELD_OUT, Data, LoadedSource, held_out_words, load_data, load_source
+from dpo_pack.data.sources import HELD_OUT, Data, LoadedSource, load_data, load_source
 from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.losses import Objective, make_objective
@@ -176,7 +176,9 @@ def prepare_data(
         epoch = copies * np.floor(data.source_weights) + np.floor(copies * (data.source_weights % 1) + 0.5)
         if int(epoch.sum()) != data.train.num_pairs:  # as `epoch_order` draws them
             what += f" ({int(epoch.sum()):,} an epoch, by the sources' weights)"
-    held_out = "".join(f", {size} {held_out_words(name)}" for name, size in sizes.items())
+    held_out = "".join(
+        f", {size} held out{'' if name == HELD_OUT else f' ({name})'}" for name, size in sizes.items()
+    )
     console.print(f"Data: {what}{held_out}; {format_seconds(time.monotonic() - begun)}")
     _print_notes(data, console, recipe.data.scored_turns)
     return data

@@ -29,7 +29,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 from dpo_pack.data import ingest, sources
 from dpo_pack.data.formats import FORMATS, Pair, Row
 from dpo_pack.data.ingest import Ingestion
-from dpo_pack.data.sources import Data, held_out_words, load_data, locate_source, split_by_prompt
+from dpo_pack.data.sources import Data, load_data, locate_source, split_by_prompt
 from dpo_pack.data.store import content_key
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
@@ -744,8 +744,12 @@ def test_a_row_of_many_columns_is_refused_in_a_short_line(tmp_path: Path) -> Non
     assert len(message) < 2100 and "column 9, " in message and message.endswith(" 2}")
 
 
-def test_a_held_out_part_has_no_second_name() -> None:
-    assert (held_out_words("held_out"), held_out_words("tone")) == ("held out", "held out (tone)")
+def test_a_held_out_part_has_no_second_name(tmp_path: Path, console: Console) -> None:
+    path, settings = write(tmp_path / "a.jsonl", rows(*range(20))), {"model": {"path": "unused"}}
+    recipe = {"output_dir": "unused", **settings, "data": {"train": path, "eval": {"fraction": 0.2}}}
+    prepare_data(parse_recipe(recipe), TOKENIZER, console)
+    assert isinstance(console.file, io.StringIO)
+    assert " pairs to train on, " in console.file.getvalue() and " held out; " in console.file.getvalue()
 
 
 def test_progress_tells_rows_done_of_how_many(tmp_path: Path) -> None:

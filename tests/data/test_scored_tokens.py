@@ -165,7 +165,7 @@ def test_a_completion_in_which_the_assistant_says_nothing_is_refused_with_the_re
     path = write(tmp_path / "chat.jsonl", [row])
     with pytest.raises(
         DataError,
-        match="rejected has nothing that the assistant says, only user; .* the role assistant;",
+        match="rejected has nothing that the assistant says, only user; .* the role assistant,",
     ):
         load(tmp_path, path, tokenizer=chat_tokenizer())
     assert load(tmp_path, path, tokenizer=chat_tokenizer(), scored_turns="all").train.num_pairs == 1

@@ -33,7 +33,7 @@ def test_a_model_that_does_not_fit_into_memory_is_not_called_a_wrong_path() -> N
 
 def test_a_hub_id_that_cannot_be_loaded_is_told_what_may_help() -> None:
     with (
-        pytest.raises(ModelError, match="HF_HUB_OFFLINE.* hf auth login"),
+        pytest.raises(ModelError, match="HF_HUB_OFFLINE.*hf auth login"),
         load_errors("org/m", "model.path"),
     ):
         raise OSError("we cannot find the requested files")

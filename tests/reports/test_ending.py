@@ -82,5 +82,5 @@ def test_an_online_run_tells_its_win_rate_and_cannot_be_evaluated_on_pairs(
     (tmp_path / "run.json").write_text('{"status": "finished"}')
     print_ending(tmp_path, {"asked": {**metrics, "intervals": intervals}}, (), console)
     assert re.search(r"asked: wins against the start +0\.750 +0\.700 to 0\.800\s", text(console))
-    print_next(tmp_path, has_images=False, has_margins=False, console=console)
+    print_next(tmp_path, {"asked": metrics}, console, has_images=False)
     assert "dpopack sample" in text(console) and "evaluate" not in text(console)
