@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import ModelCardData
 from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -48,7 +47,7 @@ from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import pair_sums
 from dpo_pack.proofs.start_up import FLOAT32_BOUND, distance_of_row
-from dpo_pack.recipe.load import INFO_FILE, Recipe, dump_recipe, has_tokenizer, load_recipe, source_names
+from dpo_pack.recipe.load import INFO_FILE, Recipe, dump_recipe, has_tokenizer, load_recipe
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.reference.cache import default_cache_directory
 from dpo_pack.run.checkpoint_files import MODEL
@@ -307,7 +306,6 @@ def model_card(
     base = adapter_base or recipe.model.path
     columns = _ONLINE_COLUMNS if recipe.online is not None else _COLUMNS
     held_out, eval_sources = recipe.data.eval, recipe.data.eval_sources
-    paths = {name: source.path for name, source in zip(source_names(eval_sources), eval_sources, strict=True)}
     data_lines = [_source_line("training", source.path) for source in recipe.data.train]
     data_lines += [_source_line("held out", source.path) for source in eval_sources]
     if isinstance(held_out, EvalFraction):
@@ -323,8 +321,6 @@ def model_card(
         base_model=base if is_on_hub(base) else None,
         datasets=list(datasets) or None,
         tags=["dpo", "preference-optimization", "dpo-pack"] + ["lora"] * (adapter_base is not None),
-        model_name=name,
-        eval_results=_held_out_results(evaluation, columns, paths) or None,
     )
     adapter = "" if adapter_base is None else f"A LoRA adapter for {name_for_others(adapter_base)}: "
     lines = [
@@ -397,25 +393,6 @@ output = model.generate(**inputs, max_new_tokens=100)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```
 """
-
-
-def _held_out_results(
-    evaluation: Mapping[str, Mapping[str, Any]], columns: Mapping[str, str], paths: Mapping[str, str]
-) -> list[EvalResult]:
-    """Returns the finite held-out metrics as the hub's model-index has them. `paths`: of held-out sets."""
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=path if (path := paths.get(held_out, "")) and is_on_hub(path) else held_out,
-            dataset_name=held_out,
-            metric_type="accuracy" if name == "rewards/accuracies" else name,
-            metric_name=title,
-            metric_value=float(metrics[name]),
-        )
-        for held_out, metrics in evaluation.items()
-        for name, title in columns.items()
-        if name in metrics and math.isfinite(metrics[name])
-    ]
 
 
 def _source_line(part: str, path: str) -> str:
