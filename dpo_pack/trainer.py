@@ -38,7 +38,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 from accelerate.utils import set_seed
 from rich.console import Console
 from torch import Tensor
@@ -46,7 +45,6 @@ from torch import Tensor
 from dpo_pack.model.parallel import DistributedPolicy, distribute_policy
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.online.win_rate import WinRate
-from dpo_pack.packing.lengths import PairSizes
 from dpo_pack.recipe.load import Recipe, check_environment, dump_recipe, source_names
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.reports.ending import print_ending, print_next
@@ -359,14 +357,11 @@ class Trainer:
         """Returns the log. `offset`: the bytes of metrics.jsonl that stay."""
         setup, recipe = self.setup, self.recipe
         train, balance = setup.data.train, setup.policy_facts.balance
+        sizes, peak_flops = None, None  # generation and judges take most of an online run's time
         if self.pairs is not None:
             is_adapter = self.loaded.adapter is not None
             sizes = trained_pair_sizes(setup, self.pairs, trains_adapter=is_adapter)
             peak_flops = device_peak(setup.device, self.loaded.scorer.compute_dtype)
-        else:  # the pairs do not exist yet; generation and judges take most of an online run's time
-            unknown = np.zeros(train.num_pairs, dtype=np.int64)
-            sizes = PairSizes(tokens=unknown, costs=unknown.astype(np.float64), merging=None)
-            peak_flops = None
         return RunLog(
             setup=setup,
             run=self.run,

@@ -171,9 +171,7 @@ def _statistics(
         num_pairs = np.diff(np.append(begins, len(order)))
         longest = np.maximum.reduceat(alone, begins)  # of two sequences
         padded_tokens = int(longest @ num_pairs)
-        pairs = np.bincount(longest, weights=num_pairs)  # by the longest sequence of their micro-batch
-        kinds = np.flatnonzero(pairs)
-        of_layers = padded_flops(shape, kinds // 2, 2 * pairs[kinds].astype(np.int64))
+        of_layers = padded_flops(shape, longest // 2, 2 * num_pairs)
         comparison = PaddedComparison(
             microbatch_pairs=microbatch_pairs,
             tokens=padded_tokens,

@@ -264,16 +264,16 @@ class Saver:
         )
 
     def begin(self) -> None:
-        """Marks the place where this process begins to train: step 0, or the checkpoint that it resumes.
-
-        Removes from the list of best evaluations those without a checkpoint in this run's directory.
-        """
+        """Marks the place where this process begins to train: step 0, or the checkpoint that it resumes."""
         self.mark_place()
-        standing, directory = self.state.standing, self.run.checkpoints
         if self.run.has_own_checkpoint:
             self.saved = self.place
-        if self.run.checkpoint is None or self.setup.recipe.checkpoint.keep_best == 0:
-            return
+        if self.run.checkpoint is not None and self.setup.recipe.checkpoint.keep_best:
+            self._forget_lost_checkpoints()
+
+    def _forget_lost_checkpoints(self) -> None:
+        """Removes from the list of best evaluations those without a checkpoint in this run's directory."""
+        standing, directory = self.state.standing, self.run.checkpoints
         kept = ranks.first_says(
             tuple(entry for entry in standing.best if checkpoint_path(directory, entry[0]).is_dir())
         )

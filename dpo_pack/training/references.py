@@ -189,20 +189,24 @@ ALLOWED_ROUNDING = 10.0  # two computations of a sum may differ by its rounding 
 def check_start(
     policy: Callable[[Row], RowLogps], builder: RowBuilder, pairs: IntArray, *, dtype: torch.dtype
 ) -> None:
-    """Compares the policy's log-probs of one row of `pairs`, [P] positions, with the cached reference.
-
-    If they do not agree, the row is computed again, which tells dropout from noise. Allowed are ten times the
-    rounding of a sum in `dtype` and, because routers can choose other experts, of the change when the pairs
-    stand in reverse order. Raises RunError."""
+    """Compares the policy's log-probs of one row of `pairs`, [P] positions, with the cached reference. Raises
+    RunError if they differ by more than ten times the rounding of a sum in `dtype`."""
     row = builder.build(pairs)
     sums = with_reference(row, policy(row.row)).reference  # [P, (chosen, rejected)]
     table = builder.table
     num_tokens = np.stack((table.chosen_scored[pairs], table.rejected_scored[pairs]), axis=1)
     noise = ALLOWED_ROUNDING * rounding(sums, torch.from_numpy(num_tokens).to(sums.device), dtype)
     # A sharded policy computes on all ranks or on none, so all ranks continue if one finds a difference.
-    if all(every_rank_says(bool(((sums - row.reference).abs() <= noise).all()))):
-        return
+    if not all(every_rank_says(bool(((sums - row.reference).abs() <= noise).all()))):
+        _explain_difference(policy, builder, pairs, row, sums, noise)
 
+
+def _explain_difference(
+    policy: Callable[[Row], RowLogps], builder: RowBuilder, pairs: IntArray, row: PairRow, sums: Tensor,
+    noise: Tensor,
+) -> None:  # fmt: skip
+    """Computes the row again, which tells dropout from noise. Because routers can choose other experts, ten
+    times the change when the pairs stand in reverse order is allowed."""
     again = with_reference(row, policy(row.row)).reference
     reverse_row = builder.build(pairs[::-1].copy())
     in_reverse = with_reference(reverse_row, policy(reverse_row.row)).reference.flip(0)

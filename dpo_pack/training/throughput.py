@@ -56,7 +56,7 @@ class PhaseClock:
 class Meter:
     """Adds up the steps since the newest logged line; time of evaluations and checkpoints is left out."""
 
-    sizes: PairSizes  # of the pairs that are trained on; `costs` are FLOPs
+    sizes: PairSizes | None  # of the pairs that are trained on; `costs` are FLOPs; None: unknown
     peak_flops: float | None  # FLOPs a second that this device can do; None: no `mfu`
     steps: int = 0
     pairs: int = 0
@@ -67,7 +67,8 @@ class Meter:
     def add(self, rows: Iterable[IntArray], *, pairs: int, tokens: int, seconds: float) -> float:
         """Counts a step. rows: the pairs of each row of all ranks. Returns the step's FLOPs on one device, a
         mean."""
-        flops = sum(self.sizes.of_row(row).cost for row in rows) / num_ranks()
+        sizes = self.sizes
+        flops = 0.0 if sizes is None else sum(sizes.of_row(row).cost for row in rows) / num_ranks()
         self.steps += 1
         self.pairs += pairs
         self.tokens += tokens
