@@ -78,7 +78,7 @@ from dpo_pack.run.run_dir import (
     way_on,
 )
 from dpo_pack.run.samples import Sampler
-from dpo_pack.run.setup import Setup, load_moving_reference, load_policy, prepare, print_columns_not_read
+from dpo_pack.run.setup import Setup, load_moving_reference, load_policy, prepare
 from dpo_pack.run.state import TrainState, ends_run, find_selection, is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.console import TrainingLines, format_seconds, keep_log, shown
@@ -95,7 +95,6 @@ from dpo_pack.training.optim import (
     build_optimizer,
     clip_gradients,
     learning_rate_schedule,
-    num_warmup_steps,
     schedule_warnings,
 )
 from dpo_pack.training.records import PairLog, start_trackers
@@ -204,7 +203,6 @@ class Trainer:
         # Data: pairs as token ids, and all that is known of models and machine without weights.
         self.setup = setup = prepare(recipe, console, takes_prompts=True)
         self.objective = setup.objective
-        print_columns_not_read(setup.data, console)
         self.selection = find_selection(recipe, list(setup.data.eval_prompts or setup.data.eval))
         if run.checkpoint is not None:
             choose_checkpoint(run, recipe.checkpoint.resume, console.print)
@@ -313,9 +311,7 @@ class Trainer:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
-        warmup_steps = num_warmup_steps(
-            num_steps, warmup_ratio=settings.warmup_ratio, warmup_steps=settings.warmup_steps
-        )
+        warmup_steps = settings.num_warmup_steps(num_steps)
         scheduler = learning_rate_schedule(
             optimizer,
             settings.schedule,

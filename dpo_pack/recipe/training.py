@@ -1,6 +1,7 @@
 """The `loss`, `optim`, `train` and `checkpoint` sections of a recipe. Losses are functions of
 dpo_pack/losses/, which needs torch, so what each reads and needs is declared here."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -201,6 +202,10 @@ class OptimRecipe(types.Section):
     """AdamW's epsilon."""
     max_grad_norm: types.PositiveNumber | None = 1.0
     """Larger gradients are scaled down to this norm; null: never."""
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Returns the steps of warm-up in a run of so many steps; a part of a step counts as one."""
+        return math.ceil(self.warmup_ratio * num_steps) if self.warmup_steps is None else self.warmup_steps
 
     @model_validator(mode="before")
     @classmethod

@@ -28,7 +28,7 @@ from dpo_pack.system.errors import RunError
 from dpo_pack.system.machine import bfloat16_instructions
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.health import RunFacts, examine
-from dpo_pack.training.optim import NonfiniteGuard, num_warmup_steps
+from dpo_pack.training.optim import NonfiniteGuard
 from dpo_pack.training.records import MetricsLog, PairLog, end_trackers, track
 from dpo_pack.training.throughput import Meter, PhaseClock
 
@@ -168,7 +168,7 @@ def describe_run(setup: Setup, loaded: LoadedModel, plan: PackingPlan | None, *,
     if precision.gathered is not None:
         numbers += f" gathered in {precision.gathered}"
     loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
-    warmup = num_warmup_steps(num_steps, warmup_ratio=optim.warmup_ratio, warmup_steps=optim.warmup_steps)
+    warmup = optim.num_warmup_steps(num_steps)
     warm_up = f", {warmup:,} step{'s' if warmup > 1 else ''} of warm-up" if warmup else ", no warm-up"
     console.print(
         f"Policy: {recipe.model.path}, {size}, {numbers.replace('torch.', '')} on {setup.device}; "

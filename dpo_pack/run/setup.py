@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -200,7 +199,10 @@ def _print_notes(data: Data, console: Console, scored_turns: str) -> None:
         )
     if copies >= FEW * num_pairs > 0:
         console.print(f"  Warning: {copies:,} of {num_pairs:,} training pairs repeat another one")
-    for source in _source_reports(data):
+    held_out = (held["source"] for held in data.report["eval"].values() if "source" in held)
+    not_read: dict[str, list[str]] = {}  # the sources that have the same columns
+    for source in (*data.report["train"]["sources"], *held_out):
+        not_read.setdefault(", ".join(source["columns_not_read"]), []).append(source["name"])
         if others := source.get("pairs_with_other_turns"):
             scored = (
                 "only what the assistant says is scored (data.scored_turns: all scores other messages too)"
@@ -210,19 +212,7 @@ def _print_notes(data: Data, console: Console, scored_turns: str) -> None:
             console.print(f"  {source['name']}: in {others:,} of {source['pairs_kept']:,} pairs {scored}")
         for note in source_notes(source):
             console.print(f"  {source['name']}: {note}")
-
-
-def _source_reports(data: Data) -> list[dict[str, Any]]:
-    held_out = (held["source"] for held in data.report["eval"].values() if "source" in held)
-    return [*data.report["train"]["sources"], *held_out]
-
-
-def print_columns_not_read(data: Data, console: Console) -> None:
-    """Prints the columns that are not read, once for all sources that have the same ones."""
-    sources: dict[str, list[str]] = {}
-    for source in _source_reports(data):
-        sources.setdefault(", ".join(source["columns_not_read"]), []).append(source["name"])
-    for columns, names in sources.items():
+    for columns, names in not_read.items():
         if columns:
             console.print(f"  columns of {', '.join(dict.fromkeys(names))} that are not read: {columns}")
 

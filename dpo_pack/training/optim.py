@@ -140,11 +140,6 @@ def schedule_warnings(optimizer: Optimizer, *, lr: float, num_steps: int, warmup
         )
 
 
-def num_warmup_steps(num_steps: int, *, warmup_ratio: float, warmup_steps: int | None) -> int:
-    """Returns `warmup_steps` if it is given, even 0; else `warmup_ratio` times all steps, rounded up."""
-    return math.ceil(warmup_ratio * num_steps) if warmup_steps is None else warmup_steps
-
-
 class NonfiniteGuard:
     """Decides for each step whether to skip its update, and later reports the steps that were not finite.
     With `stops` the first such step also blocks all later updates, until the host reads about it."""

@@ -13,13 +13,13 @@ from support.tiny_models import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
+from dpo_pack.recipe.training import OptimRecipe
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.optim import (
     build_optimizer,
     check_optimizer,
     clip_gradients,
     learning_rate_schedule,
-    num_warmup_steps,
     schedule_warnings,
 )
 
@@ -96,7 +96,7 @@ def test_the_learning_rates_of_a_schedule_by_hand(
 def test_warm_up_steps_replace_the_ratio_which_rounds_up(
     num_steps: int, ratio: float, steps: int | None, expected: int
 ) -> None:
-    assert num_warmup_steps(num_steps, warmup_ratio=ratio, warmup_steps=steps) == expected
+    assert OptimRecipe(warmup_ratio=ratio, warmup_steps=steps).num_warmup_steps(num_steps) == expected
 
 
 @pytest.mark.parametrize(
