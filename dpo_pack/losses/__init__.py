@@ -22,7 +22,6 @@ from dpo_pack.losses.objective import (
     Objective,
     PairLogps,
     ScoredPairs,
-    length_desensitized_sums,
     length_desensitized_weights,
     weighted_losses,
     wpo_weights,
@@ -31,7 +30,7 @@ from dpo_pack.system.errors import RecipeError, first_line
 from dpo_pack.system.process import load_function
 
 __all__ = [
-    "LOSSES", "Loss", "LossOptions", "Objective", "PairLogps", "ScoredPairs", "length_desensitized_sums",
+    "LOSSES", "Loss", "LossOptions", "Objective", "PairLogps", "ScoredPairs",
     "length_desensitized_weights", "load_custom_loss", "make_objective", "weighted_losses", "wpo_weights",
 ]  # fmt: skip
 

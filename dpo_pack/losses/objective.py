@@ -61,7 +61,7 @@ class Objective:
     terms: tuple[tuple[Loss, float], ...]
     options: LossOptions
     weighting: str | None = None  # "wpo": `wpo_weights` multiply the pair weights of the data
-    ld_alpha: float | None = None  # the alpha of `length_desensitized_sums` (LD-DPO); None: off
+    ld_alpha: float | None = None  # the alpha of `length_desensitized_weights` (LD-DPO); None: off
 
     @property
     def needs_reference(self) -> bool:
@@ -108,26 +108,13 @@ def wpo_weights(alignment: Tensor, num_tokens: Tensor) -> Tensor:
     return torch.exp((alignment.detach() / num_tokens).sum(dim=1))
 
 
-def length_desensitized_sums(token_logps: Tensor, num_tokens: Tensor, alpha: float) -> Tensor:
-    """LD-DPO's sums of log-probs, Liu et al. 2024 (arXiv 2409.06411), sec. 3.2.
-
-    token_logps: [N] log-probs of tokens: pair after pair, first those of chosen, then those of rejected.
-    num_tokens: [P, 2]. Returns [P, 2] float64 sums: the first min(|y_w|, |y_l|) tokens of a completion have
-    factor 1, its other tokens have factor alpha.
-    """
-    upto = torch.nn.functional.pad(token_logps.double().cumsum(0), (1, 0))  # [N + 1]
-    ends = num_tokens.flatten().cumsum(0).view(-1, 2)
-    starts = ends - num_tokens
-    limits = starts + num_tokens.amin(dim=1, keepdim=True)  # tokens from here on have factor alpha
-    return upto[limits] - upto[starts] + alpha * (upto[ends] - upto[limits])
-
-
 def length_desensitized_weights(token_weights: Tensor, lengths: Tensor, alpha: float) -> Tensor:
-    """LD-DPO's factors of tokens that have weights: those of `length_desensitized_sums`, times the weights.
+    """LD-DPO's factors of tokens, Liu et al. 2024 (arXiv 2409.06411), sec. 3.2, times the tokens' weights.
 
-    token_weights: [N] float64, in the same order. lengths: [2 P] tokens of chosen, rejected, ... Here |y| is
-    the sum of a completion's weights: a token's weight counts in full up to a sum of min(|y_w|, |y_l|) over
-    the completion's first tokens, and times alpha beyond. Returns [N]."""
+    token_weights: [N] float64, pair after pair, first those of chosen, then those of rejected. lengths: [2 P]
+    tokens of chosen, rejected, ... |y| is the sum of a completion's weights: a token's weight counts in full
+    up to a sum of min(|y_w|, |y_l|) over the completion's first tokens, and times alpha beyond. Returns [N].
+    """
     upto = torch.nn.functional.pad(token_weights.cumsum(0), (1, 0))  # [N + 1]
     ends = lengths.cumsum(0)
     before = upto[ends - lengths]  # [2 P] the sum of all weights before each completion

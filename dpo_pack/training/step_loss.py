@@ -22,7 +22,6 @@ from dpo_pack.losses import (
     Objective,
     PairLogps,
     ScoredPairs,
-    length_desensitized_sums,
     length_desensitized_weights,
     weighted_losses,
     wpo_weights,
@@ -117,16 +116,12 @@ def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredP
         pair_weights = pair_weights * wpo_weights(policy - output.log_square_sums.view(-1, 2), num_tokens)
     if objective.ld_alpha is not None:
         assert row.reference_tokens is not None, "the reference was frozen without per-token values"
+        lengths, weights = row.row.completion_lengths, row.token_weights
+        lengths = lengths if row.sequence_index is None else lengths.index_select(0, row.sequence_index)
+        weights = torch.ones_like(output.token_logps, dtype=torch.float64) if weights is None else weights
+        weights = length_desensitized_weights(weights, lengths, objective.ld_alpha)
         both = (output.token_logps, row.reference_tokens)
-        if row.token_weights is None:
-            policy, reference = (
-                length_desensitized_sums(values, num_tokens, objective.ld_alpha) for values in both
-            )
-        else:
-            lengths = row.row.completion_lengths
-            lengths = lengths if row.sequence_index is None else lengths.index_select(0, row.sequence_index)
-            weights = length_desensitized_weights(row.token_weights, lengths, objective.ld_alpha)
-            policy, reference = (weighted_sums(values, weights, lengths).view(-1, 2) for values in both)
+        policy, reference = (weighted_sums(values, weights, lengths).view(-1, 2) for values in both)
     statistics = (output.entropy_sums, output.top1_sums, output.mean_logit_sums)
     counts = dict(zip(("chosen_tokens", "rejected_tokens"), num_tokens.double().unbind(dim=1), strict=True))
     return ScoredPairs(

@@ -12,7 +12,7 @@ from dpo_pack.losses import (
     LOSSES,
     Objective,
     ScoredPairs,
-    length_desensitized_sums,
+    length_desensitized_weights,
     weighted_losses,
     wpo_weights,
 )
@@ -69,12 +69,8 @@ def test_wpo_weights_by_hand() -> None:
     assert not weights.requires_grad
 
 
-def test_length_desensitized_sums_by_hand() -> None:
+def test_length_desensitized_factors_by_hand() -> None:
     """Pairs of 3 and 2 tokens, of 1 and 4, of 2 and 2."""
-    lengths = torch.tensor([[3, 2], [1, 4], [2, 2]])
-    values = torch.arange(1.0, 15.0, requires_grad=True)  # fp32: 1 2 3 | 4 5 | 6 | 7 8 9 10 | 11 12 | 13 14
-    sums = length_desensitized_sums(values, lengths, 0.25)
-    assert sums.dtype == torch.float64
-    assert sums.tolist() == [[3 + 0.25 * 3, 9], [6, 7 + 0.25 * 27], [23, 27]]
-    (slopes,) = torch.autograd.grad(sums.sum(), values)
-    assert slopes.tolist() == [1, 1, 0.25, 1, 1, 1, 1, 0.25, 0.25, 0.25, 1, 1, 1, 1]
+    weights, lengths = torch.ones(14, dtype=torch.float64), torch.tensor([3, 2, 1, 4, 2, 2])
+    factors = length_desensitized_weights(weights, lengths, 0.25)
+    assert factors.tolist() == [1, 1, 0.25, 1, 1, 1, 1, 0.25, 0.25, 0.25, 1, 1, 1, 1]
