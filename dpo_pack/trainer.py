@@ -624,7 +624,11 @@ class Trainer:
             f"({rate:,.1f} pairs/s), {seconds} in all. Model: {run.model}; metrics: {run.metrics}{page}"
         )
         print_ending(run.root, state.evaluation, state.health.warnings, self.console)
-        return None if self.recipe.export.verify == "none" else saver.read_back_job(saved)
+        if self.recipe.export.verify == "none":
+            return None
+        state.optimizer.zero_grad(set_to_none=True)  # the reader of the model needs memory
+        state.optimizer.state.clear()
+        return saver.exporter.read_back_job(run.model, saved)
 
     def write_results(self, best: dict[str, Any] | None, *, stopped_early: bool) -> dict[str, Tensor]:
         """Writes samples, model and facts of a finished run; returns the tensors in the model's files."""

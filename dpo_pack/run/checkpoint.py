@@ -249,12 +249,6 @@ class Saver:
             evaluation=self.state.evaluation,
         )
 
-    def read_back_job(self, saved: dict[str, Tensor]) -> dict[str, Any]:
-        """Returns that of the finished run's model. Frees the optimizer's state: the reader needs memory."""
-        self.state.optimizer.zero_grad(set_to_none=True)
-        self.state.optimizer.state.clear()
-        return self.exporter.read_back_job(self.run.model, saved)
-
     def mark_place(self) -> None:
         """Makes the present step the place. When a checkpoint of it is written, the run can resume there."""
         metrics, source = self.log.file, self.state.source.state_dict()
