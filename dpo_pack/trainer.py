@@ -53,7 +53,7 @@ from dpo_pack.run.checkpoint import Saver, load_checkpoint, run_identity
 from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoints
 from dpo_pack.run.evaluate import Evaluator
 from dpo_pack.run.export import verify_model
-from dpo_pack.run.log import RunLog, describe_run, initial_loss
+from dpo_pack.run.log import RunLog, describe_policy, describe_training, initial_loss
 from dpo_pack.run.memory_estimate import (
     largest_row,
     print_measured_memory,
@@ -213,6 +213,8 @@ class Trainer:
                 recipe, setup.data, setup.policy_facts, device=setup.device, equal_rows=shards
             )
         first_plan = None if self.pairs is None else self.pairs.first_plan
+        num_steps = recipe.train.max_steps if self.pairs is None else self.pairs.num_steps
+        describe_training(setup, first_plan, num_steps=num_steps or 0)
         if dry_run:
             print_memory_estimate(setup, first_plan)
         gathers_once = shards and stays_gathered(setup, first_plan)
@@ -226,15 +228,11 @@ class Trainer:
         self.clock = PhaseClock(device=setup.device)
         self.sampler = Sampler(setup, self.loaded.scorer, run.samples)
         self.log = self.open_log(begun, self.load_checkpoint())
-        describe_run(setup, self.loaded, first_plan, num_steps=self.source.num_steps)
+        describe_policy(setup, self.loaded)
         if dry_run:
             self.measure_memory()
         else:
-            ranks.first_does(self.write_first_files)
-            if ranks.num_ranks() > 1:
-                ranks.require_shared(run.root, "output_dir")
-            if recipe.logging.trackers:
-                self.begin_tracking()
+            self.begin_output()
         self.make_evaluator_and_saver()
         release_memory()
         self.log.reference_seconds = seconds
@@ -390,8 +388,14 @@ class Trainer:
             row = self.pairs.builder.build(largest_row(self.pairs.first_plan, rank=ranks.rank())).row
             print_measured_memory(self.policy, self.state.optimizer, row, self.setup.device, self.console)
 
-    def begin_tracking(self) -> None:
+    def begin_output(self) -> None:
+        """Writes the first files, which every node must see, and starts the trackers."""
         run, setup, recipe = self.run, self.setup, self.recipe
+        ranks.first_does(self.write_first_files)
+        if ranks.num_ranks() > 1:
+            ranks.require_shared(run.root, "output_dir")
+        if not recipe.logging.trackers:
+            return
         if "tracking_id" not in run.info:  # it stays the same each time the run resumes
             run.update(tracking_id=uuid.uuid4().hex[:8])
         mlflow_run = start_trackers(

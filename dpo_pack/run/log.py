@@ -148,10 +148,38 @@ def initial_loss(objective: Objective, table: PairTable, loss_names: Sequence[st
     return float(weighted_losses(objective, pair, mean_chosen_tokens=1.0))
 
 
-def describe_run(setup: Setup, loaded: LoadedModel, plan: PackingPlan | None, *, num_steps: int) -> None:
-    """Prints the policy, the steps, and notes on surprising settings. `plan`: of the first epoch, if any."""
+def describe_training(setup: Setup, plan: PackingPlan | None, *, num_steps: int) -> None:
+    """Prints the steps, and notes on surprising settings. `plan`: of the first epoch, if any."""
+    recipe, console = setup.recipe, setup.console
+    optim, packing = recipe.optim, recipe.packing
+    loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
+    warmup = optim.num_warmup_steps(num_steps)
+    warm_up = f", {warmup:,} step{'s' if warmup > 1 else ''} of warm-up" if warmup else ", no warm-up"
+    rows, pairs = f"{packing.rows_per_step} rows", f"{packing.pairs_per_step} pairs"
+    console.print(
+        f"Training: {num_steps:,} steps of {rows if packing.scope == 'epoch' else pairs}, "
+        f"{packing.mode} rows of up to {packing.token_budget:,} tokens; "
+        f"loss {loss}, beta {recipe.loss.beta:g}, lr {optim.lr:g} {optim.schedule}{warm_up}"
+    )
+    if recipe.checkpoint.every_steps is None:
+        console.print(
+            "  checkpoints: only if interrupted; after a crash the run begins anew (checkpoint.every_steps)"
+        )
+    if packing.share_prompt and not recipe.shares_prompts:
+        console.print("Note: prompts are not shared, because model.lora.dropout is above 0")
+    oversize = () if plan is None else plan.oversize_pairs
+    if plan is not None and len(oversize):
+        longest = int(plan.sizes.tokens[oversize].max())
+        console.print(
+            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({packing.token_budget:,}), so "
+            f"each of them gets its own row; the longest has {longest:,} tokens; nothing is cut"
+        )
+
+
+def describe_policy(setup: Setup, loaded: LoadedModel) -> None:
+    """Prints the policy as it is loaded, and how it computes."""
     recipe, console, facts = setup.recipe, setup.console, setup.policy_facts
-    optim, packing, precision, attention = recipe.optim, recipe.packing, facts.precision, loaded.attention
+    precision, attention = facts.precision, loaded.attention
     parameters = list(loaded.scorer.parameters())
     num_trained = sum(p.numel() for p in parameters if p.requires_grad)
     num_parameters = sum(p.numel() for p in parameters)
@@ -167,9 +195,6 @@ def describe_run(setup: Setup, loaded: LoadedModel, plan: PackingPlan | None, *,
         numbers += f" with {precision.autocast} autocast"
     if precision.gathered is not None:
         numbers += f" gathered in {precision.gathered}"
-    loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
-    warmup = optim.num_warmup_steps(num_steps)
-    warm_up = f", {warmup:,} step{'s' if warmup > 1 else ''} of warm-up" if warmup else ", no warm-up"
     console.print(
         f"Policy: {recipe.model.path}, {size}, {numbers.replace('torch.', '')} on {setup.device}; "
         f"attention: {attention.name}{'; layers: compiled' if loaded.scorer.is_compiled else ''}"
@@ -183,16 +208,6 @@ def describe_run(setup: Setup, loaded: LoadedModel, plan: PackingPlan | None, *,
         say_why(f"  torch.compile failed, so the model runs uncompiled: {loaded.not_compiled}")
     for kernel in loaded.kernels:
         say_why(f"  recurrent layers: {kernel}")
-    rows, pairs = f"{packing.rows_per_step} rows", f"{packing.pairs_per_step} pairs"
-    console.print(
-        f"Training: {num_steps:,} steps of {rows if packing.scope == 'epoch' else pairs}, "
-        f"{packing.mode} rows of up to {packing.token_budget:,} tokens; "
-        f"loss {loss}, beta {recipe.loss.beta:g}, lr {optim.lr:g} {optim.schedule}{warm_up}"
-    )
-    if recipe.checkpoint.every_steps is None:
-        console.print(
-            "  checkpoints: only if interrupted; after a crash the run begins anew (checkpoint.every_steps)"
-        )
     if routes_tokens(loaded.model.config):
         console.print(router_sentence(loaded.model, recipe.loss.router_aux_coef, facts.balance))
     is_slow = precision.activations == torch.bfloat16 and setup.device.type == "cpu"
@@ -200,13 +215,4 @@ def describe_run(setup: Setup, loaded: LoadedModel, plan: PackingPlan | None, *,
         console.print(
             "Note: this CPU has no instructions for bfloat16 and converts to float32 and back, which takes "
             "longer than model.dtype: float32 with model.autocast: none"
-        )
-    if packing.share_prompt and not recipe.shares_prompts:
-        console.print("Note: prompts are not shared, because model.lora.dropout is above 0")
-    oversize = () if plan is None else plan.oversize_pairs
-    if plan is not None and len(oversize):
-        longest = int(plan.sizes.tokens[oversize].max())
-        console.print(
-            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({packing.token_budget:,}), so "
-            f"each of them gets its own row; the longest has {longest:,} tokens; nothing is cut"
         )

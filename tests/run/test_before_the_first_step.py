@@ -21,7 +21,7 @@ from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.checkpoint import run_identity
 from dpo_pack.run.evaluate import evaluate_models
-from dpo_pack.run.log import describe_run
+from dpo_pack.run.log import describe_policy
 from dpo_pack.run.pairs import offline_source, prepare_reference
 from dpo_pack.run.setup import Setup, check_data, check_recipe, load_policy, longest_sequence, prepare
 from dpo_pack.run.state import Selection
@@ -76,7 +76,7 @@ def test_on_a_gpu_the_reason_for_the_attention_backend_is_printed_and_elsewhere_
     monkeypatch.setattr("sys.stdout", printed)
     console = make_console()
     keep_log(console, tmp_path / "console.log")
-    describe_run(replace(prepared, console=console, device=torch.device(device)), policy, None, num_steps=3)
+    describe_policy(replace(prepared, console=console, device=torch.device(device)), policy)
     reason = f"  attention is {policy.attention.name}: {policy.attention.reason}\n"
     assert reason in (tmp_path / "console.log").read_text(encoding="utf-8")
     assert (reason in printed.getvalue()) == is_printed
