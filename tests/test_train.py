@@ -143,7 +143,7 @@ def test_another_recipe_in_the_same_directory_is_refused_and_overwrite_begins_an
 ) -> None:
     train(whole_run(assets, tmp_path / "run", "train.max_steps=1"), console)
     changed = whole_run(assets, tmp_path / "run", "train.max_steps=2", "optim.lr=2e-3")
-    with pytest.raises(RunError, match=r"optim\.lr.*train\.max_steps.*--overwrite.*another output_dir"):
+    with pytest.raises(RunError, match=r"optim\.lr.*train\.max_steps.*another output_dir.*--overwrite"):
         train(changed, console)
     train(changed, console, overwrite=True)
     assert [r["step"] for r in timeless(tmp_path / "run") if r["split"] == "train"] == [1, 2]
