@@ -196,6 +196,12 @@ def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
         recipe_key=key,
         is_strict=recipe.model.unused_tensors == "error",
     )
+    is_chat = any(prompt.messages is not None for prompt in setup.data.prompts)
+    if is_chat and tokenizer.chat_template is None:
+        setup.console.print(
+            f"Warning: {key}: its tokenizer has no chat template, so it reads conversations in the policy's; "
+            "put the template that it was trained with into its directory, as chat_template.jinja"
+        )
     for note in judge.notes:
         setup.console.print(f"{key}: {note}")
     prove_reward_model(judge, key)

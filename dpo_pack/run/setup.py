@@ -114,26 +114,42 @@ def prepare_tokenizer(recipe: Recipe, images: ImageProcessor | None = None) -> P
 
 
 def check_vocabulary(model: ModelFacts, tokenizer: PreTrainedTokenizerBase, *, writes: bool = False) -> None:
-    """Raises ModelError if ids are other tokens in the model's own tokenizer, if it has one; with `writes`
-    also if only one of the two tokenizers has an id."""
+    """Raises ModelError if the model's own tokenizer has other tokens, see `other_tokens`."""
+    if told := other_tokens(model, tokenizer, writes=writes):
+        remedy = "sample them with two commands" if writes else "give a model with the same tokenizer"
+        raise ModelError(f"{told}; {remedy}")
+
+
+def other_tokens(model: ModelFacts, tokenizer: PreTrainedTokenizerBase, *, writes: bool = False) -> str:
+    """Returns which ids are other tokens in the model's own tokenizer, if it has one; "": none. With `writes`
+    also those that only one of the two has."""
     path, revision = model.path, model.revision
     if model.adapter is not None and has_tokenizer(model.adapter):
         path, revision = str(model.adapter), None
     if Path(path).is_dir() and not has_tokenizer(path):
-        return
+        return ""
     trusts, key = model.trust_remote_code, model.recipe_key
     own = load_tokenizer(
         path, revision=revision, trust_remote_code=trusts, chat_template=None, recipe_key=key
     )
     theirs, ours = ({id: token for token, id in one.get_vocab().items()} for one in (own, tokenizer))
     ids = theirs.keys() | ours.keys() if writes else theirs.keys() & ours.keys()
-    if others := [id for id in ids if theirs.get(id) != ours.get(id)]:
-        first = min(others)
-        raise ModelError(
-            f"{key}: {model.label} has another tokenizer than {tokenizer.name_or_path}: {len(others):,} ids "
-            f"are other tokens there (first: {first}, {theirs.get(first)!r}, and here {ours.get(first)!r}); "
-            + ("sample them with two commands" if writes else "give a model with the same tokenizer")
-        )
+    others = [id for id in ids if theirs.get(id) != ours.get(id)]
+    if not others:
+        return ""
+    first = min(others)
+    return (
+        f"{key}: {model.label} has another tokenizer than {tokenizer.name_or_path}: {len(others):,} ids are "
+        f"other tokens there (first: {first}, {theirs.get(first)!r}, and here {ours.get(first)!r})"
+    )
+
+
+def _other_tokenizer(given: str | None, policy: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns a warning if ids of tokenizer.path, `given`, are other tokens in the policy's own, or ""."""
+    told = "" if given is None else other_tokens(policy, tokenizer)
+    return (
+        told and f"Warning: {told}; right only if the tokenizer of tokenizer.path is the one that it learnt"
+    )
 
 
 def prepare_data(
@@ -263,6 +279,8 @@ def prepare(
         tokenizer = prepare_tokenizer(recipe, policy.processor)
         if reference is not policy:
             check_vocabulary(reference, tokenizer)
+        if warning := _other_tokenizer(recipe.tokenizer.path, policy, tokenizer):
+            console.print(warning)
     data = ranks.of_node(
         lambda: prepare_data(
             recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts
@@ -448,6 +466,8 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         tokenizer = prepare_tokenizer(recipe, images)
         found.append(f"tokenizer: {len(tokenizer):,} tokens")
         with step():
+            if policy is not None and (warning := _other_tokenizer(recipe.tokenizer.path, policy, tokenizer)):
+                found.append(f"  {warning}")
             if "reference.path" in models:
                 check_vocabulary(models["reference.path"], tokenizer)
         if images is not None and images.gives_template(tokenizer):

@@ -74,10 +74,12 @@ def _may_be_hub_id(path: str) -> bool:
 
 
 def instead_of_url(path: str) -> str:
-    """Returns what to write in place of a URL, as the end of a message; "": it is none."""
+    """Returns what to write in place of a URL or pattern, as the end of a message; "": it is neither."""
     if named := _HUB_URL.fullmatch(path):
         others = ", a branch, tag or commit in the key revision, or download the files and name them"
         return f"; URLs are not read: write the hub id ({named['id']}){others if named['rest'] else ''}"
+    if "*" in path:
+        return "; patterns are not expanded: name the directory, or list the files"
     return "; URLs are not read: download it, and name the file or directory" if "://" in path else ""
 
 

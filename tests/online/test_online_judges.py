@@ -21,6 +21,7 @@ from support.tiny_models import tiny_config, tiny_model
 from support.tiny_online import online_recipe
 from support.tiny_recipe import message_of
 from support.tiny_tokenizer import tiny_tokenizer
+from support.whole_runs import text
 from transformers import AutoModelForSequenceClassification
 
 from dpo_pack.data.formats import Message
@@ -309,6 +310,21 @@ def test_a_reward_model_gets_the_tools_and_all_that_was_said(tmp_path: Path) -> 
     of_tools, of_system = judge.score([asked, hidden])
     assert isinstance(of_tools, Failure) and "does not write the tools" in of_tools.reason
     assert isinstance(of_system, Failure) and "does not write the content of message 1" in of_system.reason
+
+
+def test_a_reward_model_without_chat_template_that_reads_conversations_is_told(
+    tmp_path: Path, console: Console
+) -> None:
+    path = save_reward_model(tmp_path / "judge", "llama")
+    judges = [{"type": "reward_model", "path": str(path)}]
+    recipe = online_recipe(tmp_path / "assets", tmp_path / "run", judges=judges)
+    setup = prepare(recipe, console, takes_prompts=True)
+    words = "Warning: online.judges.0.path: its tokenizer has no chat template"
+    build_judge(setup)
+    assert words not in text(console)
+    asked = replace(setup.data.prompts[0], messages=(said("user", "warm?"),))
+    build_judge(replace(setup, data=replace(setup.data, prompts=(asked,))))
+    assert words in text(console)
 
 
 def test_a_reward_model_whose_config_says_quantised_and_whose_weights_are_not_is_refused(

@@ -161,6 +161,7 @@ def test_paths_that_exist_or_can_be_made_and_hub_ids_pass(override: str) -> None
         ("data.train=a/b/c", "data.train.0.path", "not a hub id: 'a/b/c'"),
         ("data.train=hf://datasets/a/b/c.json", "data.train.0.path", "write the hub id (a/b), a branch, tag"),
         ("data.train=hf://datasets/a", "data.train.0.path", "write the hub id (a)"),
+        ("data.train='parts/*.jsonl'", "data.train.0.path", "not expanded: name the directory"),
         ("data.train=s3://a/b.jsonl", "data.train.0.path", "download it, and name the file"),
         ("model.path=hf://a/b", "model.path", "write the hub id (a/b)"),
         ("data.train=pairs.txt", "data.train.0.path", "'pairs.txt'"),

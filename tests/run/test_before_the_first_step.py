@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from support.refusals import refusal
 from support.tiny_models import tiny_config
+from support.whole_runs import text
 
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.load import load_recipe
@@ -37,7 +38,7 @@ def begun(assets: Path) -> tuple[Setup, LoadedModel]:
 
 @pytest.mark.parametrize("is_other", [True, False])
 def test_a_reference_or_model_that_reads_other_tokens_is_refused(
-    is_other: bool, assets: Path, tmp_path: Path
+    is_other: bool, assets: Path, tmp_path: Path, console: Console
 ) -> None:
     shutil.copytree(assets / "model", tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
@@ -61,6 +62,10 @@ def test_a_reference_or_model_that_reads_other_tokens_is_refused(
         *check_recipe(recipe)[1],
     ]
     assert len(messages) == 3 and all(words in message for message in messages)
+    turned = load_recipe(assets / "recipe.yaml", [f"tokenizer.path={other}"])
+    prepare(turned, console)
+    words = f"Warning: model.path: {assets / 'model'} has another tokenizer than {other}: 2 ids"
+    assert words in text(console) and any(words in line for line in check_recipe(turned)[0])
 
 
 @pytest.mark.parametrize(("device", "is_printed"), [("cpu", False), ("cuda", True)])
