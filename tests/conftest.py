@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,6 +117,21 @@ def dpopack(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
         return Outcome(ended.value.code, *capfd.readouterr())
 
     return run
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing was compiled before, and what a test has replaced is back afterwards."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    from dpo_pack.model.attention import register_attention
+
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True, suppress_errors=False):
+        yield
+    register_attention()
 
 
 @pytest.fixture(autouse=True)

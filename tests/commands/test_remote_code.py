@@ -20,8 +20,6 @@ from dpo_pack.commands.main import main
 from dpo_pack.model.scorer import Precision
 from dpo_pack.online.reward_model import load_reward_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

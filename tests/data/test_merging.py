@@ -237,24 +237,6 @@ def test_under_an_adapter_merged_groups_cost_two_passes_as_single_pairs_do(
     assert np.array(flops[1]) / flops[0] == pytest.approx(2 / 3)
 
 
-def test_merged_prompts_give_the_numbers_of_unmerged_ones_and_compute_fewer_tokens(
-    assets: Path, tmp_path: Path
-) -> None:
-    """Through accumulate_gradients: losses, gradients, rewards and token averages of every step."""
-    records = {}
-    for merge in ("false", "true"):
-        train(ranking_recipe(assets, tmp_path / merge, f"packing.merge_prompts={merge}"), Console(quiet=True))
-        records[merge] = [record for record in timeless(tmp_path / merge) if record["split"] == "train"]
-    for plain, merged in zip(records["false"], records["true"], strict=True):
-        assert merged["tokens"] < 0.7 * plain["tokens"]
-        for name in (set(plain) & set(merged)) - {"tokens", "rows", "split", "source"}:
-            if name == "rewards/accuracies" and plain["step"] == 1:
-                assert plain[name] == 0.5  # the policy is its reference: every margin is a tie
-            if isinstance(plain[name], float) and not name.startswith(("seconds", "mfu")):
-                assert merged[name] == pytest.approx(plain[name], abs=3e-5, rel=3e-5), name
-        assert merged["pairs"] == plain["pairs"] == 8
-
-
 def test_scope_epoch_brings_the_pairs_of_a_prompt_together_and_trains_them_all(
     assets: Path, tmp_path: Path
 ) -> None:
@@ -269,20 +251,3 @@ def test_scope_epoch_brings_the_pairs_of_a_prompt_together_and_trains_them_all(
     assert steps[-1]["epoch"] == 2.0
     assert {step["rows"] for step in steps} == {1}
     assert inspect_packing(recipe).statistics.merged_pairs == NUM_PROMPTS * 6
-
-
-@pytest.mark.slow
-def test_a_run_of_scope_epoch_goes_on_where_it_stopped(
-    assets: Path, tmp_path: Path, console: Console
-) -> None:
-    overrides = (
-        "packing.pairs_per_step=64", "packing.scope=epoch", "packing.rows_per_step=2",
-        "packing.token_budget=128", "data.shuffle=true", "train.epochs=2", "checkpoint.every_steps=3",
-    )  # fmt: skip
-    train(ranking_recipe(assets, tmp_path / "one", *overrides, "checkpoint.keep=100"), console)
-    checkpoint = tmp_path / "one" / "checkpoints" / "step-000003"
-    train(ranking_recipe(assets, tmp_path / "two", *overrides, f"checkpoint.resume={checkpoint}"), console)
-    straight = [record for record in timeless(tmp_path / "one") if record["split"] == "train"]
-    resumed = [record for record in timeless(tmp_path / "two") if record["split"] == "train"]
-    assert len(resumed) == len(straight) - 3 > 1
-    assert [record["loss"] for record in resumed] == [record["loss"] for record in straight[3:]]

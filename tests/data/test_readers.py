@@ -11,7 +11,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.memory_limit import memory_limit
+from support.limits import memory_limit
 from support.rows import assistant, user
 
 from dpo_pack.data import readers, store

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.file_operations import in_forks
-from support.memory_limit import memory_limit
+from support.limits import memory_limit
 from support.refusals import refusal
 from support.rows import assistant, said, user
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer

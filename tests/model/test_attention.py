@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.flash_stand_ins import use_stand_ins
+from support.groups import CPU, make_row, random_groups, segments_of
 from support.marks import slow
 from torch import Tensor
 
@@ -32,11 +33,10 @@ from dpo_pack.model.attention import (
 from dpo_pack.model.attention.flash import flash_attn_attention
 from dpo_pack.model.attention.segments import MAX_MASK_BYTES, AttentionOptions, RowSegments
 from dpo_pack.model.compiling import compiler_obstacle
-from dpo_pack.model.layout import packed_row
 from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import UnsupportedModelError
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CUDA = torch.device("cuda")
 PLAIN = AttentionNeeds(
     head_dim=64,
     value_head_dim=64,
@@ -48,16 +48,7 @@ PLAIN = AttentionNeeds(
 
 def make_segments(device: torch.device, *, repeats: int = 1) -> RowSegments:
     """Three groups, so often: a long prompt, a one-token tail, and one with three branches."""
-    random = np.random.default_rng(0)
-
-    def group(context: int, *lengths: int) -> Group:
-        completions = tuple(random.integers(0, 50, length) for length in lengths)
-        return Group(context=random.integers(0, 50, context), completions=completions)
-
-    groups = [group(37, 5, 20), group(3, 8, 1), group(12, 4, 9, 6)] * repeats
-    segments = packed_row(groups, device, share_prompt=True).segments
-    assert segments is not None
-    return segments
+    return segments_of(random_groups((37, 5, 20), (3, 8, 1), (12, 4, 9, 6)) * repeats, device=device)
 
 
 def test_the_mask_is_causal_aligned_bottom_right_and_counts_the_query_in_its_window() -> None:
@@ -177,8 +168,6 @@ def test_attention_by_flex_equals_a_softmax_written_out(
     assert_as_written_out("flex", window, special, dtype=torch.float32, size=size, bound=1e-5)
 
 
-# torch hides this one of its own from people, and not from a filter that makes warnings errors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("special", ["softcap", *slow("sinks")])
 def test_flex_as_it_is_compiled_on_cuda_equals_a_softmax_written_out(
     special: str, monkeypatch: pytest.MonkeyPatch
@@ -257,7 +246,7 @@ def test_a_kernel_that_fails_on_a_small_row_is_not_chosen_and_the_choice_says_wh
 def test_the_gradients_of_a_shared_key_add_up_in_at_least_fp32(dtype: torch.dtype) -> None:
     # 300 completions read the prompt. A sum in bfloat16 would stay at 256.
     completions = tuple(np.array([1, token % 7]) for token in range(300))
-    row = packed_row([Group(context=np.array([1, 2]), completions=completions)], CPU, share_prompt=True)
+    row = make_row([Group(context=np.array([1, 2]), completions=completions)])
     assert row.segments is not None
     states = torch.zeros(row.num_tokens, 1, 1, dtype=dtype, requires_grad=True)
     assert row.segments.kv_gather is not None
@@ -433,7 +422,6 @@ def test_our_name_has_no_mask_function_so_transformers_builds_no_mask() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["torch_varlen", "flash_attn", "flex"])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

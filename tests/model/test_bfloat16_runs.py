@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
+from support.gradients import proof_rows
 from support.loading import load_usual
-from support.run_files import losses, weights
 from support.tiny_adapters import saved_adapter
-from support.tiny_models import VOCABULARY, tiny_model
-from support.tiny_run import tiny_run
+from support.tiny_models import tiny_model
 from torch.optim import AdamW
 
-from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
-from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.rows import proof_groups
-from dpo_pack.recipe.load import load_recipe
-from dpo_pack.trainer import train
 from dpo_pack.training.optim import build_optimizer
-
-# peft reads an attribute that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-CPU = torch.device("cpu")
-QUIET = Console(quiet=True)
-
-
-@pytest.mark.slow
-def test_a_run_in_bfloat16_learns_as_one_in_fp32_does(tmp_path: Path) -> None:
-    recipe_path, steps = tiny_run(tmp_path), {}
-    for dtype in ("float32", "bfloat16"):
-        overrides = (f"output_dir={tmp_path / dtype}", "train.epochs=4", f"model.dtype={dtype}")
-        train(load_recipe(recipe_path, overrides), QUIET)
-        steps[dtype] = losses(tmp_path / dtype)
-    assert steps["bfloat16"][-1] < 0.5
-    assert steps["bfloat16"] == pytest.approx(steps["float32"], abs=0.03)
-    run = tmp_path / "bfloat16"
-    assert {tensor.dtype for tensor in weights(run).values()} == {torch.bfloat16}
-    assert json.loads((run / "model" / "config.json").read_text())["dtype"] == "bfloat16"
-
 
 # ---------------------------------------------------------------------------------- adapters on such a base
 
@@ -59,12 +31,6 @@ def load(base: Path, adapter: LoraSettings | Path, dtype: torch.dtype) -> Loaded
     return load_usual(base, precision=Precision(parameters=dtype, autocast=None), adapter=adapter)
 
 
-def row_of(loaded: LoadedModel) -> Row:
-    torch.manual_seed(0)
-    groups: list[Group] = proof_groups(VOCABULARY)
-    return packed_row(groups, CPU, share_prompt=True)
-
-
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]])
 def test_adapters_on_a_bfloat16_base_are_fp32_and_right(
     targets: str | list[str], base: Path, tmp_path: Path
@@ -76,7 +42,7 @@ def test_adapters_on_a_bfloat16_base_are_fp32_and_right(
         loaded = load(base, directory, dtype)
         trained = {name: p for name, p in loaded.scorer.named_parameters() if p.requires_grad}
         assert trained and {parameter.dtype for parameter in trained.values()} == {torch.float32}
-        output = loaded.scorer(row_of(loaded))
+        output = loaded.scorer(proof_rows()[0])
         (output.sums / output.num_tokens).sum().backward()
         grads = torch.cat([p.grad.flatten() for _, p in sorted(trained.items()) if p.grad is not None])
         results[dtype] = (output.token_logps.detach(), grads)
@@ -94,7 +60,7 @@ def test_a_new_adapter_starts_as_its_bfloat16_base_to_the_bit(base: Path) -> Non
     """The head as well, whose weight is the base's in bfloat16 plus a delta of zeros in fp32."""
     settings = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules=("q_proj", "lm_head"), seed=0)
     loaded = load(base, settings, torch.bfloat16)
-    row = row_of(loaded)
+    row = proof_rows()[0]
     with torch.no_grad():
         adapted = loaded.scorer(row).token_logps
         with loaded.as_reference():

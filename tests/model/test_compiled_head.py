@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from support.heads import PLAIN, TRANSFORMS, N, chunked, gradients, make_head
@@ -11,12 +9,7 @@ from torch._dynamo.utils import counters
 
 from dpo_pack.model.logps import compile_head
 
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +41,6 @@ def test_compiled_passes_of_the_head_give_what_plain_ones_give(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_generated_passes_give_what_plain_ones_give_and_are_compiled_for_any_number_of_tokens() -> None:
     passes, num_compiled = compile_head(), 0
     for num_tokens in (N, 17, 31, 12, 9):

@@ -7,19 +7,20 @@ import functools
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from benchmarking.run_dpo_pack import train_without_export
 from rich.console import Console
 from support.family_errors import skip_unless_packed
 from support.flash_stand_ins import use_stand_ins
+from support.gradients import flat, gradients
+from support.groups import CPU, random_groups
+from support.groups import make_row as row_of
 from support.reference_pairs import load_scorer
-from support.tiny_models import VOCABULARY, tiny_model
+from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -30,13 +31,12 @@ import dpo_pack.model.compiling as compiling
 import dpo_pack.run.models as recipe_models
 import dpo_pack.run.pairs as prepare_reference
 from dpo_pack.commands.doctor import prove_recipe
-from dpo_pack.model.attention import BACKENDS, register_attention
+from dpo_pack.model.attention import BACKENDS
 from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle
 from dpo_pack.model.facts import ModelFacts
-from dpo_pack.model.layout import Row, packed_row, padded_row
+from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HeadPasses, compile_head
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
-from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.compute import fill_cache
@@ -44,42 +44,21 @@ from dpo_pack.run.models import load_and_prove, resolve_model
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.trainer import train
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-# torch hides this one of its own from people, and not from a filter that makes warnings errors.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+CUDA = torch.device("cuda")
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 # Traces and differentiates as the real one does, and generates no code: that takes a minute on two cores.
 compile_quickly = functools.partial(compile_layers, backend="aot_eager")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True, suppress_errors=False):
-        yield
-    register_attention()
-
-
 def make_row(seed: int, *, is_packed: bool = True) -> Row:
     """Of another length for each seed."""
-    random = np.random.default_rng(seed)
-
-    def ids(most: int) -> np.ndarray:
-        drawn: np.ndarray = random.integers(3, VOCABULARY, random.integers(2, most))
-        return drawn
-
-    groups = [Group(context=ids(20), completions=(ids(12), ids(12))) for _ in range(2 + seed)]
-    if not is_packed:
-        return padded_row(groups, device=CPU)
-    return packed_row(groups, CPU, share_prompt=True)
+    lengths = [(11 + seed, 7, 3 + number) for number in range(2 + seed)]
+    return row_of(random_groups(*lengths, seed=seed), "shared" if is_packed else "padded")
 
 
 def logps_and_gradient(scorer: CompletionLogps, row: Row) -> tuple[Tensor, Tensor]:
-    scorer.zero_grad()
-    sums = scorer(row).sums
-    sums.sum().backward()
-    gradients = [p.grad.flatten() for p in scorer.parameters() if p.grad is not None]
-    return sums.detach(), torch.cat(gradients)
+    sums, grads = gradients(scorer, row)
+    return sums, flat(grads)
 
 
 def assert_as_before(scorer: CompletionLogps, rows: list[Row], *, backend: str = "aot_eager") -> None:
@@ -395,7 +374,6 @@ def test_the_clock_of_a_benchmark_starts_when_everything_is_compiled(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     "family", ["gemma2", "gpt2", "deepseek_v3", "gpt_oss", "gemma4_text", "qwen3_5_text", "llama"]
 )
@@ -407,7 +385,6 @@ def test_compiled_layers_of_other_families_give_what_plain_ones_give(family: str
     assert_as_before(load_scorer(tmp_path), [make_row(seed) for seed in range(4)], backend=backend)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_advice_that_would_round_products_in_fp32_is_not_passed_on(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,11 +398,3 @@ def test_advice_that_would_round_products_in_fp32_is_not_passed_on(
         advise()
     compile_quickly(load_scorer(model_path).model)
     advise()
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_on_cuda_compiled_rows_are_exact(tmp_path: Path) -> None:
-    recipe = load_recipe(tiny_run(tmp_path), ["model.compile=true"])
-    outcome = prove_recipe(recipe)
-    assert all(proof.passed for proof in outcome.proofs), outcome

@@ -6,16 +6,14 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pytest
 import torch
+from support.groups import random_groups, segments_of
 from torch import Tensor
 
 import dpo_pack.model.attention.sdpa as sdpa
 import dpo_pack.model.attention.segments as of_segments
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
-from dpo_pack.model.layout import packed_row
-from dpo_pack.packing.lengths import Group
 
 NUM_HEADS, HEAD_DIM = 4, 8
 
@@ -30,18 +28,7 @@ def num_threads() -> Iterator[None]:
 
 def make_segments(*lengths: tuple[int, int, int]) -> RowSegments:
     """One group of each (prompt, chosen, rejected)."""
-    random = np.random.default_rng(0)
-
-    def ids(length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        return random.integers(0, 50, length)
-
-    groups = [
-        Group(context=ids(prompt), completions=(ids(chosen), ids(rejected)))
-        for prompt, chosen, rejected in lengths
-    ]
-    segments = packed_row(groups, torch.device("cpu"), share_prompt=True).segments
-    assert segments is not None
-    return segments
+    return segments_of(random_groups(*lengths))
 
 
 def states(

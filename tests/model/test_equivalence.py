@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.family_errors import GROUPS, make_row
+from support.family_errors import GROUPS
+from support.groups import group, make_row
 from support.loading import load_usual
 from support.oracle import completion_logps_one_by_one, gradients
 from support.tiny_models import tiny_model
@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from dpo_pack.model.attention import row_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
-from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import UnsupportedModelError
 
 # Few token values, so that completions begin alike, repeat and are prefixes of each other.
@@ -55,10 +54,7 @@ def test_log_probs_and_gradients_of_random_rows_equal_those_of_each_sequence_alo
 ) -> None:
     """Groups of one to four completions: of one token, prefixes of each other, duplicates, empty tails."""
     plain, packed = llama
-    groups = [
-        Group(context=np.array(context), completions=tuple(map(np.array, completions)))
-        for context, completions in contents
-    ]
+    groups = [group(context, *completions) for context, completions in contents]
     sequences = [(context, completion) for context, completions in contents for completion in completions]
     factors = torch.tensor(weights[: len(sequences)])
     plain.zero_grad()

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 from support.fake_cuda import fake_cuda, has_fake_driver
+from support.groups import make_row as make_row_of
+from support.groups import random_groups
 from support.operation_counts import Counting
-from support.tiny_models import VOCABULARY, tiny_config
+from support.tiny_models import tiny_config
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoModelForCausalLM
@@ -26,13 +28,12 @@ from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, fl
 from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.building import _checkpoint_activations
 from dpo_pack.model.fast_layers import cast_experts, tile_feed_forwards, trim_last_layer
-from dpo_pack.model.layout import Row, packed_row
+from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, HeadTransform, WantedStatistics, _ChunkedLogps
 from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.quantize import compute_restored
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.model.shape import router_balance
-from dpo_pack.packing.lengths import Group
 from dpo_pack.recipe.training import LossRecipe
 from dpo_pack.training.batches import GlobalBatch, PairRow
 from dpo_pack.training.metrics import column, join_values, pair_values
@@ -54,15 +55,7 @@ def _fake() -> Iterator[None]:
 
 
 def make_row(*, num_completions: int = 2) -> Row:
-    random = np.random.default_rng(0)
-
-    def ids(length: int) -> np.ndarray:
-        drawn: np.ndarray = random.integers(3, VOCABULARY, length)
-        return drawn
-
-    completions = [ids(length) for length in (5, 7, 6)[:num_completions]]
-    groups = [Group(context=ids(9), completions=tuple(completions)) for _ in range(3)]
-    return packed_row(groups, CUDA, share_prompt=True)
+    return make_row_of(random_groups(*[(9, 5, 7, 6)[: 1 + num_completions]] * 3), device=CUDA)
 
 
 def make_scorer(family: str, *, autocast: torch.dtype | None = None) -> CompletionLogps:

@@ -11,16 +11,8 @@ import pytest
 import torch
 from make_family_table import SPECIAL, page
 from support import tiny_models
-from support.family_errors import (
-    CPU,
-    GROUPS,
-    SEQUENCES,
-    make_row,
-    measure,
-    packs,
-    prove_under_autocast,
-    skip_unless_packed,
-)
+from support.family_errors import GROUPS, SEQUENCES, measure, packs, prove_under_autocast, skip_unless_packed
+from support.groups import CPU, make_row
 from support.loading import load_usual
 from support.oracle import completion_logps_one_by_one
 from support.ten_families import TEN, slow_but_ten

@@ -8,21 +8,18 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from support.gradients import assert_same, gradients, proof_rows
 from support.loading import load_usual
-from support.tiny_models import VOCABULARY, tiny_model
+from support.tiny_models import tiny_model
 from support.tiny_recipe import load as load_overrides
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpo_pack.model.compiling as compiling
-from dpo_pack.model.layout import Row, packed_row, padded_row
+from dpo_pack.model.layout import Row
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.system.errors import RecipeError
-
-CPU = torch.device("cpu")
-
 
 Checkpointing = bool | Literal["selective"]
 
@@ -33,23 +30,10 @@ def load(
     return load_usual(path, packed=packed, gradient_checkpointing=checkpointing, adapter=lora)
 
 
-def two_rows(*, packed: bool) -> list[Row]:
-    torch.manual_seed(0)
-    groups = proof_groups(VOCABULARY)
-    parts = groups, groups[:1]
-    if packed:
-        return [packed_row(part, CPU, share_prompt=True) for part in parts]
-    return [padded_row(part, device=CPU) for part in parts]
-
-
-def gradients(loaded: LoadedModel, rows: list[Row]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Two rows are in flight: a layout in a global would be the second's when the first recomputes."""
-    torch.manual_seed(1)  # of LoRA dropout
-    sums = torch.cat([loaded.scorer(row).sums for row in rows])
-    (sums * torch.linspace(-1.0, 1.0, len(sums))).sum().backward()
-    grads = {name: p.grad for name, p in loaded.model.named_parameters() if p.grad is not None}
-    assert grads.keys() == {name for name, p in loaded.model.named_parameters() if p.requires_grad}
-    return sums.detach(), grads
+def gradients_of(loaded: LoadedModel, rows: list[Row]) -> tuple[Tensor, dict[str, Tensor]]:
+    sums, grads = gradients(loaded.scorer, *rows)
+    assert len(grads) == sum(parameter.requires_grad for parameter in loaded.model.parameters())
+    return sums, grads
 
 
 ADAPTERS = {
@@ -76,9 +60,9 @@ def test_gradients_are_the_same_with_and_without_checkpointing(
     family: str, packed: bool, adapter: str, tmp_path: Path
 ) -> None:
     tiny_model(family).save_pretrained(tmp_path)
-    rows = two_rows(packed=packed)
+    rows = proof_rows("shared" if packed else "padded")[:2]
     num_calls = 0
-    plain_sums, plain = gradients(
+    plain_sums, plain = gradients_of(
         load(tmp_path, packed=packed, checkpointing=False, lora=ADAPTERS[adapter]), rows
     )
     loaded = load(tmp_path, packed=packed, checkpointing=True, lora=ADAPTERS[adapter])
@@ -91,13 +75,11 @@ def test_gradients_are_the_same_with_and_without_checkpointing(
             return backend(*inputs)
 
         loaded.scorer.backend = counting
-    sums, grads = gradients(loaded, rows)
+    sums, grads = gradients_of(loaded, rows)
     if backend is not None:
         assert num_calls == 4 * loaded.scorer.num_attention_layers, "nothing was computed again"
     torch.testing.assert_close(sums, plain_sums, atol=1e-6, rtol=1e-7)
-    assert grads.keys() == plain.keys()
-    for name, grad in grads.items():
-        assert (grad - plain[name]).norm() <= 1e-6 * plain[name].norm() + 1e-9, name
+    assert_same(grads, plain)
 
 
 class Operations(TorchDispatchMode):
@@ -126,12 +108,12 @@ def test_selective_checkpointing_gives_the_bits_of_the_full_kind_and_computes_no
     family: str, packed: bool, adapter: str, tmp_path: Path
 ) -> None:
     tiny_model(family).save_pretrained(tmp_path)
-    rows, counts, results = two_rows(packed=packed), {}, {}
+    rows, counts, results = proof_rows("shared" if packed else "padded")[:2], {}, {}
     kinds: tuple[Checkpointing, ...] = (False, True, "selective")
     for kind in kinds:
         loaded = load(tmp_path, packed=packed, checkpointing=kind, lora=ADAPTERS[adapter])
         with Operations() as seen:
-            results[kind] = gradients(loaded, rows)
+            results[kind] = gradients_of(loaded, rows)
         counts[kind] = Counter(
             {name: count for name, count in seen.counts.items() if name in compiling._KEPT_OPERATIONS}
         )

@@ -6,15 +6,10 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.groups import CPU, group
 
 from dpo_pack.model.layout import Row, packed_row, padded_row
-from dpo_pack.packing.lengths import Group, common_prefix_length
-
-CPU = torch.device("cpu")
-
-
-def group(context: list[int], *completions: list[int]) -> Group:
-    return Group(context=np.array(context), completions=tuple(np.array(c) for c in completions))
+from dpo_pack.packing.lengths import common_prefix_length
 
 
 def lengths(row: Row) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from support.groups import CPU, group, make_row
 from support.reference_pairs import load_scorer
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_run import tiny_run
@@ -24,15 +24,13 @@ import dpo_pack.run.models as recipe_models
 from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.fast_layers import apply_liger, check_kernels, stock_layers
 from dpo_pack.model.fingerprint import modelling_source
-from dpo_pack.model.layout import packed_row
 from dpo_pack.model.shape import without_weights
-from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.trainer import train
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CUDA = torch.device("cuda")
 
 
 class FusedNorm(nn.Module):
@@ -155,8 +153,7 @@ def test_a_recipe_with_kernels_trains_and_its_proof_is_remembered_apart(
 def test_what_the_last_layer_skips_it_skips_with_kernels_as_well(
     liger: type[FusedNorm], model_path: Path
 ) -> None:
-    group = Group(context=np.arange(3, 23), completions=(np.arange(30, 33), np.arange(40, 42)))
-    row = packed_row([group], CPU, share_prompt=True)
+    row = make_row([group(range(3, 23), range(30, 33), range(40, 42))])
     num_positions: list[int] = []
     scorer = load_scorer(model_path, kernels="liger")
     for number in range(2):

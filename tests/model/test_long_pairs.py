@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.gradients import assert_same, gradients, proof_rows
+from support.groups import CPU
 from support.live_bytes import LiveBytes
 from support.loading import load_usual
 from support.operation_counts import as_on_cuda
-from support.tiny_models import VOCABULARY, tiny_model
+from support.tiny_models import tiny_model
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -21,42 +22,19 @@ from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attentio
 from dpo_pack.model.building import _checkpoint_activations
 from dpo_pack.model.compiling import compile_layers, keep_inputs_on_host
 from dpo_pack.model.fast_layers import tile_feed_forwards, trim_last_layer
-from dpo_pack.model.layout import Row, packed_row, padded_row
+from dpo_pack.model.layout import packed_row
 from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.system.errors import UnsupportedModelError
 
-CPU = torch.device("cpu")
 OFFLOAD: dict[str, Any] = {"gradient_checkpointing": True, "activation_offload": True}
 TILES: dict[str, Any] = {"mlp_tile_tokens": 16}
 SETTINGS = {"offload": OFFLOAD, "tiles": TILES, "both": OFFLOAD | TILES}
 DROPOUT = LoraSettings(r=4, alpha=8.0, dropout=0.5, target_modules="all-linear", seed=0)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True, suppress_errors=False):
-        yield
-    register_attention()
-
-
-def rows(*, packed: bool = True) -> list[Row]:
-    torch.manual_seed(0)
-    groups = proof_groups(VOCABULARY)
-    parts = groups, groups[:1], groups[:2], groups[1:]
-    return [
-        packed_row(part, CPU, share_prompt=True) if packed else padded_row(part, device=CPU) for part in parts
-    ]
-
-
-def gradients(scorer: CompletionLogps, rows: list[Row]) -> dict[str, Tensor]:
-    torch.manual_seed(1)  # of dropout
-    sums = torch.cat([scorer(row).sums for row in rows])
-    (sums * torch.linspace(-1.0, 1.0, len(sums))).sum().backward()
-    return {name: p.grad for name, p in scorer.named_parameters() if p.grad is not None}
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.mark.parametrize("adapter", [None, DROPOUT])
@@ -76,18 +54,18 @@ def test_gradients_are_those_of_whole_layers(
     settings: dict[str, Any] = {"packed": packed, "adapter": adapter}
     if adapter is not None and "mlp_tile_tokens" in SETTINGS[kind]:  # dropout is drawn in another order
         settings["adapter"] = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules="all-linear", seed=0)
-    expected = gradients(load_usual(tmp_path, **settings).scorer, rows(packed=packed))
-    found = gradients(load_usual(tmp_path, **settings, **SETTINGS[kind]).scorer, rows(packed=packed))
-    assert found.keys() == expected.keys()
-    for name, grad in found.items():
-        assert (grad - expected[name]).norm() <= 1e-6 * expected[name].norm() + 1e-9, name
+    rows = proof_rows("shared" if packed else "padded")
+    _, expected = gradients(load_usual(tmp_path, **settings).scorer, *rows)
+    _, found = gradients(load_usual(tmp_path, **settings, **SETTINGS[kind]).scorer, *rows)
+    assert_same(found, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_compiled_layers_take_rows_of_all_lengths_without_a_new_graph(kind: str, tmp_path: Path) -> None:
     tiny_model("llama", num_hidden_layers=4).save_pretrained(tmp_path)
-    expected = gradients(load_usual(tmp_path).scorer, rows())
+    first, *others = proof_rows()
+    _, expected = gradients(load_usual(tmp_path).scorer, first, *others)
     scorer = load_usual(tmp_path, **SETTINGS[kind]).scorer
     graphs: list[Any] = []
 
@@ -96,19 +74,16 @@ def test_compiled_layers_take_rows_of_all_lengths_without_a_new_graph(kind: str,
         return graph.forward
 
     compile_layers(scorer.model, backend=keep)
-    first, *others = rows()
-    gradients(scorer, [first])
+    gradients(scorer, first)
     num_graphs = len(graphs)
-    scorer.zero_grad()
-    found = gradients(scorer, [first, *others])
+    _, found = gradients(scorer, first, *others)
     assert len(graphs) == num_graphs > 0
-    for name, grad in found.items():
-        assert (grad - expected[name]).norm() <= 1e-6 * expected[name].norm() + 1e-9, name
+    assert_same(found, expected)
 
 
 def test_the_host_keeps_one_input_of_each_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_model("llama", num_hidden_layers=3).save_pretrained(tmp_path)
-    scorer, row = load_usual(tmp_path, **OFFLOAD).scorer, rows()[0]
+    scorer, row = load_usual(tmp_path, **OFFLOAD).scorer, proof_rows()[0]
     kept: list[torch.Size] = []
     plain = torch.autograd.graph.saved_tensors_hooks
 
@@ -139,7 +114,7 @@ def test_rows_of_one_tile_run_compiled_blocks(
 
     scorer = load_usual(tmp_path, mlp_tile_tokens=mlp_tile_tokens).scorer
     compile_layers(scorer.model, backend=keep)
-    gradients(scorer, rows())
+    gradients(scorer, *proof_rows())
     assert graphs and any("silu" in code for code in graphs) == is_compiled
 
 

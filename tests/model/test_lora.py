@@ -35,8 +35,6 @@ from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.system.errors import ModelError
 
-# peft reads an attribute that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 CPU = torch.device("cpu")
 
 

@@ -9,27 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from support.file_operations import in_forks
+from support.groups import CPU, make_row, random_groups
 from support.marks import slow
-from support.tiny_models import VOCABULARY
 from support.tiny_run import tiny_run
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dpo_pack.model.building import load_model
-from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.parallel import distribute_policy
 from dpo_pack.model.scorer import Precision
-from dpo_pack.packing.lengths import Group
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.models import choose_strategy, resolve_model
 from dpo_pack.system import ranks
 
-CPU = torch.device("cpu")
 NUM_RANKS, A_NODE = 64, 8
 
 
@@ -47,12 +43,6 @@ def many_ranks() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def a_row() -> Row:
-    random = np.random.default_rng(0)
-    ids = [random.integers(3, VOCABULARY, length) for length in (9, 5, 7)]
-    return packed_row([Group(context=ids[0], completions=(ids[1], ids[2]))], CPU, share_prompt=True)
-
-
 def _shard(recipe_path: Path, autocast: torch.dtype | None, *overrides: str) -> dict[str, Any]:
     with many_ranks():
         recipe = load_recipe(recipe_path, ["distributed.strategy=fsdp2", *overrides])
@@ -64,7 +54,7 @@ def _shard(recipe_path: Path, autocast: torch.dtype | None, *overrides: str) -> 
         policy = distribute_policy(loaded.scorer, strategy)
         for is_last in (False, True):
             with policy.accumulating(is_last=is_last):
-                policy(a_row()).sums.sum().backward()
+                policy(make_row(random_groups((9, 5, 7)))).sums.sum().backward()
         shards: dict[str, Any] = {}
         for name, parameter in loaded.scorer.named_parameters():
             assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor), name

@@ -56,7 +56,6 @@ def gradient(loaded: LoadedModel, strategy: Strategy = ALONE) -> Tensor:
     return torch.cat([getattr(grad, "full_tensor", grad.clone)().flatten().cpu() for grad in grads])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("override", ["model.compile=true", "model.kernels=liger"])
 def test_compiled_layers_and_liger_give_the_gradients_of_plain_ones_within_bf16(
     override: str, tmp_path: Path

@@ -57,7 +57,6 @@ def test_a_layer_runs_no_more_operations_casts_and_bytes_than_are_pinned(family:
         assert_at_most(found, pinned)
 
 
-# torch hides this one of its own from people, and not from a filter that makes warnings errors.
 def test_a_row_without_the_statistics_of_metrics_runs_no_more_than_is_pinned_and_less_than_with_them() -> (
     None
 ):

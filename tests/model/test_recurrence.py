@@ -8,31 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.family_errors import CPU, GROUPS, make_row, skip_unless_packed
+from support.family_errors import GROUPS, skip_unless_packed
+from support.groups import CPU, group, make_row, segments_of
 from support.loading import load_usual
 from support.tiny_models import tiny_config, tiny_model
 from torch import Tensor, nn
 
 from dpo_pack.model.attention.segments import RowSegments, make_gather
-from dpo_pack.model.layout import packed_row
 from dpo_pack.model.recurrence import RecurrentCall, recurrence_sizes, wrap_recurrent_layers
 from dpo_pack.model.recurrence.pieces import row_history, row_pieces
 from dpo_pack.model.shape import model_shape, without_weights
-from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import UnsupportedModelError
 
-
-def segments_of(*groups: tuple[list[int], list[list[int]]], share_prompt: bool = True) -> RowSegments:
-    as_groups = [
-        Group(context=np.array(context), completions=tuple(np.array(ids) for ids in completions))
-        for context, completions in groups
-    ]
-    segments = packed_row(as_groups, CPU, share_prompt=share_prompt).segments
-    assert segments is not None
-    return segments
-
-
-THE_PAIR = ([1, 2], [[7, 8, 9], [7, 5]])  # of the docstrings of layout.py and pieces.py
+THE_PAIR = group([1, 2], [7, 8, 9], [7, 5])  # of the docstrings of layout.py and pieces.py
 
 
 def pieces_of(segments: RowSegments) -> tuple[list[list[float]], list[list[float]], list[int]]:
@@ -52,42 +40,42 @@ def pieces_of(segments: RowSegments) -> tuple[list[list[float]], list[list[float
 
 
 def test_longer_pieces_come_first_and_tails_find_the_root_of_their_group() -> None:
-    short, long = ([1], [[2, 3], [2, 4]]), ([1] * 5, [[2], [3, 4, 5]])
-    roots, tails, parents = pieces_of(segments_of(short, long))
+    short, long = group([1], [2, 3], [2, 4]), group([1] * 5, [2], [3, 4, 5])
+    roots, tails, parents = pieces_of(segments_of([short, long]))
     assert roots == [[5, 6, 7, 8, 9], [1, 2, 0, 0, 0]]
     assert tails == [[11, 12, 13], [3, 0, 0], [4, 0, 0], [10, 0, 0]]
     assert parents == [0, 1, 1, 0]
 
 
 def test_only_pieces_of_like_lengths_are_padded_together() -> None:
-    groups = [([1] * length, [[2], [3]]) for length in (300, 40, 200, 7, 60)]
-    made = row_pieces(segments_of(*groups), padded=True)
+    groups = [group([1] * length, [2], [3]) for length in (300, 40, 200, 7, 60)]
+    made = row_pieces(segments_of(groups), padded=True)
     assert [(batch.num_pieces, len(batch.take.index)) for batch in made.roots] == [
         (1, 300),
         (1, 200),
         (3, 180),
     ]
-    assert [batch.num_pieces for batch in row_pieces(segments_of(*groups), padded=False).roots] == [5]
+    assert [batch.num_pieces for batch in row_pieces(segments_of(groups), padded=False).roots] == [5]
 
 
 @pytest.mark.parametrize(
-    ("completions", "share_prompt", "expected"),
+    ("completions", "mode", "expected"),
     [
-        ([[7, 8, 9], [7, 5]], False, ([[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]], [], [])),
-        ([[7], [7, 5]], True, ([[1, 2, 3]], [[4]], [0])),
-        ([[7, 5], [7]], True, ([[1, 2, 3]], [[4]], [0])),
-        ([[7], [7]], True, ([[1, 2, 3]], [], [])),
+        ([[7, 8, 9], [7, 5]], "unshared", ([[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]], [], [])),
+        ([[7], [7, 5]], "shared", ([[1, 2, 3]], [[4]], [0])),
+        ([[7, 5], [7]], "shared", ([[1, 2, 3]], [[4]], [0])),
+        ([[7], [7]], "shared", ([[1, 2, 3]], [], [])),
     ],
     ids=["shares nothing", "prefix first", "prefix last", "equal"],
 )
 def test_a_sequence_that_shares_nothing_is_a_root_and_an_empty_tail_is_no_piece(
-    completions: list[list[int]], share_prompt: bool, expected: Any
+    completions: list[list[int]], mode: str, expected: Any
 ) -> None:
-    assert pieces_of(segments_of(([1, 2], completions), share_prompt=share_prompt)) == expected
+    assert pieces_of(segments_of([group([1, 2], *completions)], mode)) == expected
 
 
 def test_a_convolution_sees_the_end_of_the_shared_part_and_zeros_before_a_sequence() -> None:
-    with_history, to_row = row_history(segments_of(THE_PAIR, ([6], [[3], [4]])), 4)
+    with_history, to_row = row_history(segments_of([THE_PAIR, group([6], [3], [4])]), 4)
     longer = with_history(torch.tensor([10.0, 11, 12, 13, 14, 15, 16, 17, 18]))
     first, second = [0, 0, 0, 10, 11, 12, 13, 14], [10, 11, 12, 15]
     assert longer.tolist() == [*first, *second, *[0, 0, 0, 16, 17], *[0, 0, 16, 18]]
@@ -143,7 +131,7 @@ def test_the_memory_estimate_counts_what_recurrent_layers_keep_for_the_backward_
 ) -> None:
     skip_unless_packed(family)
     ids = [torch.randint(0, 90, (n,)).tolist() for n in (128, 64, 64)]
-    segments = segments_of(*[(ids[0], [[1, *ids[1]], [2, *ids[2]]])] * 4)
+    segments = segments_of([group(ids[0], [1, *ids[1]], [2, *ids[2]])] * 4)
     num_tokens = sum(segments.query_lengths)
     model = tiny_model(family, **sizes)
     wrap_recurrent_layers(model)

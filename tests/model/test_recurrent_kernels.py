@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_errors import CPU, GROUPS, make_row, skip_unless_packed
+from support.family_errors import GROUPS, skip_unless_packed
+from support.gradients import flat, gradients
+from support.groups import CPU, make_row
 from support.marks import slow
 from support.recurrent_stand_ins import (
     causal_conv1d_fn,
@@ -54,15 +56,6 @@ def make_scorer(
     return CompletionLogps(model, backend=sdpa_attention, autocast=autocast).to(device)
 
 
-def results(scorer: CompletionLogps, mode: str) -> tuple[Tensor, Tensor]:
-    """Log-probs and gradient of a row."""
-    scorer.zero_grad()
-    sums = scorer(make_row(GROUPS, mode)).sums
-    (sums * torch.linspace(-1.0, 1.0, len(sums), device=sums.device)).sum().backward()
-    grads = [parameter.grad.flatten() for parameter in scorer.parameters() if parameter.grad is not None]
-    return sums.detach(), torch.cat(grads)
-
-
 @pytest.mark.parametrize("mode", ["shared", *slow("unshared")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_by_kernels_has_the_log_probs_and_gradients_of_the_torch_functions(
@@ -71,13 +64,14 @@ def test_a_row_by_kernels_has_the_log_probs_and_gradients_of_the_torch_functions
     use_stand_ins(monkeypatch)
     scorer = make_scorer(family)
     scorer.recurrence = RecurrentCall.run
-    expected, expected_grad = results(scorer, mode)
+    expected, expected_grads = gradients(scorer, make_row(GROUPS, mode))
     scorer.recurrence = None
     lines = take_kernels(scorer, CPU)
     assert set(scorer.recurrent_kernels) == set(FAMILIES[family])
     assert sorted(lines) == sorted(f"{KERNELS[n].name} of {KERNELS[n].package}" for n in FAMILIES[family])
-    sums, grad = results(scorer, mode)
+    sums, grads = gradients(scorer, make_row(GROUPS, mode))
     assert (sums - expected).abs().max() < 1e-4
+    grad, expected_grad = flat(grads), flat(expected_grads)
     assert (grad - expected_grad).norm() < 2e-5 * expected_grad.norm()
 
 

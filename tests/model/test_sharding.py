@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from support.family_errors import packs
+from support.groups import CPU, make_row, random_groups
 from support.marks import slow
 from support.tiny_adapters import saved_adapter
 from support.tiny_models import FAMILIES as TINY
-from support.tiny_models import VOCABULARY, tiny_model
+from support.tiny_models import tiny_model
 from support.two_ranks import run_on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,11 +29,10 @@ import dpo_pack.model.building as building
 from dpo_pack.model import parallel
 from dpo_pack.model.building import load_model
 from dpo_pack.model.compiling import compile_layers
-from dpo_pack.model.layout import Row, packed_row, padded_row
+from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import compile_head
 from dpo_pack.model.parallel import ALONE, Strategy, distribute_policy, full_state, is_sharded, shard_model
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
-from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.start_up import compiling_obstacle
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.models import resolve_model
@@ -41,11 +41,7 @@ from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.training.optim import NonfiniteGuard, build_optimizer, clip_gradients
 
 # peft reads an attribute that transformers has renamed.
-pytestmark = [
-    pytest.mark.multiprocess,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-]
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.multiprocess
 FLOAT32 = Precision(parameters=torch.float32, autocast=None)
 GATHERED = Precision(parameters=torch.float32, autocast=None, gathered=torch.bfloat16)
 BFLOAT16 = Precision(parameters=torch.bfloat16, autocast=None)
@@ -133,16 +129,8 @@ def recipe_of(path: Path, section: dict[str, Any], *, packed: bool = True) -> Re
 
 
 def make_rows(*, packed: bool = True) -> list[Row]:
-    random = np.random.default_rng(0)
-
-    def group(context: int, chosen: int, rejected: int) -> Group:
-        contents = [random.integers(3, VOCABULARY, count) for count in (context, chosen, rejected)]
-        return Group(context=contents[0], completions=tuple(contents[1:]))
-
-    rows = [[group(9, 4, 6), group(3, 1, 1)], [group(17, 5, 2)], [group(4, 8, 8), group(12, 3, 7)]]
-    if packed:
-        return [packed_row(groups, CPU, share_prompt=True) for groups in rows]
-    return [padded_row(groups, device=CPU) for groups in rows]
+    a, b, c, d, e = random_groups((9, 4, 6), (3, 1, 1), (17, 5, 2), (4, 8, 8), (12, 3, 7))
+    return [make_row(groups, "shared" if packed else "padded") for groups in ([a, b], [c], [d, e])]
 
 
 def backward(sums: Tensor) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from support.distributed_runs import assert_same_metrics
-from support.run_files import records, weights
+from support.run_files import assert_same_metrics, records, weights
 from support.stub_server import Stub, completions, serving
 from support.tiny_online import online_recipe, rollouts
 from support.tiny_recipe import message_of

@@ -40,9 +40,6 @@ from dpo_pack.recipe.load import check_environment
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.trainer import train
 
-# peft reads an attribute that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 PLAIN = SamplingSettings(completions_per_prompt=3, max_new_tokens=8)

@@ -18,9 +18,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from dpo_pack.model.lora import plain_name
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 
-# peft reads an attribute that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
 # Dense, tied, convolution-like weights, fused projections, experts stacked in memory, buffers that are saved.
 FAMILIES = ("llama", "gemma2", "gpt2", "phi3", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.million_pairs import SEVEN_B
 from support.plans import make_plan
 from support.processor import slowness
 
@@ -28,17 +29,11 @@ from dpo_pack.packing.bin_packing import (
     pack_window,
     split_over_ranks,
 )
-from dpo_pack.packing.lengths import AttentionKind, IntArray, ModelShape, PairLengths, pair_flops
+from dpo_pack.packing.lengths import IntArray, PairLengths, pair_flops
 from dpo_pack.packing.plan import PackingPlan, PlanSettings, epoch_order
 from dpo_pack.packing.report import rank_balance
 
 BUDGET = 100
-# The shape of a 7B Llama: attention is a small part of short pairs and a large one of long pairs.
-SEVEN_B = ModelShape(
-    token_weights=6.5e9,
-    head_weights=32000 * 4096,
-    attention=(AttentionKind(num_layers=32, width=32 * 256, window=None),),
-)
 lengths_strategy = st.lists(st.integers(1, 130), min_size=1, max_size=60)
 
 

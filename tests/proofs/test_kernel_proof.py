@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.family_errors import CPU
+from support.groups import CPU
 from torch import Tensor
 
 from dpo_pack.model.attention.sdpa import sdpa_attention

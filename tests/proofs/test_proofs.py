@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from support import recurrent_stand_ins
-from support.family_errors import CPU, GROUPS, make_row, skip_unless_packed
+from support.family_errors import GROUPS, skip_unless_packed
 from support.flash_stand_ins import use_stand_ins
+from support.groups import CPU, make_row
 from support.marks import slow
 from support.processor import slowness
 from support.sabotages import LOW, SABOTAGES

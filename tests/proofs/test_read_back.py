@@ -36,10 +36,7 @@ from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run import export
 from dpo_pack.system.errors import RunError
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Found missing adapter keys"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Found missing adapter keys")
 
 
 @pytest.fixture(scope="module")

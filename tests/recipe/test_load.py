@@ -1,8 +1,6 @@
 """Recipes: values and defaults, paths, what is generated from the schema, and running again."""
 
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -225,19 +223,3 @@ def test_every_key_named_as_neutral_exists() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ imports
-
-
-@pytest.mark.slow
-def test_importing_recipes_is_quick_and_loads_none_of_the_heavy_packages() -> None:
-    # Beside pydantic and YAML, which recipes need: how long that takes differs from one CPU to another.
-    program = (
-        "import sys, time, pydantic, yaml; needed = time.process_time(); import dpo_pack.recipe.load;"
-        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'pyarrow', 'accelerate'} & set(sys.modules);"
-        "assert not heavy, heavy; print(time.process_time() / needed)"
-    )
-    command = [sys.executable, "-c", program]
-    times_as_long = [
-        float(subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout)
-        for _ in range(3)
-    ]
-    assert min(times_as_long) < 6

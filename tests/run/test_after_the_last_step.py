@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from support.full_disk import no_file_beyond
+from support.limits import no_file_beyond
 from support.marks import slow
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks

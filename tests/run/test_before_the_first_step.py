@@ -87,7 +87,6 @@ def test_on_a_gpu_the_reason_for_the_attention_backend_is_printed_and_elsewhere_
     assert (reason in printed.getvalue()) == is_printed
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_checkpoints_of_an_adapter_belong_to_its_base_and_those_of_a_whole_model_to_no_weights(
     begun: tuple[Setup, LoadedModel], assets: Path
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import resource
 import shutil
 import signal
 import threading
@@ -14,6 +13,7 @@ from typing import IO, Any
 
 import pytest
 import torch
+from support.limits import no_file_beyond
 from support.refusals import refusal
 from support.tiny_models import tiny_model
 from torch import Tensor, nn
@@ -486,12 +486,8 @@ def test_a_full_disk_is_a_cache_error_and_keeps_the_earlier_checkpoint(
         with CheckpointWriter(tmp_path, in_background=in_background) as writer:
             writer.write(content(state, keep=1))
 
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))  # of one file, in bytes
-    try:
+    with no_file_beyond(30_000):
         message = refusal(save_again, CacheError)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(tmp_path / "step-000002") in message and "free space" in message
     assert names(tmp_path) == ["step-000001"]
     load(tmp_path / "step-000001", state)

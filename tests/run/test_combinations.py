@@ -28,7 +28,7 @@ from support.combinations import (
     whole,
 )
 from support.loss_options import loss_options
-from support.pairwise import Combination, pairwise
+from support.pairwise import Combination
 from support.plain_steps import Logps, plain_loss
 from support.two_ranks import run_on_ranks
 
@@ -37,8 +37,6 @@ from dpo_pack.recipe.training import LOSS_DECLARATIONS
 from dpo_pack.system.errors import DpoPackError, RecipeError
 
 pytest.importorskip("peft")
-# peft reads an attribute that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 PLAN = plan()
 PAIRS = [
@@ -69,19 +67,6 @@ def refusal(assets: Path, run: Path, combination: Combination) -> str | None:
         assert str(error).isprintable()
         return str(error)
     return None
-
-
-def test_a_pairwise_plan_has_each_two_values_that_no_rule_forbids() -> None:
-    factors = {"a": "01", "b": "012", "c": "01"}
-    found = pairwise(factors, [{"a": ("0",), "b": ("1", "2")}, {"b": ("2",), "c": ("1",)}])
-    met = {(x, y) for each in found for x, y in combinations(each.items(), 2)}
-    assert len(found) == 6
-    assert met == {
-        ((one, x), (other, y))
-        for one, other in combinations(factors, 2)
-        for x, y in product(factors[one], factors[other])
-        if (one, x, other, y) not in (("a", "0", "b", "1"), ("a", "0", "b", "2"), ("b", "2", "c", "1"))
-    }
 
 
 def test_each_two_values_meet_in_a_run_or_are_refused() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from support.marks import slow
-from support.run_files import timeless
+from support.run_files import timeless, weights
 
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.evaluate import evaluate_models
@@ -32,6 +33,8 @@ def test_a_run_in_bfloat16_reports_what_float32_finds(
 
     train(recipe("training"), QUIET)
     train(recipe("float32"), QUIET)
+    is_exported_in = torch.bfloat16 if "dtype" in precision else torch.float32
+    assert {tensor.dtype for tensor in weights(tmp_path / "training").values()} == {is_exported_in}
     # How pairs are evaluated changes no step.
     assert timeless(tmp_path / "training", "train") == timeless(tmp_path / "float32", "train")
     rounded, exact = timeless(tmp_path / "training", "eval")[-1], timeless(tmp_path / "float32", "eval")[-1]

@@ -11,8 +11,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from support.family_errors import GROUPS, make_row
-from support.full_disk import no_file_beyond
+from support.family_errors import GROUPS
+from support.groups import make_row
+from support.limits import no_file_beyond
 from support.loading import load_usual
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer

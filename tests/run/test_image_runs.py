@@ -16,11 +16,10 @@ import pytest
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from support.distributed_runs import assert_same_metrics
 from support.image_runs import answer_of, assert_steps_of_trl, image_run, run, trained, verified_job
 from support.loading import load_usual
 from support.marks import slow
-from support.run_files import timeless
+from support.run_files import assert_same_metrics, timeless
 from support.tiny_pictures import picture, picture_processor, user
 from support.two_ranks import run_on_ranks
 from transformers import AutoProcessor
@@ -197,7 +196,6 @@ def shift_colours(directory: Path) -> None:
 OF_FILES = "log-probs differ .* see its config.json and the files of its processor"
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize(
     ("kind", "plant", "failure"),
     [

@@ -17,7 +17,8 @@ from support.refusals import refusal
 from support.run_files import timeless
 from support.tiny_adapters import saved_adapter
 from support.tiny_run import tiny_run
-from support.whole_runs import assert_same_run, stop_after
+from support.whole_runs import adapter_recipe as recipe_in
+from support.whole_runs import num_computed
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
@@ -26,7 +27,7 @@ import dpo_pack.run.models as recipe_models
 import dpo_pack.trainer as train_module
 from dpo_pack.model.building import load_model
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.recipe.load import Recipe, check_environment, load_recipe
+from dpo_pack.recipe.load import check_environment
 from dpo_pack.run.evaluate import evaluate_models
 from dpo_pack.run.pairs import prepare_reference
 from dpo_pack.run.setup import prepare
@@ -34,8 +35,6 @@ from dpo_pack.system.errors import ModelError, RecipeError, RunError
 from dpo_pack.system.files import read_json
 from dpo_pack.trainer import train
 
-# peft reads an attribute that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 LORA = "model.lora={r: 4, alpha: 8}"
 SHORT = "train.max_steps=2"
 
@@ -56,22 +55,12 @@ def copy(assets: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def recipe_in(directory: Path, *overrides: str) -> Recipe:
-    return load_recipe(
-        directory / "recipe.yaml", ["optim.lr=1e-2", "train.epochs=2", "packing.pairs_per_step=4", *overrides]
-    )
-
-
 def at(run: Path) -> str:
     return f"output_dir={run}"
 
 
 def starting_from(adapter: Path) -> str:
     return f"model.path={adapter}"
-
-
-def num_computed(run: Path) -> int:
-    return int(read_json(run / "run.json")["totals"]["reference_sequences_computed"])
 
 
 def adapter_weights(run: Path) -> dict[str, Tensor]:
@@ -144,16 +133,6 @@ def test_plain_peft_loads_the_adapter_that_a_run_leaves(assets: Path) -> None:
     config = read_json(assets / "run" / "model" / "adapter_config.json")
     assert config["base_model_name_or_path"] == str(assets / "model")
     assert "library_name: peft" in (assets / "run" / "model" / "README.md").read_text()
-
-
-def test_an_interrupted_run_goes_on_bitwise_as_if_nothing_had_happened(copy: Path, tmp_path: Path) -> None:
-    lora = "model.lora={r: 4, alpha: 8, dropout: 0.3}"
-    recipes = [recipe_in(copy, lora, at(tmp_path / name)) for name in ("straight", "stopped")]
-    train(recipes[0], Console(quiet=True))
-    stop_after(3, recipes[1])
-    train(recipes[1], Console(quiet=True))
-    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
-    assert timeless(tmp_path / "straight") != timeless(copy / "run")
 
 
 def test_a_checkpoint_holds_the_adapter_alone_and_knows_its_base(

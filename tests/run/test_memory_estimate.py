@@ -23,6 +23,7 @@ from support.row_memory import memory_facts as facts_of
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_run import tiny_run
 from support.tiny_vision import StandIn, picture, vision_config
+from support.whole_runs import text
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
@@ -52,8 +53,6 @@ from dpo_pack.system.machine import AvailableMemory
 from dpo_pack.trainer import train
 from dpo_pack.training.optim import build_optimizer
 
-# peft reads an attribute that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 CPU = torch.device("cpu")
 WIDE: dict[str, Any] = {
     "hidden_size": 128,
@@ -468,16 +467,11 @@ def test_of_smaller_states_the_cheapest_come_first(
 # ------------------------------------------------------------------------------------------- what is reported
 
 
-def text_of(console: Console) -> str:
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
-
-
 def test_a_dry_run_says_what_the_run_will_take_and_that_it_fits(
     recipe_path: Path, tmp_path: Path, console: Console
 ) -> None:
     train(load_recipe(recipe_path, (f"output_dir={tmp_path / 'run'}",)), console, dry_run=True)
-    said = text_of(console)
+    said = text(console)
     assert "Memory on one cpu device, estimated" in said and "It fits: " in said
     assert "scores that" not in said
     for line in ("parameters", "gradients", "optimizer", "activations", "a step"):
@@ -493,7 +487,7 @@ def test_a_dry_run_that_does_not_fit_says_so_first_and_what_would(
     monkeypatch.setattr(memory, "host_bytes", lambda facts: {"model.activation_offload": 2.0 * GIB})
     overrides = (f"output_dir={tmp_path / 'run'}", "packing.token_budget=1024")
     train(load_recipe(recipe_path, overrides), console, dry_run=True)
-    said = text_of(console)
+    said = text(console)
     assert "\n  in host memory      2.00 GiB" in said
     assert (
         "It does not fit the host: 0.25 GiB of 0.29 GiB are free. Leave model.activation_offload out" in said
@@ -607,7 +601,7 @@ def test_the_measurement_runs_the_row_beside_the_optimizer_s_state_and_trains_no
     )
     policy = distribute_policy(loaded.scorer, ALONE)
     memory.print_measured_memory(policy, optimizer, row, CPU, console)
-    assert "30 tokens: 3.00 GiB at the peak; torch held 4.00 GiB, and 5.00 GiB" in text_of(console)
+    assert "30 tokens: 3.00 GiB at the peak; torch held 4.00 GiB, and 5.00 GiB" in text(console)
     assert fake.resets == 1 and optimizer.param_groups[0]["lr"] == 1e-3
     assert all(map(torch.equal, before, loaded.scorer.parameters()))
     assert all(optimizer.state[parameter] for parameter in loaded.scorer.parameters())
@@ -619,7 +613,7 @@ def test_a_dry_run_on_cuda_measures_near_its_estimate(
     recipe_path: Path, tmp_path: Path, console: Console
 ) -> None:
     train(load_recipe(recipe_path, (f"output_dir={tmp_path / 'run'}",)), console, dry_run=True)
-    assert "Measured on the largest row" in text_of(console)
+    assert "Measured on the largest row" in text(console)
 
 
 # Products in bfloat16 take working memory on some CPUs and not on others, and a minute here on the latter.

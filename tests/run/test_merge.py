@@ -26,9 +26,6 @@ from dpo_pack.run.export import merge_adapter
 from dpo_pack.system.errors import CacheError, DpoPackError, ModelError, RunError
 from dpo_pack.trainer import train
 
-# peft reads an attribute that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -33,13 +33,6 @@ from dpo_pack.system.hub import upload_model
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
 
-pytestmark = [
-    # peft reads an attribute that transformers has renamed.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-    # huggingface_hub's way to send the bytes of a large file.
-    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
-]
-
 REPO = "somebody/my-model"
 LORA = "model.lora={r: 4, alpha: 8}"
 SAMPLES = "logging.samples={num: 1, max_new_tokens: 4}"

@@ -13,16 +13,17 @@ import torch
 from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file
-from support.distributed_runs import assert_same_metrics
 from support.refusals import refusal
-from support.run_files import timeless
+from support.run_files import assert_same_metrics, timeless
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
+from support.whole_runs import adapter_recipe as recipe_in
+from support.whole_runs import num_computed
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dpo_pack.model.quantize import Quantization, check_quantizable, compute_restored, quantization_settings
 from dpo_pack.model.shape import without_weights
-from dpo_pack.recipe.load import Recipe, check_environment, load_recipe
+from dpo_pack.recipe.load import check_environment
 from dpo_pack.run.export import merge_adapter
 from dpo_pack.run.models import load_and_prove
 from dpo_pack.run.setup import prepare
@@ -31,11 +32,7 @@ from dpo_pack.system.files import read_json
 from dpo_pack.trainer import train
 
 # bitsandbytes takes two seconds to import: no process does it that runs other tests.
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
-    # peft reads an attribute that transformers has renamed.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 CPU, LORA, NF4, INT8 = torch.device("cpu"), "model.lora={r: 4}", "model.quantize=nf4", "model.quantize=int8"
 
 
@@ -51,19 +48,9 @@ def finished(assets: Path) -> Path:
     return run_in(assets, assets / "run", LORA, NF4, "export.verify=full")
 
 
-def recipe_in(directory: Path, *overrides: str) -> Recipe:
-    return load_recipe(
-        directory / "recipe.yaml", ["optim.lr=1e-2", "train.epochs=2", "packing.pairs_per_step=4", *overrides]
-    )
-
-
 def run_in(assets: Path, run: Path, *overrides: str) -> Path:
     train(recipe_in(assets, f"output_dir={run}", *overrides), Console(quiet=True))
     return run
-
-
-def num_computed(run: Path) -> int:
-    return int(read_json(run / "run.json")["totals"]["reference_sequences_computed"])
 
 
 @pytest.mark.parametrize("kind", [NF4, INT8])

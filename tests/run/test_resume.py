@@ -15,6 +15,7 @@ from support.tiny_run import tiny_run
 from support.whole_runs import (
     assert_same_run,
     checkpoint_steps,
+    kill_after,
     lines,
     saved_weights,
     stop_after,
@@ -223,6 +224,35 @@ def test_checkpoints_written_in_the_background_are_gone_on_from_bitwise(
     earlier = tmp_path / "run" / "checkpoints" / "step-000006"
     train(whole_run(assets, tmp_path / "from-6", f"checkpoint.resume={earlier}"), console)
     assert saved_weights(tmp_path / "from-6" / "model") == saved_weights(straight / "model")
+
+
+LORA, MOVING = "model.lora={r: 4, alpha: 8}", "reference.sync={every_steps: 2, mixup: 0.5}"
+# What a run keeps beside weights, moments and its place, as overrides of the recipe.
+STATES = {
+    "an adapter with dropout": ("model.lora={r: 4, alpha: 8, dropout: 0.3}", "optim.lr=1e-2"),
+    "a moving reference": (MOVING,),
+    "a moving reference and an adapter": (MOVING, LORA),
+    "a moving reference of coupled pairs": (MOVING, "loss.type=aot"),
+    "a plan of epochs": (
+        *("packing.scope=epoch", "packing.rows_per_step=2", "packing.pairs_per_step=64"),
+        *("packing.merge_prompts=true", "train.epochs=3"),
+    ),
+}
+
+
+@pytest.mark.parametrize("state", [*list(STATES)[:1], *slow(*list(STATES)[1:])])
+def test_a_killed_run_goes_on_bitwise_whatever_it_keeps(
+    state: str, assets: Path, tmp_path: Path, console: Console
+) -> None:
+    straight, killed = (
+        whole_run(assets, tmp_path / name, *STATES[state], "checkpoint.every_steps=3")
+        for name in ("straight", "killed")
+    )
+    train(straight, Console(quiet=True))
+    kill_after(4, killed)
+    train(killed, console)
+    assert "Going on after step 3" in text(console)
+    assert_same_run(straight.output_dir, killed.output_dir)
 
 
 # --------------------------------------------------------------------------------------------------- damage

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from support.limits import no_file_beyond
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
 from support.whole_runs import assert_same_run, checkpoint_steps, lines, whole_run
@@ -69,15 +70,11 @@ def _stopped(directory: Path, name: str, *overrides: str) -> int:
 
 def _without_space(directory: Path, name: str, *overrides: str) -> str:
     """What a run says when the disk of one rank takes only small files."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if ranks.rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
     try:
-        _run(directory, name, *overrides)
+        with no_file_beyond(30_000) if ranks.rank() == 1 else nullcontext():
+            _run(directory, name, *overrides)
     except CacheError as error:
         return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return "nothing"
 
 

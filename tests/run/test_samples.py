@@ -1,14 +1,16 @@
-"""samples.jsonl: greedy completions that change no step, and that a resumed run has once."""
+"""samples.jsonl: greedy completions that change no step; `dpopack sample`: what models answer to prompts."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,14 +18,16 @@ from rich.console import Console
 from support.marks import slow
 from support.reference_pairs import make_table
 from support.rows import write_rows
+from support.tiny_adapters import saved_adapter
 from support.tiny_online import online_recipe
 from support.tiny_tokenizer import tiny_tokenizer
 from support.whole_runs import assert_same_run, at_step, lines, saved_weights, text, whole_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import dpo_pack.run.samples as samples_module
 from dpo_pack.online.transformers_generator import TransformersGenerator
-from dpo_pack.run.samples import Sample, read_samples, sample_prompts
-from dpo_pack.system.errors import RecipeError
+from dpo_pack.run.samples import Sample, read_samples, sample_models, sample_prompts
+from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
 from dpo_pack.system.files import read_json
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import Trainer, train
@@ -201,3 +205,74 @@ def test_no_room_for_a_completion_is_said_at_the_start(
 def test_samples_on_the_way_need_evaluations_on_the_way(assets: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"^logging\.samples\.every_evals: .*train\.eval_every_steps"):
         whole_run(assets, tmp_path / "run", SOME, "train.eval_every_steps=null")
+
+
+# --------------------------------------------------------------------------------------------- dpopack sample
+
+
+def test_a_run_is_compared_with_its_start_on_the_prompts_of_its_samples(
+    sampled: Path, assets: Path, console: Console
+) -> None:
+    prompts, answers = sample_models([str(sampled)], console, texts=(), num=None)
+    written = read_samples(sampled / "samples.jsonl")
+    start, policy = written[:2], written[-2:]
+    assert prompts == [("heldout", sample.prompt) for sample in start]
+    assert answers == {
+        str(assets / "model"): [sample.completion for sample in start],
+        str(sampled / "model"): [sample.completion for sample in policy],
+    }
+
+
+def test_several_models_complete_a_text_of_the_user(
+    sampled: Path, assets: Path, tmp_path: Path, console: Console
+) -> None:
+    saved_adapter(tmp_path / "adapter", assets / "model")
+    models = [str(sampled), str(tmp_path / "adapter"), str(assets / "model")]
+    prompts, answers = sample_models(models, console, texts=("ask red", "ask blue"), num=None)
+    assert prompts == [("prompt", "ask red"), ("prompt", "ask blue")]
+    assert list(answers) == [
+        str(path) for path in (assets / "model", sampled / "model", tmp_path / "adapter")
+    ]
+    assert {len(texts) for texts in answers.values()} == {2}
+
+
+def test_a_recipe_has_the_prompts_of_a_model_and_num_says_how_many(assets: Path, console: Console) -> None:
+    models = [str(assets / "model"), str(assets / "recipe.yaml")]
+    ((source, prompt),), _ = sample_models(models, console, texts=(), num=1)
+    assert source == "heldout" and prompt.startswith("ask")
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"), [([5, 6, 2], [5, 6]), ([5, 2], [5]), ([2], [2]), ([5, 2, 6], [5, 2, 6])]
+)
+def test_the_eos_that_a_tokenizer_adds_is_not_continued(ids: list[int], expected: list[int]) -> None:
+    tokenizer: Any = Mock(return_value={"input_ids": [ids]}, chat_template=None, eos_token_id=2)
+    assert samples_module._prompt("a text", tokenizer, {}, most_tokens=4).ids.tolist() == expected
+
+
+def test_wrong_arguments_are_refused_in_one_line(
+    sampled: Path, assets: Path, tmp_path: Path, console: Console
+) -> None:
+    model, recipe = str(assets / "model"), str(assets / "recipe.yaml")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["another"])
+    shutil.copytree(model, tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    other = str(tmp_path / "other")
+    cases: list[tuple[type[DpoPackError], list[str], tuple[str, ...], str]] = [
+        (RecipeError, [model], (), "is not a run, so it has no prompts; give --prompt TEXT or a recipe"),
+        (RecipeError, [recipe], (), "give one or several runs or models, and at most one recipe"),
+        (RecipeError, [model, recipe, recipe], (), "at most one recipe"),
+        (RecipeError, [model], ("ask " * 1000,), "--prompt: has .* tokens; give 1 to 192"),
+        (
+            ModelError,
+            [model, other],
+            ("ask",),
+            f"{other} has another tokenizer than {model}: 1 ids .*'another'.*; sample them with two",
+        ),
+    ]
+    for kind, models, texts, message in cases:
+        with pytest.raises(kind, match=message):
+            sample_models(models, console, texts=texts, num=None)
+    with pytest.raises(RecipeError, match="give --prompt or --num, not both"):
+        sample_models([model], console, texts=("ask",), num=2)

@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.marks import slow
-from support.stub_hub import stub_hub
 from support.tiny_run import tiny_run
 from support.whole_runs import text
-from typer.testing import CliRunner
 
-from dpo_pack.commands.main import app
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run import checkpoint
 from dpo_pack.run.checkpoint import model_of
@@ -25,7 +22,6 @@ from dpo_pack.system.errors import RunError
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import train
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 QUIET = Console(quiet=True)
 
 
@@ -139,19 +135,3 @@ def test_a_start_that_has_changed_is_refused_where_it_counts(name: str, trained:
     else:
         with model_of(str(run), QUIET) as model:
             assert weights_of(model) == weights_of(trained.parent / "finished")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_a_stopped_run_is_pushed_as_its_newest_checkpoint(
-    trained: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    info = (run / "run.json").read_text()
-    (run / "run.json").write_text(info.replace('"status": "finished"', '"status": "interrupted"'))
-    with stub_hub(monkeypatch) as hub:
-        said = CliRunner().invoke(app, ["push", str(run), "somebody/half"])
-        (repo,) = hub.repos.values()
-    assert said.exit_code == 0 and "is not finished (interrupted); its model is of step-000002" in said.stdout
-    (weights,) = [content for name, content in repo.items() if name.endswith(".safetensors")]
-    assert weights == weights_of(trained.parent / "finished")
-    assert b'model_id = "somebody/half"' in repo["README.md"]

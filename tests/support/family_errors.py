@@ -21,18 +21,16 @@ from dpo_pack.model.attention import ATTENTION_NAME, register_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.config import check_packs
 from dpo_pack.model.fast_layers import trim_last_layer
-from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import Proof
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.system.errors import UnsupportedModelError
+from support.groups import CPU, make_row
 from support.loading import load_usual
 from support.oracle import completion_logps_one_by_one, gradients
 from support.tiny_models import VOCABULARY, tiny_config, tiny_model
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +57,6 @@ def packs(family: str) -> bool:
 def skip_unless_packed(family: str) -> None:
     if not packs(family):
         pytest.skip(f"transformers {transformers.__version__} cannot pack {family}")
-
-
-def make_row(groups: Sequence[Group], mode: str) -> Row:
-    if mode == "padded":
-        return padded_row(groups, device=CPU)
-    return packed_row(groups, CPU, share_prompt=mode == "shared")
 
 
 def _make_groups() -> list[Group]:

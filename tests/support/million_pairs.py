@@ -14,10 +14,11 @@ import numpy as np
 
 from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairLengths, pair_flops
 from dpo_pack.packing.plan import PlanSettings, epoch_order
-from support.logps_memory import peak_resident_bytes
+from support.limits import resident_bytes
 
 NUM_PAIRS, NUM_RANKS = 1_000_000, 8
 SETTINGS = PlanSettings(token_budget=8192, pairs_per_step=64, algorithm="best_fit_decreasing")
+# The shape of a 7B Llama: attention is a small part of short pairs and a large one of long pairs.
 SEVEN_B = ModelShape(
     token_weights=6.5e9,
     head_weights=32000 * 4096,
@@ -35,7 +36,7 @@ def log_normal_lengths() -> PairLengths:
 
 
 def main() -> None:
-    imported = peak_resident_bytes()
+    imported = resident_bytes("VmHWM")
     lengths = log_normal_lengths()
     tokens = lengths.row_tokens(share_prompt=True)
     costs = pair_flops(SEVEN_B, lengths, share_prompt=True)
@@ -60,7 +61,7 @@ def main() -> None:
                 "first_step_s": first_step_s,
                 "epoch_s": epoch_s,
                 "rows_a_step_s": rows_a_step_s,
-                "plan_bytes": peak_resident_bytes() - imported,
+                "plan_bytes": resident_bytes("VmHWM") - imported,
             }
         )
     )

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,11 +22,10 @@ from transformers import AutoModelForCausalLM
 import dpo_pack.model.scorer as scorer_module
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.fast_layers import trim_last_layer
-from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.logps import HEAD_BOUNDS, WantedStatistics
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.packing.lengths import Group
-from support.tiny_models import VOCABULARY, tiny_config
+from support.groups import make_row, random_groups
+from support.tiny_models import tiny_config
 
 _CASTS = ("aten::_to_copy", "prims::convert_element_type")
 
@@ -88,7 +86,7 @@ def row_costs(
             wanted=WantedStatistics(metrics=measures),
         ).eval()
         scorer.is_wired = True  # fake tensors do not reach the code that counts calls
-        row = _row()
+        row = make_row(random_groups(*[(9, 5, 9)] * 3))
         with Counting() as forward:
             sums = scorer(row).sums
         with Counting() as backward:
@@ -101,18 +99,6 @@ def layer_costs(family: str, *, dtype: torch.dtype, autocast: torch.dtype | None
     few, many = (row_costs(family, num_layers=number, dtype=dtype, autocast=autocast) for number in (2, 4))
     forward, backward = (more - less for more, less in zip(many, few, strict=True))
     return forward // 2, backward // 2
-
-
-def _row() -> Row:
-    random = np.random.default_rng(0)
-    groups = [
-        Group(
-            context=random.integers(3, VOCABULARY, 9),
-            completions=(random.integers(3, VOCABULARY, 5), random.integers(3, VOCABULARY, 9)),
-        )
-        for _ in range(3)
-    ]
-    return packed_row(groups, torch.device("cpu"), share_prompt=True)
 
 
 @contextmanager

@@ -6,25 +6,21 @@ own, from before the model is loaded to the peak, and the estimate without overh
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
-from dpo_pack.model.layout import Row, packed_row
+from dpo_pack.model.layout import Row
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.model.shape import model_shape, without_weights
-from dpo_pack.packing.lengths import Group
 from dpo_pack.run.memory_estimate import MemoryFacts, estimate_memory, memory_shape
 from dpo_pack.training.optim import build_optimizer
+from support.groups import CPU, make_row, random_groups
+from support.limits import resident_bytes
 from support.loading import load_usual
-from support.logps_memory import peak_resident_bytes
 
-CPU = torch.device("cpu")
 RANK = 8
 
 
@@ -54,13 +50,7 @@ def load(kind: str, directory: Path) -> LoadedModel:
 
 def build_row(vocabulary: int, *, num_pairs: int, length: int) -> Row:
     """Pairs whose prompt and completions have `length` tokens each, 3 x `num_pairs` x `length` in all."""
-    random = np.random.default_rng(0)
-
-    def ids() -> Any:
-        return random.integers(0, vocabulary, length)
-
-    groups = [Group(context=ids(), completions=(ids(), ids())) for _ in range(num_pairs)]
-    return packed_row(groups, CPU, share_prompt=True)
+    return make_row(random_groups(*[(length,) * 3] * num_pairs, vocabulary=vocabulary))
 
 
 def memory_facts(kind: str, loaded: LoadedModel, row: Row) -> MemoryFacts:
@@ -89,12 +79,6 @@ def take_steps(loaded: LoadedModel, row: Row) -> None:
         optimizer.step()
 
 
-def resident_bytes() -> int:
-    found = re.search(r"VmRSS:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-    assert found is not None
-    return 1024 * int(found[1])
-
-
 def main(kind: str, directory: Path) -> None:
     torch.set_num_threads(1)
     # What libraries take when they are first used is the process's, not the run's.
@@ -105,7 +89,7 @@ def main(kind: str, directory: Path) -> None:
     row = build_row(loaded.model.config.vocab_size, num_pairs=5, length=120)
     take_steps(loaded, row)
     estimate = estimate_memory(memory_facts(kind, loaded, row))
-    print(peak_resident_bytes() - begun, round(sum(estimate.values()) - estimate["overhead"]))
+    print(resident_bytes("VmHWM") - begun, round(sum(estimate.values()) - estimate["overhead"]))
 
 
 if __name__ == "__main__":

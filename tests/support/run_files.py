@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 # Metrics that no two runs share: how long things took.
 TIMES = ("seconds", "mfu", "tokens_per_second", "pairs_per_second")
+
+
+Run = tuple[str, str, tuple[str, ...]]  # strategy, variant, further overrides
 
 
 def records(run: Path, split: str | None = None) -> list[dict[str, Any]]:
@@ -45,3 +49,16 @@ def assert_same_run(one: Path, other: Path) -> None:
     ours, theirs = weights(one), weights(other)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def assert_same_metrics(ours: list[dict[str, Any]], alone: list[dict[str, Any]], what: Run) -> None:
+    """Everything but times, and what depends on the number of rows."""
+    assert [(line["split"], line["step"]) for line in ours] == [(x["split"], x["step"]) for x in alone]
+    for mine, theirs in zip(ours, alone, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if isinstance(value, float) and name.split("/")[0] not in TIMES:
+                where = f"{what}, {mine['split']} {mine['step']}: {name}"
+                assert mine[name] == pytest.approx(value, rel=1e-4, abs=2e-5), where
+    for name in ("pairs", "tokens"):
+        assert [line.get(name) for line in ours] == [line.get(name) for line in alone], f"{what}: {name}"

@@ -13,6 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.system.files import read_json
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.trainer import Trainer, train
 from support import run_files
@@ -23,6 +24,17 @@ OVERRIDES = ("packing.pairs_per_step=4", "train.epochs=2", "train.eval_every_ste
 def whole_run(assets: Path, run: Path, *overrides: str) -> Recipe:
     """The recipe in `assets`, a `tiny_run`, with its run in `run`."""
     return load_recipe(assets / "recipe.yaml", [f"output_dir={run}", *OVERRIDES, *overrides])
+
+
+def adapter_recipe(assets: Path, *overrides: str) -> Recipe:
+    """The recipe in `assets`, a `tiny_run`, with steps in which an adapter learns."""
+    steps = ("optim.lr=1e-2", "train.epochs=2", "packing.pairs_per_step=4")
+    return load_recipe(assets / "recipe.yaml", [*steps, *overrides])
+
+
+def num_computed(run: Path) -> int:
+    """How many sequences the run's reference pass has computed."""
+    return int(read_json(run / "run.json")["totals"]["reference_sequences_computed"])
 
 
 lines = run_files.timeless

@@ -11,7 +11,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
-from support.full_disk import no_file_beyond
+from support.limits import no_file_beyond
 
 import dpo_pack.system.console as progress_module
 from dpo_pack.system.console import (

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.full_disk import no_file_beyond
+from support.limits import no_file_beyond
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.system.errors import CacheError, RunError

@@ -203,8 +203,6 @@ def test_of_the_matrices_those_decay_that_decay_in_transformers_trainer(
     assert decayed == matrices & set(Trainer.get_decay_parameter_names(cast(Any, None), model))
 
 
-# peft reads an attribute that transformers has renamed.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_beside_an_adapter_a_norm_that_is_trained_whole_does_not_decay() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("cohere", use_qk_norm=True))

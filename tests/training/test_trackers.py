@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
-from support.full_disk import no_file_beyond
+from support.limits import no_file_beyond
 
 from dpo_pack.run import setup
 from dpo_pack.system import ranks
