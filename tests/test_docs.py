@@ -1,4 +1,4 @@
-"""docs/ and README.md: what they show parses, exists and runs."""
+"""The documentation: pages, recipes, commands and promises in it are true."""
 
 from __future__ import annotations
 
@@ -181,3 +181,19 @@ def test_the_commands_of_the_tutorials_and_the_notebook_run(
     # Its functions live in __main__, as in a notebook.
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     assert Path("runs/notebook-own-loss/report.html").is_file()
+
+
+TESTS = Path(__file__).resolve().parent
+PAGE = TESTS.parent / "docs" / "reliability.md"
+
+
+def test_every_promise_has_a_test_that_is_there() -> None:
+    promises = [
+        line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "| test |" not in line
+    ]
+    assert len(promises) > 20
+    for promise in promises:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", promise)
+        assert named, promise
+        for file, name in named:
+            assert f"\ndef {name}(" in (TESTS / file).read_text(), f"{file} has no {name}"

@@ -1,4 +1,4 @@
-"""Tables and completions in the terminal: on narrow screens, and with nothing that a terminal would obey."""
+"""Tables for people: what a terminal shows of texts, lines and evaluations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from dpo_pack.online.win_rate import win_rate_sentence
 from dpo_pack.reports.tables import Cells, render_completions, terminal_table
 from dpo_pack.system.console import make_console
 
@@ -38,3 +39,16 @@ def test_a_narrow_screen_wraps_every_column_or_only_the_first_one_and_cuts_nothi
     shown = stream.getvalue()
     assert all(word in shown for row in cells.rows for cell in row for word in cell.split())
     assert "a source of long names" not in shown and ("0.100 to 0.200" in shown) == no_wrap
+
+
+def test_a_record_of_an_online_evaluation_is_told_with_its_win_rate_or_says_that_there_is_no_score() -> None:
+    record = {
+        "prompts": 1200, "failures": 3, "online/win_rate": 0.625, "online/scores": 1.5,
+        "online/score_gain": 0.25,
+        "intervals": {"online/win_rate": (0.5, 0.75), "online/score_gain": (-0.125, 0.625)},
+    }  # fmt: skip
+    assert win_rate_sentence(record) == (
+        "wins 0.625 (0.500 to 0.750) against the starting policy, score 1.500, gain +0.250 (-0.125 to "
+        "+0.625), 3 prompts failed"
+    )
+    assert win_rate_sentence({"prompts": 1200}) == "no score for any of 1,200 prompts"
