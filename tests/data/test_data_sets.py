@@ -299,48 +299,6 @@ def test_a_misspelt_column_is_named_before_anything_else(
 # ---- Preferences
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"preference": 0}, "tie"),
-        ({"preference": None}, "wrong_type"),
-        ({"preference": "much"}, "wrong_type"),
-        ({}, "missing_column"),
-        ({"better": 2}, "wrong_type"),
-        ({"better": 0, "preference": 1}, "contradicting_columns"),
-        ({"preference": -1, "first": 3}, "wrong_type"),
-        ({"preference": -1, "first": ASK}, "no_assistant_turn"),
-        ({"preference": -1, "first": " "}, "empty_completion"),
-    ],
-)
-def test_a_comparison_without_a_better_answer_is_a_bad_row(row: dict[str, Any], reason: str) -> None:
-    with pytest.raises(BadRow, match=reason):
-        FORMATS["compared"].pair({"prompt": "why", "first": "good", "second": "bad", **row})
-
-
-@pytest.mark.parametrize(
-    ("preference", "chosen"), [({"preference": -3}, "a"), ({"preference": "0.5"}, "b"),
-                               ({"better": 0}, "a"), ({"better": 1}, "b")],
-)  # fmt: skip
-def test_the_sign_or_the_index_says_which_answer_is_better(preference: dict[str, Any], chosen: str) -> None:
-    pair = FORMATS["compared"].pair({"prompt": "why", "first": "a", "second": "b", **preference})
-    assert pair.chosen == [said("assistant", chosen)] and pair.chosen != pair.rejected
-
-
-@pytest.mark.parametrize(
-    ("answers", "reason"),
-    [
-        ([{"answer": "a", "rank": 1}, {"answer": "b", "rank": 1}], "tie"),
-        ([{"answer": "a", "rank": 1}], "too_few_answers"),
-        ([{"answer": "a", "rank": 1}, {"answer": "b"}], "missing_column"),
-        (["a", "b"], "wrong_type"),
-    ],
-)
-def test_a_ranking_without_a_best_and_a_worst_answer_is_a_bad_row(answers: Any, reason: str) -> None:
-    with pytest.raises(BadRow, match=reason):
-        FORMATS["ranked"].pair({"prompt": "why", "answers": answers})
-
-
 def test_a_tie_stops_the_run_with_its_row_or_is_left_out_and_counted(tmp_path: Path) -> None:
     rows = [{**HELPSTEER_3, "overall_preference": number % 3} for number in range(6)]
     assert refused(tmp_path, rows) == (
@@ -359,9 +317,8 @@ def test_rows_of_kto_are_refused_with_what_to_do(name: str, tmp_path: Path) -> N
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / name)
     else:
         write_rows(tmp_path / name, rows)
-    with pytest.raises(DataError, match="KTO.*join two rows of one prompt") as error:
-        load(tmp_path, {"path": str(tmp_path / name)})
-    assert "\n" not in str(error.value)
+    message = refusal(lambda: load(tmp_path, {"path": str(tmp_path / name)}), DataError)
+    assert re.search("KTO.*join two rows of one prompt", message)
 
 
 # ---- System prompts
@@ -388,43 +345,6 @@ def test_a_system_prompt_of_texts_is_refused_with_the_columns_that_make_messages
     assert TOKENIZER.decode(splits.train.group(0).context).startswith("<s>system\nbe kind</s>")
 
 
-@pytest.mark.parametrize("system", [None, "", " "])
-def test_an_empty_system_prompt_is_none(system: str | None) -> None:
-    row = {"instruction": "why", "system": system, "chosen": "a", "rejected": "b"}
-    assert FORMATS["alpaca"].pair(row).prompt == [ASK]
-
-
-def test_two_different_system_prompts_are_a_bad_row() -> None:
-    row = {"messages": [said("system", "a"), ASK], "system": "b", "chosen": "a", "rejected": "b"}
-    with pytest.raises(BadRow, match="two_system_prompts"):
-        FORMATS["messages"].pair(row)
-    assert FORMATS["messages"].pair({**row, "system": "a"}).prompt == row["messages"]
-
-
-# ---- Alpaca and ShareGPT
-
-
-def test_alpaca_joins_instruction_and_input_after_the_history() -> None:
-    row = {"instruction": "do", "input": "this", "history": [["hi", "yes"]], "chosen": "a", "rejected": "b"}
-    assert FORMATS["alpaca"].pair(row).prompt == [
-        said("user", "hi"),
-        said("assistant", "yes"),
-        said("user", "do\nthis"),
-    ]
-
-
-@pytest.mark.parametrize("change", [{"input": 3}, {"history": [["hi"]]}, {"history": "hi"}, {"system": 3}])
-def test_an_alpaca_row_with_a_wrong_type_is_a_bad_row(change: dict[str, Any]) -> None:
-    with pytest.raises(BadRow, match="wrong_type"):
-        FORMATS["alpaca"].pair({"instruction": "do", "chosen": "a", "rejected": "b", **change})
-
-
-def test_a_sharegpt_speaker_that_is_not_known_is_a_bad_row() -> None:
-    row = {"conversations": [shared("function_call", "{}")], "chosen": "a", "rejected": "b"}
-    with pytest.raises(BadRow, match="unknown_role"):
-        FORMATS["sharegpt"].pair(row)
-
-
 @pytest.mark.parametrize(
     "name",
     ["berkeley-nest/Nectar", "nvidia/HelpSteer2", "nvidia/HelpSteer3", "llamafactory/DPO-En-Zh-20k"],
@@ -447,9 +367,8 @@ def test_a_data_set_with_two_columns_for_the_better_answer_gives_prompts_without
 
 @pytest.mark.parametrize("key", ["config", "data_dir", "revision"])
 def test_keys_of_the_hub_are_refused_for_local_sources(key: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=rf"data\.train\.0\.{key}: .*leave {key} out") as error:
-        loaded(tmp_path, [TURNS], {key: "x"})
-    assert "\n" not in str(error.value)
+    message = refusal(lambda: loaded(tmp_path, [TURNS], {key: "x"}), RecipeError)
+    assert re.search(rf"data\.train\.0\.{key}: .*leave {key} out", message)
 
 
 def test_a_config_that_is_missing_is_refused_with_its_key(
@@ -460,6 +379,5 @@ def test_a_config_that_is_missing_is_refused_with_its_key(
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr("dpo_pack.data.sources.check_dataset", lambda path, key: None)
-    with pytest.raises(DataError, match=r"configs: \['a', 'b'\]; set data\.train\.0\.config to one") as error:
-        load(tmp_path, {"path": "owner/pairs"})
-    assert "\n" not in str(error.value)
+    message = refusal(lambda: load(tmp_path, {"path": "owner/pairs"}), DataError)
+    assert "configs: ['a', 'b']; set data.train.0.config to one" in message

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.rows import assistant, user
+from support.rows import assistant, said, user
 
 from dpo_pack.data.formats import (
     FORMATS,
@@ -39,12 +39,6 @@ def naive_implicit_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
     return chosen[:index], chosen[index:], rejected[index:]
 
 
-def test_preference_takes_the_three_texts_as_they_are() -> None:
-    pair = FORMATS["preference"].pair({"prompt": " Q ", "chosen": " yes", "rejected": " no ", "other": 1})
-    assert parts(pair) == (" Q ", " yes", " no ")
-    assert pair.weight == 1.0
-
-
 @given(st.text("ab ", min_size=1, max_size=6), st.text("ab ", max_size=5), st.text("ab ", max_size=5))
 def test_an_implicit_text_prompt_is_the_one_trl_finds(start: str, chosen: str, rejected: str) -> None:
     expected = naive_implicit_prompt(start + chosen, start + rejected)
@@ -57,41 +51,80 @@ def test_an_implicit_text_prompt_is_the_one_trl_finds(start: str, chosen: str, r
         assert parts(pair) == expected
 
 
-def test_texts_that_begin_differently_have_no_implicit_prompt() -> None:
-    # TRL's loop looks at the last character here and takes all of " " but that for the prompt.
-    with pytest.raises(BadRow, match="no_common_prompt"):
-        FORMATS["preference"].pair({"chosen": "yes ", "rejected": "no"})
+ASKED = [user("a"), assistant("b"), user("c")]
+YES, NO = [assistant("yes")], [assistant("no")]
+DIALOGUES = {"chosen": [*ASKED, *YES], "rejected": [*ASKED, *NO]}
+START = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+CALLED = [
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]},
+    {"role": "tool", "content": "result"},
+    assistant("yes"),
+]
+REASONED = [assistant("yes", reasoning_content="because")]
+WITH_NULLS = {
+    "chosen": [{**user("a"), "reasoning_content": None}, *REASONED],
+    "rejected": [{**user("a"), "reasoning_content": None}, assistant("no", reasoning_content=None)],
+}
+CHOICE = {"chosen": "yes", "rejected": "no"}
+INSTRUCTION = {"instruction": "do", **CHOICE}
+HISTORY = [["hi", "yes"]]
+TWO_SYSTEMS = {"messages": [said("system", "a"), user("q")], "system": "b", **CHOICE}
+COMPARED = {"prompt": "a", "first": "yes", "second": "no"}
+SWAPPED = {"prompt": "a", "first": "no", "second": "yes"}
 
 
-def test_a_transcript_is_split_at_its_last_assistant_turn() -> None:
-    start = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
-    pair = FORMATS["transcript"].pair({"chosen": f"{start} good", "rejected": f"{start} bad"})
-    assert parts(pair) == (start, " good", " bad")
+@pytest.mark.parametrize(
+    ("format", "row", "expected"),
+    [
+        (
+            "preference",
+            {"prompt": " Q ", "chosen": " yes", "rejected": " no ", "other": 1},
+            (" Q ", " yes", " no "),
+        ),
+        ("transcript", {"chosen": f"{START} good", "rejected": f"{START} bad"}, (START, " good", " bad")),
+        ("conversational", {"prompt": ASKED, "chosen": YES, "rejected": NO}, (ASKED, YES, NO)),
+        ("conversational", DIALOGUES, (ASKED, YES, NO)),
+        # A prompt that the conversations repeat is not doubled.
+        *(("conversational", {"prompt": p, **DIALOGUES}, (ASKED, YES, NO)) for p in ("a", "c", ASKED)),
+        # Where one conversation continues the other, the last common message is a completion.
+        (
+            "conversational",
+            {"chosen": ASKED[:2], "rejected": ASKED},
+            (ASKED[:1], ASKED[1:2], ASKED[1:]),
+        ),
+        (
+            "conversational",
+            {"chosen": [user("a"), *CALLED], "rejected": [user("a"), *NO]},
+            ([user("a")], CALLED, NO),
+        ),
+        ("conversational", WITH_NULLS, ([user("a")], REASONED, NO)),
+        ("conversational", {"prompt": [user("a")], **WITH_NULLS}, ([user("a")], REASONED, NO)),
+        ("messages", {**TWO_SYSTEMS, "system": "a"}, (TWO_SYSTEMS["messages"], YES, NO)),
+        *(("alpaca", {**INSTRUCTION, "system": none}, ([user("do")], YES, NO)) for none in (None, "", " ")),
+        (
+            "alpaca",
+            {**INSTRUCTION, "input": "this", "history": HISTORY},
+            ([user("hi"), assistant("yes"), user("do\nthis")], YES, NO),
+        ),
+        *(
+            ("compared", {**COMPARED, **first}, ([user("a")], YES, NO))
+            for first in ({"preference": -3}, {"better": 0})
+        ),
+        *(
+            ("compared", {**SWAPPED, **second}, ([user("a")], YES, NO))
+            for second in ({"preference": "0.5"}, {"better": 1})
+        ),
+    ],
+)
+def test_what_a_row_of_a_format_says(
+    format: str, row: dict[str, Any], expected: tuple[Any, Any, Any]
+) -> None:
+    assert parts(FORMATS[format].pair(row)) == expected
 
 
-def test_a_conversation_with_a_prompt_is_taken_as_it_is() -> None:
-    row = {"prompt": [user("hi")], "chosen": [assistant("yes")], "rejected": [assistant("no")]}
-    assert parts(FORMATS["conversational"].pair(row)) == (row["prompt"], row["chosen"], row["rejected"])
-
-
-def test_an_implicit_conversational_prompt_is_the_messages_both_begin_with() -> None:
-    start = [user("a"), assistant("b"), user("c")]
-    row = {"chosen": [*start, assistant("yes")], "rejected": [*start, assistant("no")]}
-    assert parts(FORMATS["conversational"].pair(row)) == (start, [assistant("yes")], [assistant("no")])
-
-
-def test_where_one_conversation_continues_the_other_the_last_common_message_is_a_completion() -> None:
-    start = [user("a"), assistant("b")]
-    row = {"chosen": start, "rejected": [*start, user("c")]}
-    expected = [user("a")], [assistant("b")], [assistant("b"), user("c")]
-    assert parts(FORMATS["conversational"].pair(row)) == expected
-
-
-def test_a_turn_with_tool_calls_is_one_completion() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    called = [call, {"role": "tool", "content": "result"}, assistant("yes")]
-    row = {"chosen": [user("a"), *called], "rejected": [user("a"), assistant("no")]}
-    assert parts(FORMATS["conversational"].pair(row)) == ([user("a")], called, [assistant("no")])
+def test_nulls_do_not_hide_the_prompt_of_an_online_run() -> None:
+    row = {"prompt": [user("a")], **WITH_NULLS}
+    assert FORMATS["conversational"].prompt(row).prompt == [user("a")]
 
 
 def test_names_of_images_are_told_from_names_that_hold_the_word() -> None:
@@ -99,23 +132,6 @@ def test_names_of_images_are_told_from_names_that_hold_the_word() -> None:
     assert [name for name in media if not is_media_name(name)] == []
     others = ["prompt", "imagery", "num_images_seen", "image_caption", "imagine", "audience", "type"]
     assert [name for name in others if is_media_name(name)] == []
-
-
-@pytest.mark.parametrize("prompt", ["a", "c", [user("a"), assistant("b"), user("c")]])
-def test_a_prompt_that_the_conversations_repeat_is_not_doubled(prompt: object) -> None:
-    start = [user("a"), assistant("b"), user("c")]
-    row = {"prompt": prompt, "chosen": [*start, assistant("yes")], "rejected": [*start, assistant("no")]}
-    assert parts(FORMATS["conversational"].pair(row)) == (start, [assistant("yes")], [assistant("no")])
-
-
-def test_a_text_prompt_that_the_conversations_lack_is_refused() -> None:
-    row = {
-        "prompt": "something else",
-        "chosen": [user("a"), assistant("yes")],
-        "rejected": [user("a"), assistant("no")],
-    }
-    with pytest.raises(BadRow, match="prompt_mismatch"):
-        FORMATS["conversational"].pair(row)
 
 
 def test_keys_that_hold_null_are_as_good_as_absent_at_any_depth() -> None:
@@ -137,26 +153,6 @@ def test_keys_that_hold_null_are_as_good_as_absent_at_any_depth() -> None:
         "documents": [{"title": "t"}],
     }
     assert row["chosen"][1]["tool_calls"] == [call]  # the row is as it was
-
-
-def test_nulls_beside_it_do_not_hide_that_a_conversation_repeats_the_prompt() -> None:
-    reasoning = {"reasoning_content": None}
-    row = {
-        "prompt": [user("a")],
-        "chosen": [{**user("a"), **reasoning}, {**assistant("yes"), "reasoning_content": "because"}],
-        "rejected": [{**user("a"), **reasoning}, {**assistant("no"), **reasoning}],
-    }
-    completions = [{**assistant("yes"), "reasoning_content": "because"}], [assistant("no")]
-    assert parts(FORMATS["conversational"].pair(row)) == ([user("a")], *completions)
-    without = {column: row[column] for column in ("chosen", "rejected")}
-    assert parts(FORMATS["conversational"].pair(without)) == ([user("a")], *completions)
-    assert FORMATS["conversational"].prompt(row).prompt == [user("a")]
-
-
-def test_a_message_without_content_has_none() -> None:
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
-    row = {"prompt": [user("hi")], "chosen": [call], "rejected": [assistant("no")]}
-    assert FORMATS["conversational"].pair(row).chosen == [{**call, "content": None}]
 
 
 def test_nulls_in_json_text_stay() -> None:
@@ -245,6 +241,51 @@ BAD_ROWS = [
             {"content": [{"video": "a.mp4"}, {"text": "What is it?"}]},
             {"content": [{"type": "tool_result", "content": [{"type": "image", "source": "a.png"}]}]},
             {"content": "<image> What is it?", "images": ["a.png"]},
+        )
+    ),
+    ("conversational", {"prompt": "something else", **DIALOGUES}, "prompt_mismatch"),
+    # TRL's loop looks at the last character here and takes all of " " but that for the prompt.
+    ("preference", {"chosen": "yes ", "rejected": "no"}, "no_common_prompt"),
+    *(
+        ("compared", {"prompt": "why", "first": "good", "second": "bad", **change}, reason)
+        for change, reason in (
+            ({"preference": 0}, "tie"),
+            ({"preference": None}, "wrong_type"),
+            ({"preference": "much"}, "wrong_type"),
+            ({}, "missing_column"),
+            ({"better": 2}, "wrong_type"),
+            ({"better": 0, "preference": 1}, "contradicting_columns"),
+            ({"preference": -1, "first": 3}, "wrong_type"),
+            ({"preference": -1, "first": user("why")}, "no_assistant_turn"),
+            ({"preference": -1, "first": " "}, "empty_completion"),
+            ({"better": "tie (bothbad)"}, "tie"),
+            ({"better": "neither"}, "tie"),
+            ({"better": "model_c"}, "wrong_type"),
+        )
+    ),
+    *(
+        ("ranked", {"prompt": "why", "answers": answers}, reason)
+        for answers, reason in (
+            ([{"answer": "a", "rank": 1}, {"answer": "b", "rank": 1}], "tie"),
+            ([{"answer": "a", "rank": 1}], "too_few_answers"),
+            ([{"answer": "a", "rank": 1}, {"answer": "b"}], "missing_column"),
+            (["a", "b"], "wrong_type"),
+        )
+    ),
+    *(
+        ("alpaca", {**INSTRUCTION, **change}, "wrong_type")
+        for change in ({"input": 3}, {"history": [["hi"]]}, {"history": "hi"}, {"system": 3})
+    ),
+    ("sharegpt", {"conversations": [{"from": "function_call", "value": "{}"}], **CHOICE}, "unknown_role"),
+    ("messages", TWO_SYSTEMS, "two_system_prompts"),
+    *(
+        ("swift", {"messages": messages, "rejected_response": "bad"}, reason)
+        for messages, reason in (
+            ([1, 2], "wrong_type"),
+            ([user("why"), "a"], "wrong_type"),
+            ([user("why"), {"content": "a"}], "wrong_type"),
+            ([{"from": ["x"]}], "unknown_role"),
+            ([user("why")], "no_assistant_turn"),
         )
     ),
     ("tokenized", TEXTS, "missing_column"),

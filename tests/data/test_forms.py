@@ -168,20 +168,6 @@ def test_text_that_happens_to_be_json_stays_text(tmp_path: Path) -> None:
     assert (pair.prompt, pair.chosen) == (row["prompt"], row["chosen"])
 
 
-@pytest.mark.parametrize("messages", [[1, 2], [ASK, "a"], [ASK, {"content": "a"}], [{"from": ["x"]}], [ASK]])
-def test_odd_messages_are_bad_rows(messages: list[Any]) -> None:
-    with pytest.raises(BadRow):
-        FORMATS["swift"].pair({"messages": messages, "rejected_response": "bad"})
-
-
-@pytest.mark.parametrize(
-    ("word", "says"), [("tie (bothbad)", "tie"), ("neither", "tie"), ("model_c", "0 or first .* 1 or second")]
-)
-def test_words_that_name_no_answer_are_refused_or_ties(word: str, says: str) -> None:
-    with pytest.raises(BadRow, match=says):
-        FORMATS["compared"].pair({"prompt": "why", "first": "a", "second": "b", "better": word})
-
-
 def test_columns_may_name_a_key_in_a_column(tmp_path: Path) -> None:
     row = {"input": {"messages": [ASK]}, "good": [GOOD], "bad": [BAD]}
     columns = {"prompt": "input.messages", "chosen": "good", "rejected": "bad"}

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from support.refusals import refusal
 from support.rows import load_splits, write_rows
 from support.tiny_pictures import (
     TOKEN,
@@ -32,7 +33,7 @@ from support.tiny_pictures import (
 from dpo_pack.data import ranges, sources
 from dpo_pack.data.images import ImageProcessor, decode
 from dpo_pack.data.sources import Data, keys_by_image
-from dpo_pack.system.errors import DataError, DpoPackError
+from dpo_pack.system.errors import DataError
 
 TOKENIZER = picture_tokenizer()
 PROCESSOR = picture_processor()
@@ -145,7 +146,6 @@ def test_columnar_files_and_datasets_have_the_bytes_of_images(tmp_path: Path, fo
         datasets.Dataset.from_dict(rows, features).save_to_disk(tmp_path / "saved")
         data = load(tmp_path, str(tmp_path / "saved"))
     else:
-        row = {("images" if form == "list" else name): row[name] for name in row} if form == "list" else row
         if form == "list":
             row = {"prompt": "What is it?", **ANSWERS, "images": values["list"]}
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
@@ -285,26 +285,42 @@ def test_a_bad_image_is_one_line_and_can_be_skipped(tmp_path: Path, fault: str) 
     make, reason, words = BAD[fault]
     save(tmp_path / "a.png", FIRST)
     path = write_rows(tmp_path / "pairs.jsonl", [trl_row(["a.png"]), make(), trl_row(["a.png"])])
-    with pytest.raises(DpoPackError) as error:
-        load(tmp_path, path)
-    message = str(error.value)
-    assert "pairs.jsonl line 2: " in message and words in message and "\n" not in message
-    assert f"{reason}: 1 of " in message
+    message = refusal(lambda: load(tmp_path, path))
+    assert "pairs.jsonl line 2: " in message and words in message and f"{reason}: 1 of " in message
     data = load(tmp_path, path, on_bad_row="skip")
     assert data.report["train"]["sources"][0]["dropped"] == {reason: {"rows": 1, "line_numbers": [2]}}
     assert data.train.num_pairs == 2
 
 
-def test_images_without_the_key_are_refused_with_its_name(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "pairs.jsonl", [trl_row(["a.png"])])
-    with pytest.raises(DataError, match=r"only text is read; .*set model\.images: true"):
-        load(tmp_path, path, processor=None)
+IDS = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}
+TEXT_ROW = {"prompt": "What is it?", **ANSWERS}
 
 
-def test_rows_of_token_ids_have_no_place_for_images(tmp_path: Path) -> None:
-    row = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7], "images": ["a.png"]}
-    with pytest.raises(DataError, match="rows of format tokenized have no place for images"):
-        load_rows(tmp_path, row)
+@pytest.mark.parametrize(
+    ("rows", "processor", "message"),
+    [
+        ([trl_row(["a.png"])], None, r"only text is read; .*set model\.images: true"),
+        ([{**IDS, "images": ["a.png"]}], PROCESSOR, "rows of format tokenized have no place for images"),
+        *(
+            (
+                [{**TEXT_ROW, column: "a.png"}],
+                PROCESSOR,
+                rf"; name .* data\.train\.0\.columns: {{image: {column}}}",
+            )
+            for column in ("picture", "img", "image_path", "photo")
+        ),
+        (
+            [TEXT_ROW] * 100 + [{**TEXT_ROW, "image": "a.png"}],
+            PROCESSOR,
+            r"line 101: .*; set data\.train\.0\.format: pictured",
+        ),
+    ],
+)
+def test_images_where_none_are_read_are_refused_with_what_reads_them(
+    tmp_path: Path, rows: list[dict[str, Any]], processor: ImageProcessor | None, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load_rows(tmp_path, *rows, processor=processor)
 
 
 @pytest.mark.parametrize("part", ["prompt", "chosen"])
@@ -504,20 +520,6 @@ def test_a_store_is_not_forgotten_because_a_file_cannot_be_read_now(
         patch.setattr(Path, "read_bytes", read_bytes)
         read(data)
     assert load_rows(tmp_path, trl_row(["a.png"])).report["rows_tokenized"] == 0
-
-
-@pytest.mark.parametrize("column", ["picture", "img", "image_path", "photo"])
-def test_a_column_of_images_under_another_name_is_to_be_named(tmp_path: Path, column: str) -> None:
-    row = {"prompt": "What is it?", **ANSWERS, column: "a.png"}
-    with pytest.raises(DataError, match=rf"; name .* data\.train\.0\.columns: {{image: {column}}}"):
-        load_rows(tmp_path, row)
-
-
-def test_images_after_the_first_rows_of_a_source_of_texts_name_the_format(tmp_path: Path) -> None:
-    row = {"prompt": "What is it?", **ANSWERS}
-    rows = [row] * 100 + [{**row, "image": "a.png"}]
-    with pytest.raises(DataError, match=r"line 101: .*; set data\.train\.0\.format: pictured"):
-        load_rows(tmp_path, *rows)
 
 
 def test_a_changed_byte_of_an_embedded_image_is_noticed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import gzip
 import io
 import json
+import re
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -294,29 +295,6 @@ def test_completions_that_are_equal_or_become_so_are_counted_apart(tmp_path: Pat
     assert "line 1: chosen and rejected are the same" in message
 
 
-def test_a_source_without_rows_or_without_pairs_is_refused(tmp_path: Path) -> None:
-    assert "has no rows; correct or remove data.train.0" in refused(tmp_path, write(tmp_path / "a.jsonl", []))
-    path = write(tmp_path / "b.jsonl", [{"chosen": "a"}, {"chosen": "a"}, {"chosen": 1, "rejected": 2}])
-    message = refused(tmp_path, path, on_bad_row="skip")
-    assert "no pairs left of 3 rows (missing_column 2, wrong_type 1)" in message
-    assert "the first: line 1: no column 'rejected'" in message
-    assert message.endswith("name the column in data.train.0.columns")
-    long = write(tmp_path / "c.jsonl", [{"prompt": "p", "chosen": "a " * 50, "rejected": "b"}])
-    assert refused(tmp_path, long, max_length=20).endswith("choose another data.truncation")
-
-
-def test_a_fault_of_most_rows_does_not_suggest_to_skip_them(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [*rows(0), *[{**rows(1)[0], "chosen": None}] * 3])
-    message = refused(tmp_path, path)
-    assert "line 2: chosen is null, not text; wrong_type: 3 of 4 rows; mend the rows" in message
-    assert "skip" not in message
-
-
-def test_a_large_file_of_bad_rows_is_refused_before_its_end(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{**rows(1)[0], "chosen": None}] * 3000)
-    assert "wrong_type: 1,024 of the first 1,024 rows; mend the rows" in refused(tmp_path, path)
-
-
 QUESTIONS: list[dict[str, Any]] = [
     {"question": f"How much is {number} + 1?", "chosen": f"It is {number + 1}.", "rejected": "Nobody knows."}
     for number in range(30)
@@ -413,15 +391,6 @@ def test_the_question_is_proposed_before_a_system_prompt_that_all_rows_have(tmp_
     assert "'question' or 'system' may be it" in message and "{prompt: question}, or" in message
 
 
-def test_a_row_without_the_prompt_that_other_rows_have_is_bad(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [*rows(0, 1), *IMPLICIT[:1]])
-    message = refused(tmp_path, path)
-    assert "line 3: no column 'prompt', which other rows have (there are: chosen, rejected); " in message
-    assert message.endswith("1 of 3 rows; mend the rows, or set data.on_bad_row: skip")
-    source = load(tmp_path, path, on_bad_row="skip").report["train"]["sources"][0]
-    assert source["dropped"] == {"missing_column": {"rows": 1, "line_numbers": [3]}}
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 @pytest.mark.parametrize("before", [{}, {"question": None}, {"question": ""}])
 def test_questions_that_begin_late_are_not_overlooked(
@@ -457,6 +426,58 @@ def test_beginnings_that_half_of_the_rows_have_are_prompts(tmp_path: Path) -> No
     content = [{"chosen": "q1 yes", "rejected": "q1 no"}, {"chosen": "a", "rejected": "b"}]
     path = write(tmp_path / "a.jsonl", content)
     assert load(tmp_path, path, on_bad_row="skip").train.num_pairs == 1
+
+
+SKIP = {"on_bad_row": "skip"}
+LONG = {"prompt": "p", "chosen": "a " * 50, "rejected": "b"}
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "message"),
+    [
+        ([], {}, "has no rows; correct or remove data.train.0"),
+        (
+            [{"chosen": "a"}, {"chosen": "a"}, {"chosen": 1, "rejected": 2}],
+            SKIP,
+            r"no pairs left of 3 rows \(missing_column 2, wrong_type 1\)"
+            ".*the first: line 1: no column 'rejected'.*name the column in data.train.0.columns$",
+        ),
+        ([LONG], {"max_length": 20}, "choose another data.truncation$"),
+        # A fault of most rows does not suggest to skip them.
+        (
+            [*rows(0), *[{**rows(1)[0], "chosen": None}] * 3],
+            {},
+            "line 2: chosen is null, not text; wrong_type: 3 of 4 rows; mend the rows((?!skip).)*$",
+        ),
+        (
+            [{**rows(1)[0], "chosen": None}] * 3000,
+            {},
+            "wrong_type: 1,024 of the first 1,024 rows; mend the rows",
+        ),
+        (
+            [*rows(0, 1), *IMPLICIT[:1]],
+            {},
+            r"line 3: no column 'prompt', which other rows have \(there are: chosen, rejected\); "
+            "missing_column: 1 of 3 rows; mend the rows, or set data.on_bad_row: skip$",
+        ),
+        # A row of many columns is refused in a short line.
+        (
+            [{f"column {number}": 1 for number in range(100_000)}],
+            {},
+            r"^(?=.{,2100}$).*column 9, .* 2\}$",
+        ),
+    ],
+)
+def test_rows_that_stop_a_run_are_told_with_what_mends_them(
+    tmp_path: Path, content: list[dict[str, Any]], settings: dict[str, Any], message: str
+) -> None:
+    assert re.search(message, refused(tmp_path, write(tmp_path / "a.jsonl", content), **settings))
+
+
+def test_a_row_without_the_prompt_that_other_rows_have_is_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*rows(0, 1), *IMPLICIT[:1]])
+    source = load(tmp_path, path, on_bad_row="skip").report["train"]["sources"][0]
+    assert source["dropped"] == {"missing_column": {"rows": 1, "line_numbers": [3]}}
 
 
 def test_columns_of_another_format_and_columns_that_are_replaced_are_named_as_not_read(
@@ -733,12 +754,6 @@ def test_inferred_prompts_that_begin_too_long_alike_are_not_split(tmp_path: Path
     content = [{"chosen": f"{header}q{n} yes", "rejected": f"{header}q{n} no"} for n in range(20)]
     message = refused(tmp_path, write(tmp_path / "a.jsonl", content), eval={"fraction": 0.1})
     assert "begin with the same 64 characters; name the column in data.train.*.columns.prompt" in message
-
-
-def test_a_row_of_many_columns_is_refused_in_a_short_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{f"column {number}": 1 for number in range(100_000)}])
-    message = refused(tmp_path, path)
-    assert len(message) < 2100 and "column 9, " in message and message.endswith(" 2}")
 
 
 def test_a_held_out_part_has_no_second_name(tmp_path: Path, console: Console) -> None:

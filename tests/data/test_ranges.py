@@ -314,13 +314,18 @@ def test_damage_costs_one_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert_same(again, as_one_store(tmp_path / "one", path))
 
 
-def test_damage_is_not_copied_into_a_range_that_has_grown(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", TEXTS[:8])
-    first = load(tmp_path / "cache", path)
-    tokens = Path(ranges_of(first)[-1][0]) / "tokens.bin"
-    tokens.write_bytes(tokens.read_bytes()[:-4] + bytes(4))
-    path = write(tmp_path / "a.jsonl", TEXTS[:60])
-    with pytest.raises(CacheError, match="is damaged: its token ids of row 8 have changed"):
+@pytest.mark.parametrize(("size", "grown", "place"), [(8, 60, -1), (100, 110, 0)])
+def test_damage_of_a_range_that_has_grown_is_told_with_the_row_of_the_source_and_not_copied(
+    tmp_path: Path, size: int, grown: int, place: int
+) -> None:
+    path = write(tmp_path / "a.jsonl", TEXTS[:size])
+    name, rows_before = ranges_of(load(tmp_path / "cache", path))[-1]
+    tokens = np.fromfile(Path(name) / "tokens.bin", dtype=np.int32)
+    tokens[place] = 0
+    tokens.tofile(Path(name) / "tokens.bin")
+    write(tmp_path / "a.jsonl", TEXTS[:grown])
+    row = (rows_before + 1, size)[place]
+    with pytest.raises(CacheError, match=f"is damaged: its token ids of row {row} have changed"):
         load(tmp_path / "cache", path)
     assert_same(load(tmp_path / "cache", path), as_one_store(tmp_path / "one", path))
 
@@ -346,16 +351,6 @@ def test_a_row_of_another_kind_is_a_bad_row_wherever_a_pass_begins(tmp_path: Pat
     grown = load(cache, str(path), on_bad_row="skip")
     assert_same(grown, load(tmp_path / "other", str(path), on_bad_row="skip"))
     assert grown.train.num_pairs == 35
-
-
-def test_damage_in_a_range_that_has_grown_is_told_with_the_row_of_the_source(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", TEXTS[:100])
-    name, rows_before = ranges_of(load(tmp_path / "cache", path))[-1]
-    tokens = Path(name) / "tokens.bin"
-    tokens.write_bytes(bytes(4) + tokens.read_bytes()[4:])
-    write(tmp_path / "a.jsonl", TEXTS[:110])
-    with pytest.raises(CacheError, match=f"token ids of row {rows_before + 1} have changed"):
-        load(tmp_path / "cache", path)
 
 
 @pytest.mark.parametrize("num_rows", [5, 200])  # one store, and ranges

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.limits import memory_limit
+from support.refusals import refusal
 from support.rows import assistant, user
 
 from dpo_pack.data import readers, store
@@ -75,10 +77,8 @@ def locate(path: Path | str, tmp_path: Path, **settings: Any) -> LocatedSource:
     return locate_source(source, "data.train.0", tmp_path / "cache" / "file_hashes.json")
 
 
-def refusal(error: pytest.ExceptionInfo[Exception]) -> str:
-    message = str(error.value)
-    assert "\n" not in message
-    return message
+def refused(path: Path) -> str:
+    return refusal(lambda: read(path), DataError)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -147,21 +147,6 @@ def test_json_arrays_are_read_whatever_part_of_a_row_fits_the_buffer(
     assert read(tmp_path / "a.json") == list(enumerate(ROWS, start=1))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[{"prompt": "q"}', "a.json row 2: invalid JSON (the array is not closed)"),
-        ('[{"prompt": "q"}, {"prompt" "r"}]', "row 2: invalid JSON (Expecting ':' delimiter 11 characters"),
-        ('[{"prompt": "q"}] [{"prompt": "r"}]', "a.json: text after the end of the array"),
-    ],
-)
-def test_an_invalid_json_array_is_refused_at_its_row(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(DataError) as error:
-        read(tmp_path / "a.json")
-    assert message in refusal(error)
-
-
 @pytest.mark.parametrize("name", ["big.json", "big.jsonl"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
     row = {"prompt": "q" * 1000, "chosen": "a" * 1000, "rejected": "b" * 1000}
@@ -205,9 +190,7 @@ def test_a_row_that_is_too_long_to_be_a_pair_is_refused_and_those_before_it_are_
     write(tmp_path / name)
     rows = opened(tmp_path / name).rows
     assert next(rows)[0] == 1
-    with pytest.raises(DataError, match=r"more than 1,000 (bytes|characters)") as error:
-        next(rows)
-    assert refusal(error).startswith(name)
+    assert re.match(rf"{name}.*more than 1,000 (bytes|characters)", refusal(lambda: next(rows), DataError))
 
 
 def test_many_rows_of_a_columnar_file_are_never_too_long_together(
@@ -249,27 +232,44 @@ def test_a_compressed_line_of_three_gigabytes_is_refused_in_little_memory(
 ) -> None:
     megabyte = gzip.compress((b" " if begin in (b" ", b"[") else b"a") * 1_000_000)
     (tmp_path / name).write_bytes(gzip.compress(begin) + megabyte * 3000)
-    with memory_limit(300_000_000), pytest.raises(DataError, match="more than 16,777,216") as error:
-        read(tmp_path / name)
-    assert refusal(error).startswith(name)
+    with memory_limit(300_000_000):
+        assert re.match(f"{name}.*more than 16,777,216", refused(tmp_path / name))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz"])
-def test_a_cut_off_gzip_file_is_refused(tmp_path: Path, name: str) -> None:
-    rows = json.dumps(ROWS).encode() if name == "a.json.gz" else json_lines(ROWS)
-    text = b"prompt,chosen,rejected\n" + b"q,a,b\n" * 50 if name == "a.csv.gz" else rows
-    (tmp_path / name).write_bytes(gzip.compress(text)[:-12])
-    with pytest.raises(DataError, match="cannot be read .* damaged or incomplete") as error:
-        read(tmp_path / name)
-    assert refusal(error).startswith(name)
+CSV = b"prompt,chosen,rejected\n" + b"q,a,b\n" * 50
+OTHER_KIND = b"neither one nor the other, but long enough to have a footer"
+CUT_OFF = "cannot be read .* damaged or incomplete"
+NOT_UTF_8 = "not UTF-8: byte 0xff.*; save it as UTF-8"
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.parquet", "a.arrow"])
-def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"neither one nor the other, but long enough to have a footer")
-    with pytest.raises(DataError, match="cannot be read") as error:
-        read(tmp_path / name)
-    assert refusal(error).startswith(name)
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'[{"prompt": "q"}', r"row 2: invalid JSON \(the array is not closed\)"),
+        (
+            "a.json",
+            b'[{"prompt": "q"}, {"prompt" "r"}]',
+            "row 2: invalid JSON .Expecting ':' delimiter 11 char",
+        ),
+        ("a.json", b'[{"prompt": "q"}] [{"prompt": "r"}]', "text after the end of the array"),
+        ("a.json", b'["\xff"]', NOT_UTF_8),
+        ("a.csv", CSV + b"q,a,\xff\n", NOT_UTF_8),
+        ("a.csv", CSV + b'q,"a,b\n', "cannot be read after row 50"),
+        ("a.csv", b"", "is empty"),
+        ("a.jsonl.gz", gzip.compress(json_lines(ROWS))[:-12], CUT_OFF),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())[:-12], CUT_OFF),
+        ("a.csv.gz", gzip.compress(CSV)[:-12], CUT_OFF),
+        *(
+            (name, OTHER_KIND, "cannot be read")
+            for name in ("a.jsonl.gz", "a.json.gz", "a.parquet", "a.arrow")
+        ),
+    ],
+)
+def test_a_file_that_is_damaged_or_not_what_its_name_says_is_refused(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert re.match(f"{name}.*{message}", refused(tmp_path / name))
 
 
 def test_a_parquet_file_damaged_in_the_middle_is_refused(tmp_path: Path) -> None:
@@ -282,16 +282,6 @@ def test_a_parquet_file_damaged_in_the_middle_is_refused(tmp_path: Path) -> None
         read(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("a.csv", b"prompt,chosen,rejected\nq,a,\xff\n"), ("a.json", b'["\xff"]')]
-)
-def test_a_file_in_another_encoding_is_refused(tmp_path: Path, name: str, text: bytes) -> None:
-    (tmp_path / name).write_bytes(text)
-    with pytest.raises(DataError, match="not UTF-8: byte 0xff.*; save it as UTF-8") as error:
-        read(tmp_path / name)
-    assert refusal(error).startswith(name)
-
-
 def test_csv_rows_of_another_width_are_bad_rows(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,chosen,rejected\nq,a,b\n\nq,a\nq,a,b,c\nq,a,b\n")
     rows = read(tmp_path / "a.csv")
@@ -300,22 +290,10 @@ def test_csv_rows_of_another_width_are_bad_rows(tmp_path: Path) -> None:
     assert "2 fields for 3 columns (it ends on line 4)" in str(rows[1][1])
 
 
-def test_csv_quotes_that_never_close_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('prompt,chosen,rejected\nq,a,b\nq,"a,b\n')
-    with pytest.raises(DataError, match="a.csv: cannot be read after row 1"):
-        read(tmp_path / "a.csv")
-
-
 def test_csv_fields_may_be_long(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(f"prompt,chosen,rejected\nq,{'a' * 200_000},b\n")
     ((_, row),) = read(tmp_path / "a.csv")
     assert isinstance(row, dict) and len(row["chosen"]) == 200_000
-
-
-def test_an_empty_csv_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("")
-    with pytest.raises(DataError, match="a.csv is empty"):
-        read(tmp_path / "a.csv")
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "a.csv"])
@@ -324,15 +302,13 @@ def test_missing_columns_are_refused_with_those_there_are_and_the_key_that_names
 ) -> None:
     WRITERS[name](tmp_path / name)
     there = "(there are: prompt, chosen, rejected"
-    with pytest.raises(DataError) as error:
-        opened(tmp_path / name, prompt="question")
-    assert f"{name}: no column 'question', which data.train.0.columns.prompt names {there}" in refusal(error)
+    message = refusal(lambda: opened(tmp_path / name, prompt="question"), DataError)
+    assert f"{name}: no column 'question', which data.train.0.columns.prompt names {there}" in message
     table = pa.table({"better": ["a"], "worse": ["b"]})
     pq.write_table(table, tmp_path / "b.parquet")
-    with pytest.raises(DataError) as error:
-        opened(tmp_path / "b.parquet")
     named = "data.train.0.columns, as in {chosen: better, rejected: worse}; if"
-    assert f"the columns are: better, worse; say which they are in {named}" in refusal(error)
+    message = refused(tmp_path / "b.parquet")
+    assert f"the columns are: better, worse; say which they are in {named}" in message
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -493,9 +469,7 @@ def test_an_unknown_split_is_refused_with_those_there_are(tmp_path: Path, saved_
 
 def test_a_damaged_datasets_directory_is_refused(tmp_path: Path, saved_splits: Path) -> None:
     (saved_splits / "train" / "data-00000-of-00001.arrow").write_bytes(b"")
-    with pytest.raises(DataError, match="`datasets` cannot load it") as error:
-        locate(saved_splits, tmp_path).open()
-    refusal(error)
+    assert "`datasets` cannot load it" in refusal(locate(saved_splits, tmp_path).open, DataError)
 
 
 @pytest.fixture
@@ -511,9 +485,8 @@ def test_a_directory_of_data_files_gives_the_rows_of_a_split(tmp_path: Path) -> 
     (directory / "test.jsonl").write_bytes(json_lines(ROWS[:2]))
     assert list(locate(directory, tmp_path).open().rows) == list(enumerate(ROWS, start=1))
     assert len(list(locate(directory, tmp_path, split="test").open().rows)) == 2
-    with pytest.raises(DataError, match='Unknown split "dev".*data.train.0.split') as error:
-        locate(directory, tmp_path, split="dev").open()
-    refusal(error)
+    message = refusal(locate(directory, tmp_path, split="dev").open, DataError)
+    assert re.search('Unknown split "dev".*data.train.0.split', message)
 
 
 def test_a_hub_id_is_loaded_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,9 +508,8 @@ def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, monkeypatch: p
         raise ConnectionError("Couldn't reach the Hub\nand a traceback")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(DataError, match="Couldn't reach the Hub.*correct data.train.0.path") as error:
-        locate("owner/pairs", tmp_path)
-    refusal(error)
+    message = refusal(lambda: locate("owner/pairs", tmp_path), DataError)
+    assert re.search("Couldn't reach the Hub.*correct data.train.0.path", message)
 
 
 def test_the_fingerprint_of_a_file_is_its_content(tmp_path: Path) -> None:
