@@ -220,6 +220,3 @@ def test_in_scope_epoch_the_row_layout_changes_training() -> None:
 def test_every_key_named_as_neutral_exists() -> None:
     for key in (*NEUTRAL_KEYS, *ROW_LAYOUT_KEYS):
         assert key in KEYS
-
-
-# ------------------------------------------------------------------------------------------------ imports
