@@ -202,11 +202,6 @@ def test_no_room_for_a_completion_is_said_at_the_start(
     assert not (tmp_path / "run" / "samples.jsonl").exists()
 
 
-def test_samples_on_the_way_need_evaluations_on_the_way(assets: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"^logging\.samples\.every_evals: .*train\.eval_every_steps"):
-        whole_run(assets, tmp_path / "run", SOME, "train.eval_every_steps=null")
-
-
 # --------------------------------------------------------------------------------------------- dpopack sample
 
 

@@ -137,7 +137,6 @@ def test_after_a_failure_the_others_get_five_seconds_and_after_an_interruption_t
 def test_a_killed_rank_is_named_and_nothing_is_left_of_the_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_starter, "_SECONDS_AFTER_A_FAILURE", 90.0)
     # Rank 0 has a process of its own, as the one that tokenises has.
     child = f"sleep 20 & echo $! > {tmp_path}/child; wait; touch {tmp_path}/late"
     monkeypatch.setattr(process_starter, "_SECONDS_AFTER_A_FAILURE", 60.0)
