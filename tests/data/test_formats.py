@@ -231,7 +231,10 @@ BAD_ROWS = [
             ([user("p"), user("q")], "no_assistant_turn"),
         )
     ),
-    ("conversational", {"chosen": [assistant("a")], "rejected": [assistant("b")]}, "no_common_prompt"),
+    *(
+        ("conversational", {"chosen": [*start, *YES], "rejected": [*start, *NO]}, "no_common_prompt")
+        for start in ([], [assistant("b")])
+    ),
     *(
         ("conversational", {**MESSAGES, "prompt": [{"role": "user", **message}]}, "media")
         for message in (
