@@ -412,11 +412,6 @@ class _WrittenMeanwhile(Exception):
     """Another process has finished the same store first."""
 
 
-def key_values(keys: NDArray[np.uint8]) -> NDArray[np.void]:
-    """Turns [P, bytes] keys into [P] values, so that numpy sorts and compares each key as a whole."""
-    return np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1]))).ravel()
-
-
 def key_heads(keys: NDArray[np.uint8], begin: int = 0) -> NDArray[np.uint64]:
     """Turns 8 bytes of each of [P, bytes] keys into [P] numbers of the same order, which sort faster."""
     return np.ascontiguousarray(keys[:, begin : begin + 8]).view(">u8").ravel().astype(np.uint64)
@@ -425,11 +420,21 @@ def key_heads(keys: NDArray[np.uint8], begin: int = 0) -> NDArray[np.uint64]:
 def distinct_keys(keys: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns of [P, bytes] keys the first position of each different one, [U], in the order of their bytes,
     and each key's position among those, [P]."""
-    values: Any = key_heads(keys) if keys.shape[1] == KEY_BYTES else key_values(keys)
-    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
-    if not np.array_equal(keys[first][inverse], keys):  # different keys have one head
-        _, first, inverse = np.unique(key_values(keys), return_index=True, return_inverse=True)
-    return first, inverse
+    if len(keys) and keys.shape[1] == KEY_BYTES:
+        heads = key_heads(keys)
+        if (heads[1:] > heads[:-1]).all():  # they are distinct and in order already
+            return np.arange(len(keys)), np.arange(len(keys))
+        order = np.argsort(heads)
+        heads = heads[order]
+        is_new = np.append(True, heads[1:] != heads[:-1])
+        again, tails = np.flatnonzero(~is_new), np.ascontiguousarray(keys).view(np.uint64)[:, 1]
+        if np.array_equal(tails[order[again]], tails[order[again - 1]]):  # else heads are not enough
+            inverse = heads.view(np.int64)  # its memory is used again
+            inverse[order] = np.cumsum(is_new) - 1
+            return np.minimum.reduceat(order, np.flatnonzero(is_new)), inverse
+    whole = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1]))).ravel()
+    _, *found = np.unique(whole, return_index=True, return_inverse=True)
+    return found[0], found[1]
 
 
 def _measure_tokens(store: TokenStore) -> tuple[NDArray[Any], ...]:

@@ -20,7 +20,7 @@ from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dpo_pack.data.sources import Data
-from dpo_pack.data.store import TokenIds, key_values
+from dpo_pack.data.store import TokenIds, distinct_keys
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import bounded_template
 from dpo_pack.model.building import load_model
@@ -189,7 +189,7 @@ def sample_prompts(
     for name, table in tables.items():
         lengths = table.prompt_lengths
         pairs = np.flatnonzero((lengths > 0) & (lengths <= most_tokens))
-        _, first = np.unique(key_values(table.prompt_keys[pairs]), return_index=True)
+        first, _ = distinct_keys(table.prompt_keys[pairs])
         contexts = (table.group(pair).context for pair in pairs[np.sort(first)[:num]].tolist())
         sets[name] = [context.astype(np.int32, copy=False) for context in contexts]
     for name, prompts in data.eval_prompts.items():

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from dpo_pack.data.store import PairTable, key_values
+from dpo_pack.data.store import PairTable, distinct_keys
 from dpo_pack.losses import Objective, ScoredPairs, weighted_losses
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
@@ -237,7 +237,7 @@ def held_out_result(
         exact = {m: columns[m].cpu().numpy() for m in judged if not (m == "loss" and is_other)}
         estimates, noise = estimate_exact(metrics, exact, pairs, chances)
     table = builder.table
-    _, first, prompts = np.unique(key_values(table.whole_prompt_keys), return_index=True, return_inverse=True)
+    first, prompts = distinct_keys(table.whole_prompt_keys)
     traits = PairTraits(
         prompts=first[prompts],
         chosen_tokens=table.chosen_scored,
