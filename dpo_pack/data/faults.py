@@ -146,8 +146,9 @@ def _find_in_tokens(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
     begin, moved = whole.context[:_EDGE_TOKENS].tolist(), pair.alone[len(whole.context) :].tolist()
     if moved and moved != [origin.eos]:  # some tokenizers add EOS to every text
         yield "prompt_boundary_moved", None
-    if not all(pair.has_ends):
-        yield "no_eos", [side for side, has_end in zip(SIDES, pair.has_ends, strict=True) if not has_end]
+    both = zip(SIDES, whole.completions, strict=True)
+    if endless := [side for side, ids in both if not origin.ends.found_in(ids)]:
+        yield "no_eos", endless
     if begin[0] == origin.bos and begin.count(origin.bos) > 1:
         yield "bos_twice", None
     if origin.begins_with_bos and begin[0] != origin.bos:

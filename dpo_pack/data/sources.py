@@ -167,8 +167,12 @@ def _split(
     """Returns the training pairs, the held-out pairs, and what pairs have in common that stay together."""
     if any(part.images is not None for source in sources.values() for part in source.store.parts):
         return *split_by_prompt(keys_by_image(train), fraction, seed), "image"
-    if not any(source.store.summary.get("prompts_inferred") for source in sources.values()):
-        return *split_by_prompt(train.whole_prompt_keys, fraction, seed, prompt_numbers), "prompt"
+    if any(source.store.summary.get("prompts_inferred") for source in sources.values()):
+        return _split_by_beginning(train, fraction, seed)
+    return *split_by_prompt(train.whole_prompt_keys, fraction, seed, prompt_numbers), "prompt"
+
+
+def _split_by_beginning(train: PairTable, fraction: float, seed: int) -> tuple[Positions, Positions, str]:
     # Nobody knows where a prompt without a column ends, but pairs of one prompt begin alike. So pairs with
     # equal first characters are held out together. More characters may be a part of an answer: their number
     # is the smallest in BEGINNINGS that leaves (1 - fraction) / 2 of the pairs to train on.

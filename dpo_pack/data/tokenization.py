@@ -117,18 +117,18 @@ class ReadRow(NamedTuple):
     counts: Mapping[str, int]  # of `check_written`
     contents: Sequence[Sequence[str]] = ()  # the texts of the messages of prompt, chosen and rejected
     has_other_turns: bool = False  # a completion is anything but one message of the assistant
+    turn_weights: Sequence[TokenWeights | None] = ()  # then, of all tokens of both sequences; None: all are 1
     images: tuple[ReadImage, ...] = ()  # of the prompt, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenizedPair:
-    """A pair before and after it became tokens."""
+    """A pair before and after it became tokens; if rows are prompts, completions have no tokens."""
 
     row: ReadRow
     alone: TokenIds  # the prompt, tokenised without a completion
     whole: Group  # before truncation
     fitted: Group  # the tokens that the model gets
-    has_ends: tuple[bool, ...]  # whether chosen and rejected had an end before truncation, see EndTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,78 +198,76 @@ def tokenize_batch(
     rows: Sequence[NumberedRow], settings: TokenizationSettings, tokenizer: Tokenizer
 ) -> TokenizedBatch:
     """Returns the token ids of the rows that give a pair or a prompt, and the reasons of all other rows."""
-    content, is_pairs = FORMATS[settings.format].content, settings.completion_tokens is None
-    parsed: list[ReadRow] = []
-    turns: dict[int, list[TokenWeights | None]] = {}  # weights by row number, of rows with several turns
-    dropped: list[DroppedRow] = []
+    format, is_pairs = FORMATS[settings.format], settings.completion_tokens is None
+    parsed, kept, dropped = list[ReadRow](), list[TokenizedPair](), list[DroppedRow]()
     for number, values in rows:
         try:
-            row = read_row(number, values, settings, tokenizer)
-            if row.has_other_turns and settings.scored_turns == "assistant":
-                turns[number] = assistant_weights(row.written, row.texts[1:], tokenizer)
-            parsed.append(row)
+            parsed.append(read_row(number, values, settings, tokenizer))
         except BadRow as bad:
             dropped.append((number, bad.with_traceback(None)))
-    ids = _given_ids(parsed, settings) if content == "token_ids" else _encode(parsed, settings, tokenizer)
-    ends = EndTokens.of(tokenizer, settings.format)
+    encode = _given_ids if format.content == "token_ids" else _encode
+    ids = encode(parsed, settings, tokenizer)
+    fit = _fitted_pair if is_pairs else _fitted_prompt
+    for row, *sequences in zip(parsed, *[ids] * (3 if is_pairs else 1), strict=True):
+        try:
+            kept.append(fit(row, sequences, settings, tokenizer))
+        except BadRow as bad:
+            dropped.append((row.number, bad.with_traceback(None)))
+    return TokenizedBatch(
+        num_rows=len(rows),
+        pairs=join_pairs(
+            [one.fitted for one in kept],
+            [one.row.pair.weight for one in kept],
+            [one.row.number for one in kept],
+            [_whole_prompt_key(one.row) for one in kept],
+            [one.row.images for one in kept],
+            settings.images.processor.fingerprint if settings.images is not None else "",
+        ),
+        prompts=() if is_pairs else tuple(_prompt_of(one, settings, tokenizer) for one in kept),
+        dropped=tuple(sorted(dropped, key=lambda row: row[0])),
+        counts=_count(kept, settings, tokenizer),
+        kept=tuple(kept) if is_pairs else (),
+    )
+
+
+def _fitted_pair(
+    row: ReadRow, sequences: Sequence[TokenIds], settings: TokenizationSettings, tokenizer: Tokenizer
+) -> TokenizedPair:
+    whole, limits = split_at_boundary(*sequences), settings
+    if row.turn_weights or (row.pair.chosen_weights, row.pair.rejected_weights) != (None, None):
+        whole = _with_weights(whole, row)
+    if settings.images is not None:
+        settings.images.check_placeholders(whole, has_images=bool(row.images))
+    if row.images and settings.truncation == "prompt_left":  # it would cut images
+        limits = replace(settings, truncation="drop")
+    fitted = truncate(whole, limits, tokenizer.bos_token_id)
+    return TokenizedPair(row=row, alone=sequences[0], whole=whole, fitted=fitted)
+
+
+def _count(
+    kept: Sequence[TokenizedPair], settings: TokenizationSettings, tokenizer: Tokenizer
+) -> Counter[str]:
+    is_pairs, ends = settings.completion_tokens is None, EndTokens.of(tokenizer, settings.format)
     unknown = tokenizer.unk_token_id  # some tokenizers name EOS, because they never need one
     knows_all = unknown in (None, tokenizer.eos_token_id, tokenizer.bos_token_id)
     counts = Counter[str](dict.fromkeys(_COUNTS if is_pairs else (), 0))
     counts.update({} if settings.images is None else {"images": 0, "images_scaled": 0})
-    kept: list[tuple[ReadRow, Group]] = []
-    prompts: list[Prompt] = []
-    tokenized: list[TokenizedPair] = []
-    for row, *sequences in zip(parsed, *[ids] * (3 if is_pairs else 1), strict=True):
-        pair = row.pair
-        try:
-            if is_pairs:
-                whole = split_at_boundary(*sequences)
-                if row.number in turns or (pair.chosen_weights, pair.rejected_weights) != (None, None):
-                    whole = _with_weights(whole, pair, turns.get(row.number))
-                limits = settings
-                if settings.images is not None:
-                    settings.images.check_placeholders(whole, has_images=bool(row.images))
-                if row.images and settings.truncation == "prompt_left":  # it would cut images
-                    limits = replace(settings, truncation="drop")
-                fitted = truncate(whole, limits, tokenizer.bos_token_id)
-                has_ends = tuple(bool(ends.found_in(completion)) for completion in whole.completions)
-                counts["prompt_boundary_moved"] += len(whole.context) < len(sequences[0])
-                counts["completions_without_eos"] += has_ends.count(False)
-                if fitted is not whole:
-                    _count_cut(counts, row, whole, fitted, ends, tokenizer)
-                tokenized.append(
-                    TokenizedPair(row=row, alone=sequences[0], whole=whole, fitted=fitted, has_ends=has_ends)
-                )
-            else:
-                prompt, is_truncated = _fit_prompt(row, sequences[0], settings, tokenizer)
-                prompts.append(prompt)
-                fitted = Group(context=prompt.ids, completions=(NO_TOKENS, NO_TOKENS))
-                counts["prompts_truncated"] += is_truncated
-        except BadRow as bad:
-            dropped.append((row.number, bad.with_traceback(None)))
-        else:
-            kept.append((row, fitted))
-            for ids_of in () if knows_all else (fitted.context, *fitted.completions):
-                counts["unknown_tokens"] += int((ids_of == unknown).sum())
-            counts.update(row.counts)
-            counts["prompts_inferred"] += pair.has_inferred_prompt
-            if row.has_other_turns:
-                counts["pairs_with_other_turns"] += 1
-    return TokenizedBatch(
-        num_rows=len(rows),
-        pairs=join_pairs(
-            [fitted for _, fitted in kept],
-            [row.pair.weight for row, _ in kept],
-            [row.number for row, _ in kept],
-            [_whole_prompt_key(row) for row, _ in kept],
-            [row.images for row, _ in kept],
-            settings.images.processor.fingerprint if settings.images is not None else "",
-        ),
-        prompts=tuple(prompts),
-        dropped=tuple(sorted(dropped, key=lambda row: row[0])),
-        counts=counts,
-        kept=tuple(tokenized),
-    )
+    for one in kept:
+        row, whole, fitted = one.row, one.whole, one.fitted
+        counts.update(row.counts)
+        counts["prompts_inferred"] += row.pair.has_inferred_prompt
+        if row.has_other_turns:
+            counts["pairs_with_other_turns"] += 1
+        for ids in () if knows_all else (fitted.context, *fitted.completions):
+            counts["unknown_tokens"] += int((ids == unknown).sum())
+        if not is_pairs:
+            counts["prompts_truncated"] += len(fitted.context) < len(whole.context)
+            continue
+        counts["prompt_boundary_moved"] += len(whole.context) < len(one.alone)
+        counts["completions_without_eos"] += sum(not ends.found_in(ids) for ids in whole.completions)
+        if fitted is not whole:
+            _count_cut(counts, one, ends, tokenizer)
+    return counts
 
 
 def read_row(
@@ -289,12 +287,7 @@ def read_row(
         _check_vocabulary(pair, len(tokenizer))
         return ReadRow(number, pair, pair, (), {})
     if isinstance(pair.prompt, str):
-        completions = (str(pair.chosen), str(pair.rejected)) if is_pair else ()
-        texts = (pair.prompt, *(pair.prompt + _with_one_eos(text, tokenizer) for text in completions))
-        counts = {"characters": sum(map(len, texts[1:] or texts))}
-        if settings.format == "preference" and begin_of_turn(tokenizer) not in pair.prompt:
-            counts["prompts_without_template"] = 1
-        read = ReadRow(number, pair, pair, texts, counts)
+        read = _read_texts(number, pair, pair.prompt, settings, tokenizer)
     else:
         if settings.system_prompt is not None:
             pair = replace(pair, prompt=with_system_message(pair.prompt, settings.system_prompt))
@@ -316,7 +309,7 @@ def read_row(
             scaled = sum(image.is_scaled for image in images)
             counts = {**counts, "images": len(images), "images_scaled": scaled}
         other_turns = any(map(is_dialogue, sides))
-        read = ReadRow(number, pair, written, texts, counts, contents, other_turns, images)
+        read = ReadRow(number, pair, written, texts, counts, contents, other_turns, (), images)
     for text in read.texts:
         if len(text) > _MAX_TEXT_CHARS:
             limit = f"more than {_MAX_TEXT_CHARS:,}"
@@ -326,14 +319,25 @@ def read_row(
         except UnicodeEncodeError as error:
             lone = f"\\u{ord(text[error.start]):04x}"
             raise BadRow("invalid_unicode", f"a text has half of a surrogate pair ({lone})") from None
+    if read.has_other_turns and settings.scored_turns == "assistant":
+        read = read._replace(turn_weights=assistant_weights(read.written, read.texts[1:], tokenizer))
     return read
 
 
-def _with_one_eos(completion: str, tokenizer: Tokenizer) -> str:
-    eos = tokenizer.eos_token or ""
-    if eos and eos in completion:  # its end may be `...<|im_end|>\n` already
-        completion = re.sub(rf"({re.escape(eos)}\s*)+\Z", "", completion)
-    return completion + eos
+def _read_texts(
+    number: int, pair: Pair, prompt: str, settings: TokenizationSettings, tokenizer: Tokenizer
+) -> ReadRow:
+    """Returns a row of plain texts, in which each completion ends with one EOS."""
+    texts, eos = [prompt], tokenizer.eos_token or ""
+    for text in (pair.chosen, pair.rejected) if settings.completion_tokens is None else ():
+        completion = str(text)
+        if eos and eos in completion:  # its end may be `...<|im_end|>\n` already
+            completion = re.sub(rf"({re.escape(eos)}\s*)+\Z", "", completion)
+        texts.append(prompt + completion + eos)
+    counts = {"characters": sum(map(len, texts[1:] or texts))}
+    if settings.format == "preference" and begin_of_turn(tokenizer) not in prompt:
+        counts["prompts_without_template"] = 1
+    return ReadRow(number, pair, pair, tuple(texts), counts)
 
 
 def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
@@ -428,7 +432,9 @@ def _encode_texts(texts: list[str], tokenizer: Tokenizer, *, is_text: bool) -> I
         start = end
 
 
-def _given_ids(parsed: Sequence[ReadRow], settings: TokenizationSettings) -> Iterator[TokenIds]:
+def _given_ids(
+    parsed: Sequence[ReadRow], settings: TokenizationSettings, tokenizer: Tokenizer
+) -> Iterator[TokenIds]:
     for _, pair, *_ in parsed:
         prompt = np.array(pair.prompt, dtype=np.int32)
         yield prompt
@@ -452,17 +458,17 @@ def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: To
     return Group(context=prompt[:boundary], completions=(chosen, rejected))
 
 
-def _with_weights(ids: Group, pair: Pair, of_turns: Sequence[TokenWeights | None] | None) -> Group:
-    """of_turns: of all tokens of both sequences, or None. Raises BadRow if no token is scored."""
-    given: Sequence[Any] = (pair.chosen_weights, pair.rejected_weights)
-    if of_turns is not None:
-        given = [None if of_side is None else of_side[len(ids.context) :] for of_side in of_turns]
+def _with_weights(ids: Group, row: ReadRow) -> Group:
+    """Raises BadRow if no token of a completion is scored."""
+    given: Sequence[Any] = (row.pair.chosen_weights, row.pair.rejected_weights)
+    if row.turn_weights:
+        given = [None if of_side is None else of_side[len(ids.context) :] for of_side in row.turn_weights]
     weights = []
     for side, of_side, completion in zip(("chosen", "rejected"), given, ids.completions, strict=True):
         weights.append(np.asarray(np.ones(len(completion)) if of_side is None else of_side, dtype=np.float32))
         assert len(weights[-1]) == len(completion)
         if not weights[-1].any():
-            roles = ", ".join(dict.fromkeys(message["role"] for message in getattr(pair, side)))
+            roles = ", ".join(dict.fromkeys(message["role"] for message in getattr(row.pair, side)))
             raise BadRow("nothing_scored", f"{side} has nothing that the assistant says, only {roles}")
     return replace(ids, weights=tuple(weights))
 
@@ -508,10 +514,11 @@ def _with_shorter_completions(pair: Group, length: int) -> Group:
     return replace(pair, completions=(chosen, rejected), weights=weights)
 
 
-def _fit_prompt(
-    row: ReadRow, ids: TokenIds, settings: TokenizationSettings, tokenizer: Tokenizer
-) -> tuple[Prompt, bool]:
-    """Returns the prompt, cut if a completion needs the room, and True if it was cut. Raises BadRow."""
+def _fitted_prompt(
+    row: ReadRow, sequences: Sequence[TokenIds], settings: TokenizationSettings, tokenizer: Tokenizer
+) -> TokenizedPair:
+    """Returns the prompt, cut if a completion needs the room. Raises BadRow."""
+    (ids,) = sequences
     text = row.texts[0] if row.texts else str(tokenizer.decode(ids.tolist()))
     # Some tokenizers add EOS to every text. A prompt must not end with it, because the policy continues it.
     has_own_end = not row.texts or text.endswith(tokenizer.eos_token or "\0")
@@ -521,12 +528,17 @@ def _fit_prompt(
         raise BadRow("empty_prompt", "the prompt is empty")
     room = np.zeros(settings.completion_tokens or 0, dtype=np.int32)
     whole = Group(context=ids, completions=(room, room))
-    fitted = truncate(whole, settings, tokenizer.bos_token_id).context.astype(np.int32, copy=False)
+    fitted = replace(truncate(whole, settings, tokenizer.bos_token_id), completions=(NO_TOKENS, NO_TOKENS))
+    return TokenizedPair(row=row, alone=ids, whole=whole, fitted=fitted)
+
+
+def _prompt_of(pair: TokenizedPair, settings: TokenizationSettings, tokenizer: Tokenizer) -> Prompt:
+    row, whole = pair.row, pair.whole.context
     is_conversation = FORMATS[settings.format].content == "messages"
     messages: Any = tuple(row.pair.prompt) if is_conversation else None
-    tools = row.pair.template_options.get("tools")
-    prompt = Prompt(ids=fitted, text=text, messages=messages, row_number=row.number, tools=tools)
-    return prompt, len(fitted) < len(ids)
+    text = row.texts[0] if row.texts else str(tokenizer.decode(whole.tolist()))
+    ids, tools = pair.fitted.context.astype(np.int32, copy=False), row.pair.template_options.get("tools")
+    return Prompt(ids=ids, text=text, messages=messages, row_number=row.number, tools=tools)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -550,9 +562,8 @@ class EndTokens:
         return [token for token in completion[-self.window :].tolist() if token in self.ids]
 
 
-def _count_cut(
-    counts: Counter[str], row: ReadRow, whole: Group, fitted: Group, ends: EndTokens, tokenizer: Tokenizer
-) -> None:
+def _count_cut(counts: Counter[str], pair: TokenizedPair, ends: EndTokens, tokenizer: Tokenizer) -> None:
+    whole, fitted = pair.whole, pair.fitted
     cut = [whole.context[: len(whole.context) - len(fitted.context)]] * 2  # once for each side
     counts["prompt_truncated"] += len(cut[0]) > 0
     for before, after in zip(whole.completions, fitted.completions, strict=True):
@@ -560,7 +571,7 @@ def _count_cut(
         counts["completions_truncated"] += len(after) < len(before)
         counts["eos_lost"] += bool(ends.found_in(before)) and not ends.found_in(after)
     texts = (tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in cut if len(ids))
-    counts["characters_cut"] += sum(map(len, texts)) if row.texts else 0
+    counts["characters_cut"] += sum(map(len, texts)) if pair.row.texts else 0
 
 
 def tokenize_rows(
