@@ -75,14 +75,13 @@ class Ingestion:
     data: DataRecipe
     tokenizer: Tokenizer
     images: ImageProcessor | None = None  # None: rows with images are bad rows
-    template: Path | None = None  # the file of the chat template; None: the tokenizer's own
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
     max_rows: int | None = None  # None: all rows are read
     progress: Progress | None = None
     # What `start` finds.
     format: str = ""
-    infers_prompts: bool = False  # the prompts are what chosen and rejected begin with
-    # A row must have the column prompt, unless all its columns with texts are among these; None: unchecked.
+    # A row must have the column prompt, unless all its columns with texts are among these; then the prompt is
+    # what chosen and rejected begin with. None: unchecked.
     known_columns: Sequence[str] | None = None
     opened: OpenRows = field(init=False)
     settings: TokenizationSettings = field(init=False)
@@ -319,7 +318,6 @@ class Ingestion:
                 f"{{prompt: {possible[0]}}}, or {{prompt: null}} if chosen and rejected begin with the "
                 f"prompt, or {{instruction: {possible[0]}}} to use the chat template"
             )
-        self.infers_prompts = True
         self.known_columns = sorted(column for column in {*read, *texts} if column is not None)
 
     def checked(self, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
@@ -346,7 +344,7 @@ class Ingestion:
         """Returns True if rows with this reason end a run."""
         if reason in _TRUNCATION_REASONS:
             return self.data.truncation == "error"
-        if self.infers_prompts and reason == "no_common_prompt" and self._is_in_most_rows(reason):
+        if self.known_columns and reason == "no_common_prompt" and self._is_in_most_rows(reason):
             return True  # the common beginnings of the other rows are not their prompts either
         return self.data.on_bad_row == "error"
 
@@ -377,10 +375,7 @@ class Ingestion:
             return None
         if bad.reason == "nothing_scored" and self.format == "tokenized":
             return None
-        template = (
-            "name a template that does in tokenizer.chat_template (now it is "
-            f"{self.template or f'that of {self.tokenizer.name_or_path}'})"
-        )
+        template = "name a template that does in tokenizer.chat_template"
         is_of_template = bad.detail.startswith("the chat template")
         example = ColumnNames.example(self.opened.columns)
         other_columns = f"name the column in {self.located.key}.columns{example}"

@@ -102,7 +102,6 @@ def load_data(
     seed: int,
     cache_dir: Path,
     images: ImageProcessor | None = None,
-    template: Path | None = None,
     progress: Progress | None = None,
     max_new_tokens: int | None = None,
 ) -> Data:
@@ -116,7 +115,6 @@ def load_data(
         tokenizer_key=tokenizer_fingerprint(tokenizer),
         cache_dir=cache_dir,
         images=images,
-        template=template,
         progress=progress,
         max_new_tokens=max_new_tokens,
     )
@@ -333,7 +331,6 @@ def load_source(
     tokenizer_key: str,
     cache_dir: Path,
     images: ImageProcessor | None = None,
-    template: Path | None = None,
     progress: Progress | None = None,
     max_new_tokens: int | None = None,
     max_rows: int | None = None,
@@ -350,7 +347,6 @@ def load_source(
         data=data,
         tokenizer=tokenizer,
         images=images,
-        template=template,
         completion_tokens=max_new_tokens,
         max_rows=max_rows,
         progress=progress,

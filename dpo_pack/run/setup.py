@@ -176,7 +176,6 @@ def prepare_data(
             seed=recipe.seed,
             cache_dir=recipe.reference.cache_dir or default_cache_directory(),
             images=processor,
-            template=recipe.tokenizer.chat_template,
             progress=progress,
             max_new_tokens=None if recipe.online is None else recipe.online.max_new_tokens,
         )
@@ -479,7 +478,6 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
             tokenizer_key="",
             cache_dir=cache_dir,
             images=images,
-            template=recipe.tokenizer.chat_template,
         )
         needs_policy = recipe.model.images and policy is None  # its processor reads the rows
         for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):

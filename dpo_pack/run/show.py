@@ -85,7 +85,6 @@ def show_recipe(
                     data=data,
                     tokenizer=tokenizer,
                     images=images,
-                    template=recipe.tokenizer.chat_template,
                 ),
                 name,
                 label if part == "train" else f"{label} (held out)",
