@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,8 @@ class Ingestion:
     known_columns: Sequence[str] | None = None
     opened: OpenRows = field(init=False)
     settings: TokenizationSettings = field(init=False)
-    submit: Submit = field(init=False)  # see `tokenizing`
+    num_workers: int = field(init=False)
+    submit: Submit = field(init=False)  # of `tokenizing` with these workers
     # The counts, which a copy by `replace` does not have.
     num_rows: int = field(init=False, default=0)
     num_cached: int = field(init=False, default=0)  # rows whose tokens were in the cache
@@ -121,17 +122,15 @@ class Ingestion:
                 images=None if self.images is None else self._image_reader(self.images),
             )
             check_tokenizer(self.tokenizer, self.settings, self.located.label)
-            with tokenizing(self.settings, self.tokenizer, self._num_workers) as self.submit:
+            wanted = self.data.num_workers
+            self.num_workers = 0 if wanted == "auto" or self.max_rows is not None else wanted
+            with tokenizing(self.settings, self.tokenizer, self.num_workers) as self.submit:
                 yield self.checked(rows)
 
     @property
     def num_missing(self) -> int | None:
         """How many more pairs are wanted; None: all."""
         return None if self.source.max_pairs is None else self.source.max_pairs - self.num_kept
-
-    @property
-    def _num_workers(self) -> int:
-        return 0 if self.max_rows is not None or self.data.num_workers == "auto" else self.data.num_workers
 
     def _image_reader(self, processor: ImageProcessor) -> ImageReader:
         folder, path = self.source.image_folder, Path(self.located.label)
@@ -153,7 +152,7 @@ class Ingestion:
     ) -> Iterator[TokenizedBatch]:
         """Yields rows as tokens; counts them here and in `part`. Takes no more than the missing pairs."""
         origin = Origin.of(self.located.key, self.settings, self.tokenizer)
-        batches = tokenize_rows(rows, self.submit, num_workers=self._num_workers, max_pairs=self.num_missing)
+        batches = tokenize_rows(rows, self.submit, num_workers=self.num_workers, max_pairs=self.num_missing)
         with closing(batches):
             for batch in batches:
                 found = faults_of(batch.kept, origin)
@@ -217,12 +216,11 @@ class Ingestion:
         that is among the first rows."""
         if self.source.format != "auto":
             return self.source.format, rows
-        seen = list(islice(rows, 0 if self.images is None else FIRST_ROWS))
-        ahead = sorted(seen, key=lambda one: isinstance(one[1], BadRow) or not one[1].get("images"))
+        rows, every = tee(rows)
+        ahead = list(islice(rows, 0 if self.images is None else FIRST_ROWS))
+        ahead.sort(key=lambda one: isinstance(one[1], BadRow) or not one[1].get("images"))
         likely = ""
-        for position, (number, row) in enumerate(chain(ahead, islice(rows, _DETECTION_ROWS))):
-            if position >= len(ahead):
-                seen.append((number, row))
+        for number, row in chain(ahead, islice(rows, _DETECTION_ROWS)):
             if isinstance(row, BadRow):
                 continue  # bad rows are counted when they are tokenised
             pairs: dict[str, Pair] = {}
@@ -244,8 +242,8 @@ class Ingestion:
                     f"{self._place(number)}: the prompt may be the column {columns}; "
                     f"set {self.located.key}." + " or ".join(f"format: {name}" for name in names)
                 )
-            return first, chain(seen, rows)
-        return likely or "preference", chain(seen, rows)
+            return first, every
+        return likely or "preference", every
 
     def _check_columns_are_read(self) -> None:
         # If no row has one of the columns, the error names that one: without it, no format could be found.

@@ -295,7 +295,7 @@ def _open_json_lines(path: Path, names: ColumnNames) -> OpenRows:
 def _open_json(path: Path, names: ColumnNames) -> OpenRows:
     """Opens a .json file: an array of objects, or JSON lines, which some data sets save as .json."""
     is_array = _is_array(path, names.label)
-    return _open_files([path], names) if is_array else _open_json_lines(path, names)
+    return open_files([path], names) if is_array else _open_json_lines(path, names)
 
 
 def _is_array(path: Path, label: str) -> bool:
@@ -306,7 +306,7 @@ def _is_array(path: Path, label: str) -> bool:
         raise _unreadable(label, "row", 0, error) from error
 
 
-def _open_files(paths: Sequence[Path], names: ColumnNames) -> OpenRows:
+def open_files(paths: Sequence[Path], names: ColumnNames) -> OpenRows:
     """Opens files of JSON or CSV as one source."""
 
     def read(columns: Sequence[str] | None) -> Iterator[tuple[int, Any]]:
@@ -320,12 +320,6 @@ def _rows_of(path: Path, label: str) -> Iterator[tuple[int, Any]]:
         return _csv_rows(path, None)
     is_array = ".jsonl" not in data_suffix(path) and _is_array(path, label)
     return _read_json_array(path, label) if is_array else _read_json_lines(path)
-
-
-def open_directory(paths: Sequence[Path], names: ColumnNames) -> OpenRows | None:
-    """Opens data files as one source; None if not all are JSON or CSV."""
-    is_text = all(data_suffix(path).startswith((".json", ".csv")) for path in paths)
-    return _open_files(paths, names) if paths and is_text else None
 
 
 def check_start(path: Path, label: str) -> None:

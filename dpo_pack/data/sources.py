@@ -30,7 +30,7 @@ from dpo_pack.data.readers import (
     check_start,
     columns_of,
     data_suffix,
-    open_directory,
+    open_files,
     rows_of_columns,
 )
 from dpo_pack.data.store import (
@@ -509,8 +509,9 @@ def _find_directory(
         )
 
     def open_source() -> OpenRows:
-        opened = open_directory(files, names)
-        return opened or _open_dataset(_load_dataset(str(path), split, names, is_saved=is_saved), names)
+        if files and all(data_suffix(file).startswith((".json", ".csv")) for file in files):
+            return open_files(files, names)
+        return _open_dataset(_load_dataset(str(path), split, names, is_saved=is_saved), names)
 
     return path, open_source, unread
 

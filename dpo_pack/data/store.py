@@ -45,6 +45,7 @@ RECORD_DTYPE = np.dtype(
     ]
 )
 Records = NDArray[np.void]  # of RECORD_DTYPE
+_KEYS = ("prompt_key", "chosen_key", "rejected_key", "whole_prompt_key")
 
 _TOKENS, _WEIGHTS, _RECORDS, _MANIFEST = "tokens.bin", "weights.bin", "records.bin", "manifest.json"
 _LARGEST = "largest_token_id"  # in the summary
@@ -307,14 +308,12 @@ def join_pairs(
     records["row_number"] = row_numbers
     begins = [0, *np.cumsum([sum(map(len, of_pair)) for of_pair in parts]).tolist()][:-1]
     stored = StoredImages.of(images, begins, processor) if any(images) else None
-    seen = [b"" if stored is None else stored.keys_of(begin) for begin in begins]
-    keys: dict[str, list[bytes]] = {"prompt_key": [], "chosen_key": [], "rejected_key": []}
-    for (prompt, chosen, rejected), image_keys in zip(parts, seen, strict=True):
-        for of_pairs, completion in zip(keys.values(), (NO_TOKENS, chosen, rejected), strict=True):
-            of_pairs.append(sequence_key(prompt, completion, image_keys))
-    keys["whole_prompt_key"] = list(whole_prompt_keys or keys["prompt_key"])
-    for name, of_pairs in keys.items():
-        records[name] = np.frombuffer(b"".join(of_pairs), dtype=np.uint8).reshape(-1, KEY_BYTES)
+    for position, (prompt, chosen, rejected) in enumerate(parts):
+        seen = b"" if stored is None else stored.keys_of(begins[position])
+        keys = [sequence_key(prompt, completion, seen) for completion in (NO_TOKENS, chosen, rejected)]
+        keys.append(whole_prompt_keys[position] if whole_prompt_keys else keys[0])
+        for name, key in zip(_KEYS, keys, strict=True):
+            records[name][position] = np.frombuffer(key, dtype=np.uint8)
     is_weighted = any(pair.weights is not None for pair in pairs)
     tokens = np.concatenate([NO_TOKENS, *(ids for of_pair in parts for ids in of_pair)])
     token_weights = _join_weights(pairs) if is_weighted else None

@@ -87,14 +87,11 @@ def bounded_template(remedy: str) -> Iterator[None]:
             # Repeats every second, because Python drops an exception that is raised in a destructor.
             signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_SECONDS, 1.0)
         yield
-    except _TemplateRuns:
-        raise ModelError(
-            f"the chat template does not end within {_TEMPLATE_SECONDS:g} seconds for a row; {remedy}"
-        ) from None
-    except MemoryError:
-        raise ModelError(
-            f"the chat template takes more than {_TEMPLATE_BYTES >> 20:,} MiB for a row; {remedy}"
-        ) from None
+    except (_TemplateRuns, MemoryError) as error:
+        what = f"does not end within {_TEMPLATE_SECONDS:g} seconds"
+        if isinstance(error, MemoryError):
+            what = f"takes more than {_TEMPLATE_BYTES >> 20:,} MiB"
+        raise ModelError(f"the chat template {what} for a row; {remedy}") from None
     finally:
         if in_main_thread:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -254,11 +251,11 @@ def template_names(template: str) -> frozenset[str]:
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """Returns the special token with which the chat template ends an answer; None: there is none."""
-    answer, remedy = "An answer", "mend the template, or name another one in tokenizer.chat_template"
+    answer = "An answer"
     for content in (answer, [{"type": "text", "text": answer}]):
         messages: Any = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
         try:
-            with bounded_template(remedy):
+            with rendering():
                 text = str(tokenizer.apply_chat_template(messages, tokenize=False))
         except Exception:  # no template, or one that takes no such conversation
             continue

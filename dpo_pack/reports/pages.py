@@ -39,11 +39,15 @@ def pairs_page(shown: ShownRecipe) -> str:
 
 
 def write_run_page(paths: Sequence[Path], target: Path) -> None:
-    """Writes the page of a run, or of several runs over each other. Raises RunError if a path has no run;
-    CacheError (disk)."""
+    """Writes the page of the runs in `paths`. Raises RunError if a path has no run; CacheError (disk)."""
+    write_text_atomically(target, run_page(paths))
+
+
+def run_page(paths: Sequence[Path]) -> str:
+    """Returns the page of a run, or of several runs over each other. Raises RunError if a path has no run."""
     runs = run_files.read_runs(paths)
     assets = files("dpo_pack.reports") / "assets"
-    page = render_page(
+    return render_page(
         "run.html.jinja",
         runs=runs,
         data=run_views.chart_data(runs),
@@ -52,7 +56,6 @@ def write_run_page(paths: Sequence[Path], target: Path) -> None:
         evaluations=evaluation_tables,
         asset=lambda name: (assets / name).read_text(encoding="utf-8"),
     )
-    write_text_atomically(target, page)
 
 
 def render_page(template: str, **values: Any) -> str:
