@@ -125,12 +125,10 @@ def _nearest(parts: Sequence[str]) -> str:
     if not elsewhere and name in words:
         return words[name]
     # Names alone are compared: with the same section before them any two would be alike.
-    others = {key.rpartition(".")[2]: f"did you mean {key}?" for key in reversed(known)}
-    here = {key: f"did you mean {prefix}{key}?" for key in beside}
-    for texts, cutoff in ((here, 0.75), (others, 0.75), (words, 0.85)):
-        if close := difflib.get_close_matches(name, texts, n=1, cutoff=cutoff):
-            return texts[close[0]]
-    return f"known here: {', '.join(beside)}"
+    texts = words | {key.rpartition(".")[2]: f"did you mean {key}?" for key in reversed(known)}
+    texts |= {key: f"did you mean {prefix}{key}?" for key in beside}
+    close = difflib.get_close_matches(name, texts, n=1, cutoff=0.8)
+    return texts[close[0]] if close else f"known here: {', '.join(beside)}"
 
 
 def _nearest_field(parts: Sequence[str], tree: Tree) -> str:
@@ -138,7 +136,7 @@ def _nearest_field(parts: Sequence[str], tree: Tree) -> str:
     fields, column = get_args(RowField), _at(tree, parts)
     if column in fields:
         return f"write {{{column}: {name}}}: dpo-pack's name comes first, then your column"
-    close = difflib.get_close_matches(name, fields, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(name, fields, n=1, cutoff=0.8)
     return f"did you mean {'.'.join([*columns, *close])}?" if close else f"the fields are {', '.join(fields)}"
 
 

@@ -17,7 +17,6 @@ from dpo_pack.reports.run_views import sample_rows
 from dpo_pack.reports.tables import Cells, render_completions, terminal_table
 from dpo_pack.training.health import what_can_be_told
 
-_MOST_SAMPLES = 2
 _METRICS = ("rewards/accuracies", "rewards/margins", "online/win_rate", "online/scores")
 
 
@@ -54,7 +53,7 @@ def print_ending(
     pairs = [(prompt, texts) for prompt, texts in both if len(set(texts.values())) == 2]
     if both and not pairs:
         console.print("The samples are the same before and after training")
-    prompts = [prompt for prompt, _ in pairs[:_MOST_SAMPLES]]
+    prompts = [prompt for prompt, _ in pairs[:1]]
     columns = {name: [texts[f"{name} training"] for _, texts in pairs] for name in ("before", "after")}
     render_completions(prompts, columns, console)
     if warnings:
