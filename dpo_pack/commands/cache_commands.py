@@ -82,10 +82,8 @@ def import_file(
 
     loaded = load_recipe(recipe, overrides or ())
     check_environment(loaded)
-    import numpy as np
-
     from dpo_pack.reference.cache import ReferenceCache
-    from dpo_pack.reference.compute import find_values
+    from dpo_pack.reference.compute import find_work
     from dpo_pack.reference.maintenance import import_logps
     from dpo_pack.run.setup import prepare
     from dpo_pack.system.console import make_console
@@ -94,11 +92,11 @@ def import_file(
     facts = prepared.reference_facts
     cache = ReferenceCache(facts.cache_dir, facts.namespace, used_by=facts.label)
     num_added = import_logps(file, cache, prepared.tables)
-    _, sums, _ = find_values(cache, prepared.tables)
-    num_cached = int(np.isfinite(sums).sum())
+    work = find_work(cache, prepared.tables)
+    num_sequences = int(work.sides.sum())
     say(
-        f"{file}: {num_added:,} sequences added; the cache now has {num_cached:,} of the recipe's "
-        f"{len(sums):,} sequences"
+        f"{file}: {num_added:,} sequences added; the cache now has "
+        f"{num_sequences - int(work.missing.sum()):,} of the recipe's {num_sequences:,} sequences"
     )
 
 

@@ -254,16 +254,19 @@ def pair_flops(
     *,
     share_prompt: bool,
     passes: float = TRAINING_PASSES,
+    sides: Bools | None = None,
 ) -> FloatArray:
     """Returns the FLOPs of each pair in a packed row, [P]. Pairs of a row do not attend to each other, so a
-    row, a rank or a step costs the sum over its pairs. share_prompt: see `PairLengths.row_tokens`."""
-    flops, repeats = np.empty(len(lengths.prompt)), int(share_prompt)
+    row, a rank or a step costs the sum over its pairs. share_prompt, sides: see `PairLengths.row_tokens`."""
+    flops = np.empty(len(lengths.prompt))
     for begin in range(0, len(flops), _AT_ONCE):
         block = np.arange(begin, min(begin + _AT_ONCE, len(flops)))
         part = lengths.select(block)
         completions = np.stack((part.chosen, part.rejected), axis=1)
-        forward = _group_flops(shape, part.prompt, completions, part.shared, repeats)
-        flops[block] = passes * forward + part.tower * (2 - repeats)
+        is_there = np.ones(completions.shape, dtype=np.bool_) if sides is None else sides[block]
+        repeats: IntArray = np.where(is_there.all(axis=1), int(share_prompt), 0)
+        forward = _group_flops(shape, part.prompt, completions, is_there, part.shared, repeats)
+        flops[block] = passes * forward + part.tower * (is_there.sum(axis=1) - repeats)
     return flops
 
 
@@ -277,8 +280,9 @@ def group_size(
 ) -> GroupSize:
     """Returns the size of one prompt with several completions; `shared` first tokens are computed once."""
     repeats = len(completions) - 1
-    one, all_of_one = np.array([prompt, shared], dtype=np.int64), np.array([completions], dtype=np.int64)
-    (forward,) = _group_flops(shape, one[:1], all_of_one, one[1:], repeats)
+    one = np.array([completions], dtype=np.int64)
+    arrays = (np.array([number], dtype=np.int64) for number in (shared, repeats))
+    (forward,) = _group_flops(shape, np.array([prompt]), one, np.ones(one.shape, dtype=np.bool_), *arrays)
     tokens = len(completions) * prompt + sum(completions) - repeats * shared
     return GroupSize(tokens=tokens, cost=passes * float(forward))
 
@@ -287,19 +291,21 @@ def _group_flops(
     shape: ModelShape,
     prompts: AnyIntArray,
     completions: AnyIntArray,
+    sides: Bools,
     shared: AnyIntArray,
-    repeats: int,
+    repeats: AnyIntArray,
 ) -> FloatArray:
     """Returns the FLOPs of a forward pass over each of n prompts with k completions, [n]. prompts, shared:
-    [n]. completions: [n, k]. `repeats` copies of the `shared` first tokens are left out."""
+    [n]. completions: [n, k]; those that are False in `sides` are left out, as are `repeats` copies, [n], of
+    the `shared` first tokens."""
     prompts, completions = prompts.astype(np.int64), completions.astype(np.int64)
     ends = prompts[:, None] + completions
-    tokens = ends.sum(axis=1) - repeats * shared
-    scored = completions.sum(axis=1)
+    tokens = (ends * sides).sum(axis=1) - repeats * shared
+    scored = (completions * sides).sum(axis=1)
     # A shared position predicts a token of all completions.
     unread = tokens - scored + repeats * (shared - prompts + 1)
     areas: list[FloatArray] = [
-        causal_area(ends, kind.window).sum(axis=1) - causal_area(shared, kind.window) * repeats
+        (causal_area(ends, kind.window) * sides).sum(axis=1) - causal_area(shared, kind.window) * repeats
         for kind in shape.attention
     ]
     return sequence_flops(shape, tokens=tokens, scored_tokens=scored, areas=areas, unread_positions=unread)

@@ -105,8 +105,8 @@ class ReferenceRecipe(types.Section):
     cache_dir: types.LocalPath | None = None
     """Where log-probs are kept; null: $DPO_PACK_CACHE, else ~/.cache/dpo_pack."""
     token_budget: Literal["auto"] | types.TokenCount = "auto"
-    """Most tokens of a row in the pass that computes log-probs before training; auto: on CUDA 4 x
-    packing.token_budget (at most 131072, or packing.token_budget if that is more); on CPU 4096."""
+    """Most tokens of a row in the pass that computes log-probs before training; auto: on CUDA what fits in
+    memory, measured once for each model and device; on CPU 4096."""
 
 
 class SamplesRecipe(types.Section):

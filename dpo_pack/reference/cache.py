@@ -289,9 +289,10 @@ class ReferenceCache:
                 num_tokens += len(rows)
         return sums, TokenLogps.join(tokens).take(which) if reads_tokens else TokenLogps.none(len(sums))
 
-    def append(self, table: pa.Table) -> list[Path]:
-        """Adds a `sequence_table`; returns the parts. Raises CacheError."""
-        whole, parts = table.combine_chunks().replace_schema_metadata(), []
+    def append(self, table: pa.Table, metadata: Mapping[str, str] | None = None) -> list[Path]:
+        """Adds a `sequence_table`, with a note where it comes from; returns the parts. Raises CacheError."""
+        described = {f"dpo_pack.{name}": value for name, value in (metadata or {}).items()}
+        whole, parts = table.combine_chunks().replace_schema_metadata(described), []
         for begin in range(0, len(whole), MAX_PART_SEQUENCES):
             buffer = pa.BufferOutputStream()
             pq.write_table(whole.slice(begin, MAX_PART_SEQUENCES), buffer, **UNPACKED)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,18 +24,21 @@ from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.layout import packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.packing.bin_packing import next_fit, pack_sequences_longest_first, padded_rows, split_over_ranks
-from dpo_pack.packing.lengths import Bools, FloatArray, IntArray
+from dpo_pack.packing.lengths import Bools, FloatArray, IntArray, ModelShape, pair_flops
 from dpo_pack.reference.cache import KeyIndex, ReferenceCache, TokenLogps, sequence_table
 from dpo_pack.system.console import shown
-from dpo_pack.system.errors import CacheError, ModelError, is_out_of_memory
+from dpo_pack.system.errors import ModelError, is_out_of_memory
+from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.machine import host_copies, release_memory
+from dpo_pack.system.ranks import every_rank_says
 
 # Longer rows are slower on CPU: the allocator keeps no blocks as large as their activations.
 CPU_TOKEN_BUDGET = 4096
-# On a GPU rows are longer than in training by this factor, because a layer's activations are freed after it.
-# But FlashAttention takes at most 65,535 sequences, and kernels of 32-bit counts fewer than 2^31 elements:
-# with rows of this length, layers may be up to 16,383 wide.
-ROW_FACTOR, LARGEST_TOKEN_BUDGET = 4, 2**17
+# Longer rows are not faster on an accelerator. FlashAttention takes at most 65,535 sequences, and kernels of
+# 32-bit counts fewer than 2^31 elements: with rows of this length, layers may be up to 16,383 wide.
+LARGEST_TOKEN_BUDGET = 2**17
+# Rows are longer than in training, where no budget is searched: a layer's activations are freed after it.
+START_FACTOR = 4
 # How many rows a device has in its queue while the host reads the results of an earlier row; else none.
 ROWS_BEHIND = {"cuda": 1}
 
@@ -62,23 +66,22 @@ class ReferenceWork:
 Found = tuple[KeyIndex, FloatArray, TokenLogps]  # different sequences, and their values; NaN: none
 
 
-def find_values(
-    cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False, needs_all: bool = False
-) -> Found:
+def find_values(cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False) -> Found:
     """Finds what a run needs of the sequences of all pairs (chosen, rejected, chosen, ...): sums, and values
-    per token: of all sequences with `per_token`, else where tokens have weights. With `needs_all` it raises
-    CacheError if one is missing."""
+    per token: of all sequences with `per_token`, else where tokens have weights."""
     index = KeyIndex.of(np.concatenate([np.stack((t.chosen_keys, t.rejected_keys), axis=1) for t in tables]))
     needs_tokens = np.full(len(index.keys), per_token)
     has_weights = np.concatenate([table.has_token_weights for table in tables])
     needs_tokens[index.inverse.reshape(-1, 2)[has_weights]] = True
-    sums, tokens = cache.find(index, needs_tokens)
-    if needs_all and (num_missing := int(np.isnan(sums).sum())):
-        raise CacheError(
-            f"{num_missing} reference log-probs are no longer in {cache.directory}, although they were "
-            "computed; run the command again"
-        )
-    return index, sums, tokens
+    return index, *cache.find(index, needs_tokens)
+
+
+def find_work(
+    cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False
+) -> ReferenceWork:
+    """Finds the sequences of which the cache lacks what a run needs, see `find_values`."""
+    index, sums, _ = find_values(cache, tables, per_token=per_token)
+    return ReferenceWork.of(tables, index, np.isnan(sums))
 
 
 def join_tables(tables: Sequence[PairTable]) -> PairTable:
@@ -103,6 +106,7 @@ class PassSettings:
     num_ranks: int = 1
     in_lockstep: bool = False  # True for a sharded model: all ranks compute a row at the same time
     write_every_seconds: float = 20.0
+    metadata: Mapping[str, str] = field(default_factory=dict)  # a note in each part, for people who read it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,20 +119,20 @@ class PassPlan:
     row_tokens: IntArray  # [G] tokens of each group, padding included
 
 
-def plan_pass(work: ReferenceWork, settings: PassSettings, *, is_packed: bool) -> PassPlan:
-    """Plans the rows of this rank, the longest first, so that a lack of memory shows at once. Rows are
+def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *, is_packed: bool) -> PassPlan:
+    """Plans the rows of this rank, the costliest first, so that a lack of memory shows at once. Rows are
     planned over *all* sequences (`work.sides`), as if the cache were empty; then groups without a missing one
     are removed. So a pass that is started again, on any number of ranks, computes the same rows. In lockstep,
-    a rank with one row less than others computes an idle one, the shortest of all."""
-    lengths = pair_lengths(work.table)
-    share_prompt = settings.share_prompt and is_packed
-    measure = partial(lengths.row_tokens, share_prompt=share_prompt) if is_packed else lengths.padded_tokens
+    a rank with one row less than others computes an idle one, the cheapest of all."""
+    lengths, shares = pair_lengths(work.table, shape), settings.share_prompt and is_packed
+    flops = pair_flops(shape, lengths, share_prompt=shares, passes=1.0, sides=work.missing)
+    measure = partial(lengths.row_tokens, share_prompt=shares) if is_packed else lengths.padded_tokens
     whole, missing = measure(sides=work.sides), measure(sides=work.missing)
     build_rows = pack_sequences_longest_first if is_packed else padded_rows
     is_open = np.asarray(work.missing.any(axis=1))
     rows = [row[is_open[row]] for row in build_rows(whole, settings.token_budget)]
     rows = [row for row in rows if len(row)]
-    costs = np.array([missing[row].sum() for row in rows], dtype=np.float64)
+    costs = np.array([flops[row].sum() for row in rows], dtype=np.float64)
     mine = split_over_ranks(costs, settings.num_ranks, equal_counts=settings.in_lockstep)[settings.rank]
     num_idle = -(-len(rows) // settings.num_ranks) - len(mine) if settings.in_lockstep else 0
     return PassPlan(
@@ -139,16 +143,33 @@ def plan_pass(work: ReferenceWork, settings: PassSettings, *, is_packed: bool) -
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetSearch:
+    """The settings of a search for the largest token budget."""
+
+    memo_path: Path  # the file that holds the results of earlier searches
+    key: str  # of a result in this file; a hash of model, device and kind of rows
+    is_exact: Callable[[int], bool]  # whether the model computes rows of this many tokens exactly
+
+
 def fill_cache(
     cache: ReferenceCache,
     work: ReferenceWork,
     scorer: CompletionLogps,
+    shape: ModelShape,
     settings: PassSettings,
     *,
+    search: BudgetSearch | None,
     console: Console,
 ) -> None:
-    """Computes this rank's part of the missing sequences. Raises CacheError, ModelError."""
-    plan = plan_pass(work, settings, is_packed=scorer.backend is not None)
+    """Computes this rank's part of the missing sequences. With `search`, the token budget is the largest that
+    fits in memory, otherwise `settings.token_budget`. Raises CacheError, ModelError."""
+    if search is not None:
+        found = _largest_budget(work, scorer, shape, settings, search)
+        # All ranks use the same plan, so the smallest budget decides.
+        settings = replace(settings, token_budget=min(every_rank_says(found)))
+        console.print(f"  rows of up to {settings.token_budget:,} tokens")
+    plan = plan_pass(work, shape, settings, is_packed=scorer.backend is not None)
     tokens = plan.row_tokens
     total = sum(int(tokens[row].sum()) for row in plan.rows)
     with shown(console, "Reference pass", "tokens", total) as bar:
@@ -160,6 +181,37 @@ def fill_cache(
             f"  memory ran out; rows of up to {fitted:,} tokens fit. To begin with such rows, set "
             f"reference.token_budget={fitted}"
         )
+        if search is not None:
+            add_to_json(search.memo_path, dict[str, int], {search.key: fitted})
+
+
+def _largest_budget(
+    work: ReferenceWork,
+    scorer: CompletionLogps,
+    shape: ModelShape,
+    settings: PassSettings,
+    search: BudgetSearch,
+) -> int:
+    known: int = (read_json(search.memo_path, dict[str, int]) or {}).get(search.key, 0)
+    if known > 0:
+        return known
+    alone = replace(settings, rank=0, num_ranks=1)
+    plan = plan_pass(work, shape, alone, is_packed=scorer.backend is not None)
+    everything = int(plan.row_tokens[work.missing.any(axis=1)].sum())  # no row can be longer
+    budget = min(everything, LARGEST_TOKEN_BUDGET)
+    while budget > 1 and not (search.is_exact(budget) and probe_row(plan, scorer, settings, budget)):
+        budget //= 2
+    if budget < everything:  # else memory was not the limit, and a larger budget may fit
+        add_to_json(search.memo_path, dict[str, int], {search.key: budget})
+    return budget
+
+
+def probe_row(plan: PassPlan, scorer: CompletionLogps, settings: PassSettings, token_budget: int) -> bool:
+    """Returns True if a row of `token_budget` tokens, from the plan's costliest groups, fits in memory."""
+    groups = np.concatenate(plan.rows)
+    row = groups[next_fit(plan.row_tokens[groups], token_budget)[0]]
+    with torch.no_grad():
+        return _try_row(plan.work, row, scorer, settings) is not None
 
 
 @torch.no_grad()
@@ -197,7 +249,7 @@ def compute_missing(
             finished.append(_finished_row(plan.work, members, results))
             progress(members)
             if time.monotonic() - written > settings.write_every_seconds:
-                cache.append(pa.concat_tables(finished))
+                cache.append(pa.concat_tables(finished), settings.metadata)
                 finished, written = [], time.monotonic()
                 if settings.num_ranks == 1 and rows:
                     rows = _still_missing(cache, plan, rows, settings, progress)
@@ -206,7 +258,7 @@ def compute_missing(
                 _halved(budget, members, plan, settings)
     finally:
         if finished:
-            cache.append(pa.concat_tables(finished))
+            cache.append(pa.concat_tables(finished), settings.metadata)
     return budget
 
 

@@ -20,13 +20,15 @@ from dpo_pack.reference.cache import (
     UNPACKED,
     KeyIndex,
     Keys,
+    ReferenceCache,
     TokenLogps,
     keys_of,
     numbers_of,
     sequence_table,
     tokens_of,
 )
-from dpo_pack.reference.compute import Found
+from dpo_pack.reference.compute import Found, find_values
+from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import written_aside
 from dpo_pack.training.batches import PairReference
@@ -53,6 +55,24 @@ class FrozenReference:
         places = np.split(index.inverse.reshape(-1, 2), ends[:-1])
         known = list(zip(tables, places, strict=True))
         return FrozenReference(keys=index.keys, sums=sums, tokens=tokens, known=known)
+
+    @staticmethod
+    def take(
+        cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False
+    ) -> FrozenReference:
+        """Copies the values of the tables' sequences from `cache`, per token where `find_values` says so.
+        Every rank must call it. Raises CacheError if a value is missing."""
+
+        def find() -> Found:
+            found = find_values(cache, tables, per_token=per_token)
+            if num_missing := int(np.isnan(found[1]).sum()):
+                raise CacheError(
+                    f"{num_missing} reference log-probs are no longer in {cache.directory}, "
+                    "although they were computed; run the command again"
+                )
+            return found
+
+        return FrozenReference.of_found(tables, ranks.of_node(find))
 
     def fingerprint(self, table: PairTable | None = None) -> str:
         """A hash of the sequences and of every bit of their values: of all, or those of a table."""

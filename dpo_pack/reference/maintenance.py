@@ -205,7 +205,7 @@ def import_logps(file: Path, cache: ReferenceCache, tables: Sequence[PairTable])
         rows = rows[np.isnan(cache.lookup(keys[rows], per_token=per_token)[0])]
         of_rows = tokens.take(rows) if per_token else None
         added = sequence_table(keys[rows], sums[rows], num_tokens[rows], of_rows)
-        cache.append(added)
+        cache.append(added, {"origin": f"imported from {file.name}"})
         num_added += len(rows)
     return num_added
 

@@ -7,15 +7,16 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+import dpo_pack
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.sources import Data
 from dpo_pack.data.store import PairTable, pair_lengths
+from dpo_pack.model.config import check_lengths
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.bin_packing import PADDED
@@ -23,13 +24,14 @@ from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.packing.report import PackingReport, inspect_packing
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.compute import PassSettings, ReferenceWork, fill_cache, find_values
+from dpo_pack.reference.cache import ReferenceCache, namespace_digest
+from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache, find_values
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.run.models import CPU
-from dpo_pack.run.setup import Setup, check_data, load_proved
+from dpo_pack.run.setup import Setup, check_data, load_proved, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_rate, format_seconds
+from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.training.batches import OfflineSource, RowBuilder
 from dpo_pack.training.held_out import candidates
 from dpo_pack.training.references import CachedReference, Reference
@@ -220,8 +222,7 @@ def prepare_reference(
     tables = setup.tables if tables is None else tables
     cache = ReferenceCache(facts.cache_dir, facts.namespace, used_by=facts.label)
     per_token = setup.recipe.loss.ld_alpha is not None  # LD-DPO weights tokens; sums are not enough
-    find = partial(find_values, cache, tables, per_token=per_token)
-    found = ranks.of_node(find)
+    found = ranks.of_node(lambda: find_values(cache, tables, per_token=per_token))
     index, sums, _ = found
     has_all = all(ranks.every_rank_says(not np.isnan(sums).any()))
     # All ranks use the list of rank 0. A rank that looks later could find more sequences in the cache.
@@ -248,12 +249,11 @@ def prepare_reference(
         console.print(
             f"Reference pass: {num_computed:,} sequences in {format_seconds(seconds)}, {rate}/s{others}"
         )
-    if not has_all:
-        del found, index, sums  # they are large
-        found = ranks.of_node(partial(find, needs_all=True))
+    values = FrozenReference.of_found(tables, found) if has_all else None
+    del found, index, sums  # they are large, and `take` reads all of them anew
     return ReferencePass(
         cache=cache,
-        values=FrozenReference.of_found(tables, found),
+        values=values or FrozenReference.take(cache, tables, per_token=per_token),
         num_computed=num_computed,
         num_cached=num_cached + todo - num_computed,
         seconds=seconds,
@@ -276,9 +276,41 @@ def _compute_missing(
         rank=ranks.rank(),
         num_ranks=ranks.num_ranks(),
         in_lockstep=setup.strategy.shards,
+        metadata={
+            "origin": f"dpo-pack {dpo_pack.__version__}",
+            "attention": "sdpa" if is_exact else loaded.attention.name,
+            "device": setup.device.type,
+            "token_budget": str(token_budget),
+        },
     )
+    searches = setup.recipe.reference.token_budget == "auto" and setup.device.type == "cuda"
+    # A sharded model computes only on all ranks together, so nothing is tried on it.
+    search = _budget_search(setup, facts) if searches and not setup.strategy.shards else None
     with loaded.as_reference(), loaded.scorer.in_float32() if is_exact else contextlib.nullcontext():
-        fill_cache(cache, work, loaded.scorer, settings, console=setup.console)
+        fill_cache(cache, work, loaded.scorer, facts.shape, settings, search=search, console=setup.console)
     of_ranks = ranks.every_rank_says((cache.named_parts, cache.num_added))
     cache.named_parts.update(*(names for names, _ in of_ranks))  # all ranks' files are read next
     return sum(number for _, number in of_ranks)
+
+
+def _budget_search(setup: Setup, model: ModelFacts) -> BudgetSearch:
+    recipe, properties = setup.recipe, torch.cuda.get_device_properties(setup.device)
+    setting = {
+        "model": model.namespace,
+        "device": [properties.name, properties.total_memory],
+        "rows": [recipe.model.attention, recipe.packing.mode, recipe.packing.share_prompt],
+    }
+    longest = longest_sequence(setup.tables)
+
+    def is_exact(token_budget: int) -> bool:
+        if not model.is_packed:
+            return True
+        try:
+            check_lengths(model.config, longest_sequence=longest, longest_row=token_budget)
+        except UnsupportedModelError:
+            return False
+        return True
+
+    return BudgetSearch(
+        memo_path=model.cache_dir / "reference_budgets.json", key=namespace_digest(setting), is_exact=is_exact
+    )

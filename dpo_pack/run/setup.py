@@ -39,7 +39,7 @@ from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import Recipe, has_tokenizer, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.reference.cache import default_cache_directory, find_leftovers
-from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, LARGEST_TOKEN_BUDGET, ROW_FACTOR
+from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, START_FACTOR
 from dpo_pack.run.models import (
     check_accelerate_config,
     check_model,
@@ -80,11 +80,10 @@ class Setup:
 
 
 def reference_token_budget(budget: int | str, trained: int, device: torch.device) -> int:
-    """Returns `reference.token_budget`, also where it is auto. `trained`: that of training's rows."""
+    """Returns `reference.token_budget`; for auto, that from which the reference pass searches on CUDA."""
     if isinstance(budget, int):
         return budget
-    longest = min(ROW_FACTOR * trained, LARGEST_TOKEN_BUDGET)
-    return CPU_TOKEN_BUDGET if device.type == "cpu" else max(trained, longest)
+    return CPU_TOKEN_BUDGET if device.type == "cpu" else START_FACTOR * trained
 
 
 NO_PAIRS = "online: this command needs pairs, and an online run makes its pairs while it trains"

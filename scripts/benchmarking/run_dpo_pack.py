@@ -35,7 +35,7 @@ from dpo_pack.trainer import AfterStep, Trainer
 from dpo_pack.training.batches import OfflineSource
 from dpo_pack.training.throughput import PHASES
 
-REFERENCE_TOKEN_BUDGET = 65536  # on CUDA
+REFERENCE_TOKEN_BUDGET = 65536  # on CUDA; a short run does not search for the largest budget
 
 
 def run_dpo_pack(

@@ -72,10 +72,18 @@ def test_a_shared_pair_costs_what_its_two_attention_segments_cost() -> None:
 def test_the_frozen_tower_runs_forward_once_for_each_prompt_in_a_row() -> None:
     lengths = PairLengths(prompt=ints(5, 5), chosen=ints(4, 4), rejected=ints(3, 3), shared=ints(6, 6))
     seen = replace(lengths, tower=np.array([0.0, 7.0]))
-    for share_prompt, times in ((True, 1), (False, 2)):
+    for share_prompt, sides, times in (
+        (True, [True, True], 1),
+        (False, [True, True], 2),
+        (True, [False, True], 1),
+        (True, [False, False], 0),
+    ):
         for passes in (1.0, 3.0):
             costs = [
-                pair_flops(SHAPE, each, share_prompt=share_prompt, passes=passes) for each in (lengths, seen)
+                pair_flops(
+                    SHAPE, each, share_prompt=share_prompt, passes=passes, sides=np.array([sides, sides])
+                )
+                for each in (lengths, seen)
             ]
             assert (costs[1] - costs[0]).tolist() == [0, 7 * times]
     assert seen.select(ints(1)).tower == [7.0] and lengths.select(ints(1)).tower == [0.0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.reference_pairs import NAMESPACE, freeze, make_table, random_pairs
+from support.reference_pairs import NAMESPACE, make_table, random_pairs
 from support.refusals import refusal
 
 from dpo_pack.data.store import PairTable
@@ -23,7 +23,7 @@ def frozen_table(tmp_path: Path) -> Iterator[tuple[FrozenReference, PairTable]]:
     cache = ReferenceCache(tmp_path / "cache", NAMESPACE)
     for keys, factor in ((table.chosen_keys, 1.0), (table.rejected_keys, 10.0)):
         cache.append(sequence_table(keys, -factor * np.arange(1.0, 7.0), np.ones(6, dtype=np.int64)))
-    yield freeze(cache, [table, table]), table
+    yield FrozenReference.take(cache, [table, table]), table
 
 
 def test_frozen_values_are_those_of_each_pair_s_sides_before_and_after_a_round_trip(
@@ -51,11 +51,11 @@ def test_what_is_frozen_is_joined_and_taken_apart_again(tmp_path: Path) -> None:
             sums = np.array([tokens.of(n).sum() for n in range(len(tokens.lengths))], dtype=np.float64)
             cache.append(sequence_table(keys, sums, lengths, tokens))
     for per_token in (False, True):
-        first, second = (freeze(cache, [table], per_token=per_token) for table in tables)
+        first, second = (FrozenReference.take(cache, [table], per_token=per_token) for table in tables)
         assert first.covers(tables[0]) and not first.covers(tables[1])
         joined = first.joined(second)
         assert joined.covers(tables[0]) and joined.covers(tables[1])
-        assert joined.fingerprint() == freeze(cache, tables, per_token=per_token).fingerprint()
+        assert joined.fingerprint() == FrozenReference.take(cache, tables, per_token=per_token).fingerprint()
         assert joined.fingerprint(tables[0]) == first.fingerprint() != joined.fingerprint()
         assert joined.joined(second).fingerprint() == joined.fingerprint()
 
@@ -111,10 +111,10 @@ def test_per_token_values_come_in_the_order_of_a_row_and_survive_a_round_trip(tm
             [tokens.of(sequence).sum() for sequence in range(len(tokens.lengths))], dtype=np.float64
         )
         cache.append(sequence_table(keys, sums, lengths, tokens))
-    frozen = freeze(cache, [table], per_token=True)
+    frozen = FrozenReference.take(cache, [table], per_token=True)
     frozen.save(tmp_path / "reference.parquet")
     again = FrozenReference.load(tmp_path / "reference.parquet", per_token=True)
-    assert again.fingerprint() == frozen.fingerprint() != freeze(cache, [table]).fingerprint()
+    assert again.fingerprint() == frozen.fingerprint() != FrozenReference.take(cache, [table]).fingerprint()
     for reference in (frozen, again):
         of_pairs = reference.of(table)
         assert of_pairs.tokens is not None and of_pairs.spans is not None
@@ -128,7 +128,7 @@ def test_values_frozen_without_tokens_cannot_serve_a_loss_that_needs_them(tmp_pa
     cache = ReferenceCache(tmp_path, NAMESPACE)
     for keys in (table.chosen_keys, table.rejected_keys):
         cache.append(sequence_table(keys, np.array([-1.0, -2.0]), np.array([1, 1])))
-    freeze(cache, [table]).save(tmp_path / "reference.parquet")
+    FrozenReference.take(cache, [table]).save(tmp_path / "reference.parquet")
     refusal(lambda: FrozenReference.load(tmp_path / "reference.parquet", per_token=True), CacheError)
-    message = refusal(lambda: freeze(cache, [table], per_token=True), CacheError)
+    message = refusal(lambda: FrozenReference.take(cache, [table], per_token=True), CacheError)
     assert message.startswith("4 reference log-probs")

@@ -13,7 +13,6 @@ from support.reference_pairs import (
     NAMESPACE,
     SETTINGS,
     all_sums,
-    find_work,
     load_scorer,
     make_table,
     num_cached,
@@ -22,6 +21,7 @@ from support.reference_pairs import (
 )
 
 from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.compute import find_work
 
 
 @pytest.mark.slow

@@ -192,9 +192,10 @@ def test_many_sequences_are_written_in_parts_of_bounded_size(
     cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(5)
     tokens = token_logps([-1.0], [-2.0, -2.0], [-3.0], [-4.0], [-5.0, -1.0])
     sums = np.array([-1.0, -4.0, -3.0, -4.0, -6.0])
-    cache.append(sequence_table(keys, sums, np.array([1, 2, 1, 1, 2]), tokens))
+    cache.append(sequence_table(keys, sums, np.array([1, 2, 1, 1, 2]), tokens), {"origin": "test"})
     parts = list(cache.directory.glob("part-*.parquet"))
     assert sorted(pq.read_metadata(part).num_rows for part in parts) == [1, 2, 2]
+    assert pq.read_schema(parts[0]).metadata[b"dpo_pack.origin"] == b"test"
     found, values = cache.lookup(keys, per_token=True)
     assert found.tolist() == sums.tolist() and values.values.tolist() == tokens.values.tolist()
 

@@ -9,15 +9,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from rich.console import Console
 from support.oracle import completion_logps_one_by_one
 from support.reference_pairs import (
     NAMESPACE,
     SETTINGS,
     SmallMemory,
     all_sums,
-    find_work,
-    freeze,
     load_scorer,
     make_table,
     num_cached,
@@ -29,8 +26,10 @@ from support.tiny_models import tiny_model
 
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import RowLogps
+from dpo_pack.model.shape import model_shape
 from dpo_pack.reference.cache import ReferenceCache, sequence_table
-from dpo_pack.reference.compute import LARGEST_TOKEN_BUDGET, compute_missing, fill_cache, plan_pass
+from dpo_pack.reference.compute import compute_missing, find_work, plan_pass
+from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.system.errors import CacheError, ModelError
 
 
@@ -53,7 +52,7 @@ def test_the_pass_computes_what_each_sequence_has_alone(mode: str, model_path: P
 
     model = tiny_model("llama")
     for table in tables:
-        values = freeze(cache, [table]).of(table)
+        values = FrozenReference.take(cache, [table]).of(table)
         groups = [table.group(pair) for pair in range(table.num_pairs)]
         for side, keys in enumerate((table.chosen_keys, table.rejected_keys)):
             ours = values.sums[:, side]
@@ -149,7 +148,7 @@ def test_a_pass_that_was_killed_and_goes_on_ends_bitwise_as_an_uninterrupted_one
         settings = replace(SETTINGS, rank=rank, num_ranks=num_ranks)
         compute_missing(
             killed,
-            plan_pass(work, settings, is_packed=scorer.backend is not None),
+            plan_pass(work, model_shape(scorer.model), settings, is_packed=scorer.backend is not None),
             scorer,
             settings,
         )
@@ -225,30 +224,6 @@ def test_out_of_memory_in_the_middle_halves_the_budget_and_loses_no_finished_row
     expected = ReferenceCache(tmp_path / "expected", NAMESPACE)
     run_pass(expected, tables, load_scorer(model_path))
     np.testing.assert_allclose(all_sums(cache, tables), all_sums(expected, tables), rtol=0, atol=1e-4)
-
-
-def test_the_budget_that_fitted_is_told(model_path: Path, tmp_path: Path, console: Console) -> None:
-    cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(random_pairs(20))
-    scorer = SmallMemory(load_scorer(model_path), most_tokens=100)
-    settings = replace(SETTINGS, token_budget=128)
-    fill_cache(cache, find_work(cache, [table]), scorer, settings, console=console)
-    assert find_work(cache, [table]).missing.sum() == 0
-    told = console.file.getvalue()  # type: ignore[attr-defined]
-    fitted = int(told.rpartition("reference.token_budget=")[2])
-    assert f"rows of up to {fitted} tokens fit" in told and max(scorer.rows[1:]) <= fitted <= 64
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_rows_shrink_until_they_fit_in_its_memory(model_path: Path, tmp_path: Path) -> None:
-    cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(random_pairs(200_000))
-    scorer = load_scorer(model_path).to("cuda")
-    settings = replace(SETTINGS, token_budget=LARGEST_TOKEN_BUDGET, device=torch.device("cuda"))
-    torch.cuda.set_per_process_memory_fraction(0.05)
-    try:
-        fitted = run_pass(cache, [table], scorer, settings)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert 1024 < fitted < LARGEST_TOKEN_BUDGET
 
 
 def test_ranks_in_lockstep_cannot_split_a_row_and_say_which_budget_would_do(

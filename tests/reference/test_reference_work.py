@@ -10,14 +10,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.reference_pairs import NAMESPACE, Pair, find_work, make_table
+from support.reference_pairs import NAMESPACE, Pair, make_table
 
 from dpo_pack.data.store import pair_lengths
+from dpo_pack.packing.lengths import AttentionKind, FloatArray, ModelShape, pair_flops
 from dpo_pack.reference.cache import ReferenceCache, sequence_table
 from dpo_pack.reference.compute import (
     PassPlan,
     PassSettings,
     ReferenceWork,
+    find_work,
     join_tables,
     plan_pass,
 )
@@ -66,6 +68,14 @@ def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
 
 # ---- Rows
 
+SHAPE = ModelShape(
+    token_weights=1000.0, head_weights=500, attention=(AttentionKind(num_layers=2, width=64, window=None),)
+)
+
+
+def forward_flops(work: ReferenceWork) -> FloatArray:
+    return pair_flops(SHAPE, pair_lengths(work.table), share_prompt=True, passes=1.0, sides=work.missing)
+
 
 def random_work(num_pairs: int, missing: npt.NDArray[np.bool_] | None = None, seed: int = 0) -> ReferenceWork:
     """Pairs whose sequences are all different, of which at first all are missing."""
@@ -100,7 +110,7 @@ def plan(
         num_ranks=num_ranks,
         in_lockstep=in_lockstep,
     )
-    return plan_pass(work, settings, is_packed=is_packed)
+    return plan_pass(work, SHAPE, settings, is_packed=is_packed)
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -133,14 +143,14 @@ def test_rows_stay_within_the_budget_and_hold_every_missing_group_once() -> None
         assert len(row) * longest <= max(100, longest)
 
 
-def test_the_longest_row_comes_first_on_every_rank_and_ranks_are_even() -> None:
+def test_the_costliest_row_comes_first_on_every_rank_and_ranks_are_even() -> None:
     work = random_work(400)
-    tokens = pair_lengths(work.table).row_tokens(share_prompt=True, sides=work.missing)
+    flops = forward_flops(work)
     loads = []
     for rank in range(4):
-        of_rows = [int(tokens[row].sum()) for row in plan(work, rank=rank, num_ranks=4).rows]
-        assert of_rows == sorted(of_rows, reverse=True)
-        loads.append(sum(of_rows))
+        costs = [float(flops[row].sum()) for row in plan(work, rank=rank, num_ranks=4).rows]
+        assert costs == sorted(costs, reverse=True)
+        loads.append(sum(costs))
     assert max(loads) <= 1.02 * float(np.mean(loads))
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from dpo_pack.data.store import PairTable, join_pairs
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
+from dpo_pack.model.shape import model_shape
 from dpo_pack.packing.lengths import Group
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.compute import PassSettings, ReferenceWork, compute_missing, find_values, plan_pass
-from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reference.compute import PassSettings, ReferenceWork, compute_missing, find_work, plan_pass
 from support.loading import load_usual
 from support.tiny_models import VOCABULARY
 
@@ -76,24 +76,11 @@ def run_pass(
     work = find_work(cache, tables, per_token=settings.per_token)
     return compute_missing(
         cache,
-        plan_pass(work, settings, is_packed=scorer.backend is not None),
+        plan_pass(work, model_shape(scorer.model), settings, is_packed=scorer.backend is not None),
         scorer,
         settings,
         progress=lambda groups: progress(int(work.missing[groups].sum())),
     )
-
-
-def find_work(
-    cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False
-) -> ReferenceWork:
-    """The sequences of which the cache lacks what a run needs."""
-    index, sums, _ = find_values(cache, tables, per_token=per_token)
-    return ReferenceWork.of(tables, index, np.isnan(sums))
-
-
-def freeze(cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False) -> FrozenReference:
-    """The values of the tables' sequences, which the cache must have."""
-    return FrozenReference.of_found(tables, find_values(cache, tables, per_token=per_token, needs_all=True))
 
 
 def num_cached(work: ReferenceWork) -> int:

@@ -18,7 +18,6 @@ from support.reference_pairs import (
     SETTINGS,
     SmallMemory,
     all_sums,
-    find_work,
     load_scorer,
     make_table,
     num_cached,
@@ -36,6 +35,7 @@ from dpo_pack.packing.lengths import Group
 from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.compute import find_work
 from dpo_pack.run.models import resolve_model
 from dpo_pack.system.machine import host_copies
 from dpo_pack.trainer import train

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.loss_options import loss_options
 from support.plain_steps import PlainPair, plain_logps, plain_loss
-from support.reference_pairs import CPU, NAMESPACE, find_work, freeze, load_scorer, run_pass
+from support.reference_pairs import CPU, NAMESPACE, load_scorer, run_pass
 from torch import Tensor
 
 from dpo_pack.data.merging import prompt_merging
@@ -22,7 +22,7 @@ from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.model.shape import model_shape
 from dpo_pack.packing.lengths import Group
 from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.compute import PassSettings
+from dpo_pack.reference.compute import PassSettings, find_work
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.metrics import averages, pair_values
@@ -100,7 +100,7 @@ def builder_of(
     run_pass(cache, [table], scorer, replace(SETTINGS, per_token=True))
     return RowBuilder(
         table=table,
-        reference=freeze(cache, [table], per_token=ld).of(table),
+        reference=FrozenReference.take(cache, [table], per_token=ld).of(table),
         is_packed=layout != "padded",
         share_prompt=layout in ("shared", "merged"),
         device=CPU,
@@ -186,11 +186,11 @@ def test_a_bare_sum_in_the_cache_is_computed_once_more_and_then_no_mask_needs_an
     assert find_work(cache, [masked]).missing.sum() == 0
     other = table_of([(c, [0.0] * (len(c) - 1) + [3.0], r, rw) for c, _, r, rw in ROWS[:2]])
     assert find_work(cache, [other, plain]).missing.sum() == 0
-    frozen = freeze(cache, [masked, other])
+    frozen = FrozenReference.take(cache, [masked, other])
     frozen.save(tmp_path / "reference.parquet")
     again = FrozenReference.load(tmp_path / "reference.parquet")
     assert again.fingerprint() == frozen.fingerprint() and again.covers(masked)
-    assert not freeze(cache, [plain]).covers(masked)
+    assert not FrozenReference.take(cache, [plain]).covers(masked)
     tokens = cache.lookup(masked.chosen_keys[:1], per_token=True)[1].of(0)
     assert again.of(masked).sums[0, 0] == pytest.approx(float(tokens[[0, 1, 4]].sum()))
     assert again.of(other).sums[0, 0] == pytest.approx(float(3 * tokens[-1]))
