@@ -35,7 +35,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from accelerate.utils import set_seed
@@ -63,6 +63,7 @@ from dpo_pack.run.memory_estimate import (
 from dpo_pack.run.pairs import (
     exact_reference,
     offline_source,
+    packing_report,
     prepare_reference,
     resume_reference,
     trained_pair_sizes,
@@ -83,7 +84,7 @@ from dpo_pack.run.state import TrainState, ends_run, find_selection, is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.console import TrainingLines, format_seconds, keep_log, shown
 from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
-from dpo_pack.system.files import write_json_atomically
+from dpo_pack.system.files import read_json, write_json_atomically
 from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.machine import release_memory
@@ -421,7 +422,11 @@ class Trainer:
         keep_log(self.console, run.console_log)
         write_json_atomically(run.data_report, setup.data.report)
         if self.pairs is not None:
-            fingerprints["packing"] = self.pairs.first_plan.fingerprint
+            fingerprints["packing"] = plan = self.pairs.first_plan.fingerprint
+            if (read_json(run.packing_report) or {}).get("plan_fingerprint") != plan:  # else a resumed run's
+                shape, path = setup.policy_facts.shape, setup.recipe.model.path
+                packing = packing_report(self.pairs, setup.data, shape, model=path)
+                write_json_atomically(run.packing_report, asdict(packing))
         if self.frozen is not None:
             self.frozen.save(run.reference)
         run.update(fingerprints=fingerprints, inputs=input_fingerprints(setup.recipe))

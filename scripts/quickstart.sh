@@ -21,5 +21,4 @@ if [[ ! $assets/train.jsonl -nt scripts/make_quickstart.py ]]; then # train.json
     "$venv/bin/python" scripts/make_quickstart.py "$assets"
 fi
 "$dpopack" train configs/quickstart.yaml
-"$dpopack" inspect-packing runs/quickstart/run --json runs/quickstart/packing.json > /dev/null
 "$venv/bin/python" scripts/show_quickstart.py --dpopack "$dpopack"

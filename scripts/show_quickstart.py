@@ -33,8 +33,8 @@ def show_preferences(assets: Path, accuracies: dict[str, float]) -> None:
     print("so its samples are no sentences.")
 
 
-def show_cost(report: Path) -> None:
-    packing = read_json(report)["statistics"]
+def show_cost(run: Path) -> None:
+    packing = read_json(run / "packing_report.json")["statistics"]
     padded = next(batches for batches in packing["padded"] if batches["microbatch_pairs"] == 8)
     print(f"\nTraining computed {packing['computed_tokens']:,} tokens.")
     print(f"Padded batches of 8 pairs, each prompt computed twice, would have been {padded['tokens']:,}.")
@@ -48,7 +48,7 @@ if __name__ == "__main__":
     evaluation = read_json(arguments.root / "run" / "run.json")["evaluation"]
     learned = {name: evaluation[name]["rewards/accuracies"] for name in PREFERENCES}
     show_preferences(arguments.root / "assets", learned)
-    show_cost(arguments.root / "packing.json")
+    show_cost(arguments.root / "run")
     print("\n" + NEXT.format(dpopack=arguments.dpopack, root=arguments.root))
     if min(learned.values()) <= EXPECTED_ACCURACY:
         sys.exit(f"error: not above {EXPECTED_ACCURACY} on every held-out set, as this run should be")

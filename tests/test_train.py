@@ -55,7 +55,7 @@ def test_a_run_leaves_what_the_contract_says(straight: Path) -> None:
     assert info["status"] == "finished" and info["totals"]["pairs"] == 2 * NUM_PAIRS
     assert info["totals"]["tokens"] == sum(r["tokens"] for r in steps)
     assert sum(info["totals"][f"reference_sequences_{how}"] for how in ("computed", "cached")) == 44
-    for name in ("recipe.yaml", "data_report.json", "reference.parquet"):
+    for name in ("recipe.yaml", "data_report.json", "packing_report.json", "reference.parquet"):
         assert (straight / name).is_file()
     model = AutoModelForCausalLM.from_pretrained(straight / "model")
     trained = weights(straight)

@@ -1,7 +1,6 @@
 """The packing report: how many tokens packed rows (forward passes) compute, and how many packing saves.
 
-`inspect-packing --json` writes the fields of the dataclasses. Lengths are in tokens; FLOPs are those of
-training.
+packing_report.json has the fields of the dataclasses. Lengths are in tokens; FLOPs are those of training.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -97,6 +96,8 @@ class PackingReport:
     statistics: PackingStatistics
     balance: tuple[RankBalance, ...]
     sweep: tuple[BudgetOutcome, ...]  # by token budget, ascending
+    removed_pairs: Mapping[str, int]  # pairs dropped before packing, by reason
+    truncated: Mapping[str, int]  # pairs shortened before packing, by the part that was cut
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -120,6 +121,8 @@ def inspect_packing(
     ranks: Sequence[int],
     budgets: Sequence[int],
     model: str,
+    removed_pairs: Mapping[str, int],
+    truncated: Mapping[str, int],
     describe_pair: Callable[[int], str],
 ) -> PackingReport:
     """Measures the plan of the epoch `order` ([E] pairs, E > 0, from `epoch_order`), whose costs must be
@@ -138,6 +141,8 @@ def inspect_packing(
         statistics=_statistics(plan, lengths, shape, order, describe_pair),
         balance=tuple(rank_balance(replace(plan, num_ranks=number)) for number in ranks),
         sweep=_compare_budgets(plan, order, budgets, ranks[0]),
+        removed_pairs=dict(removed_pairs),
+        truncated=dict(truncated),
     )
 
 

@@ -95,8 +95,13 @@ def tables(report: PackingReport) -> dict[str, Cells]:
     marked = [(*row, mark) for row, mark in zip(compared.rows, marks, strict=True)]
     columns = ("micro-batch", "tokens", "by packing", "by sharing", "tokens", "FLOPs")
     steps = f"{report.balance[0].steps_measured:,} of {ours.num_steps:,} steps"
-    return {
+    found = {
         f"{ours.computed_tokens:,} tokens an epoch, against padded training": Cells(columns, padded),
         f"balance of ranks, by FLOPs, over {steps}": cells_of(report.balance, balance),
         "token budgets": Cells((*compared.columns, ""), marked, marks.index("best")),
     }
+    left_out = {**report.removed_pairs, **report.truncated}
+    if left_out:
+        counts = [(reason, f"{count:,}") for reason, count in left_out.items()]
+        found["dropped or truncated before packing"] = Cells(("reason", "pairs"), counts)
+    return found

@@ -33,7 +33,7 @@ _MOST_WAITING = 2**20  # lines of pairs.parquet that are added up together, or a
 _SUMS = ["source", "row", "margin", "num_times", "last_step"]  # columns, added up for each source and row
 _MOST_PAIRS = 100  # with the lowest margins, on the page
 _MOST_CHARACTERS = 800  # of a text of such a pair
-_SHOWN_WHOLE = ("recipe.yaml", "run.json", "data_report.json")
+_SHOWN_WHOLE = ("recipe.yaml", "run.json", "data_report.json", "packing_report.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,9 @@ from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.training.batches import OfflineSource, RowBuilder
 from dpo_pack.training.held_out import candidates
 from dpo_pack.training.references import CachedReference, Reference
+
+# The counts of shortened pairs in the summary of a source.
+TRUNCATION_COUNTS = ("prompt_truncated", "completions_truncated", "eos_lost")
 
 
 def row_builder(
@@ -102,21 +106,28 @@ def packing_report(
     shape: ModelShape,
     *,
     model: str,
-    num_ranks: Sequence[int],
-    budgets: Sequence[int],
+    num_ranks: Sequence[int] = (),
+    budgets: Sequence[int] = (4096, 8192, 16384),
 ) -> PackingReport:
-    """Reports how the first epoch of `source` fills rows, for each number of ranks and each token budget."""
-    table = data.train
-    names = [entry["name"] for entry in data.report["train"]["sources"]]
+    """Reports how the first epoch of `source` fills rows, for each number of ranks (of none: of this run) and
+    each token budget."""
+    table, sources = data.train, data.report["train"]["sources"]
+    names = [entry["name"] for entry in sources]
+    removed, truncated = Counter[str](), Counter[str]()
+    for entry in sources:
+        removed.update({reason: dropped["rows"] for reason, dropped in entry["dropped"].items()})
+        truncated.update({what: entry[what] for what in TRUNCATION_COUNTS if entry.get(what)})
     return inspect_packing(
         source.first_plan,
         pair_lengths(table, shape),
         shape,
         order=source.first_plan.order if source.first_plan.row_begins is None else source.order(0),
         share_prompt=source.builder.share_prompt,
-        ranks=num_ranks,
+        ranks=num_ranks or (ranks.num_ranks(),),
         budgets=budgets,
         model=model,
+        removed_pairs=removed,
+        truncated=truncated,
         describe_pair=lambda pair: f"{names[table.source_indices[pair]]} row {table.row_numbers[pair]}",
     )
 

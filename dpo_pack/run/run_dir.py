@@ -63,6 +63,7 @@ class RunDir:
     held_out: Path = Path("held_out.parquet")
     console_log: Path = Path("console.log")
     data_report: Path = Path("data_report.json")
+    packing_report: Path = Path("packing_report.json")
     reference: Path = Path("reference.parquet")
     page: Path = Path("report.html")
     checkpoints: Path = Path("checkpoints")

@@ -482,15 +482,14 @@ def test_evaluate_needs_held_out_pairs_and_one_trained_model_or_two(recipe: Path
         assert_refused(dpopack("evaluate", recipe, *arguments), pattern)
 
 
-def test_inspect_packing_needs_no_weights_and_reports_the_plan_of_the_run(
+def test_inspect_packing_needs_no_weights_and_gives_the_report_a_run_leaves(
     trained_in_place: Path, dpopack: Dpopack
 ) -> None:
     job = trained_in_place.parent
     (job / "model" / "model.safetensors").unlink()
     printed = dpopack("inspect-packing", trained_in_place, "--json", "-")
     assert (printed.status, printed.err) == (0, "")
-    planned = json.loads((job / "run" / "run.json").read_text())["fingerprints"]["packing"]
-    assert json.loads(printed.out)["plan_fingerprint"] == planned
+    assert json.loads(printed.out) == json.loads((job / "run" / "packing_report.json").read_text())
     files = ("--json", job / "report.json", "--html", job / "report.html")
     shown = dpopack("inspect-packing", trained_in_place, "--ranks", "1,2,4", "--budgets", "64,256", *files)
     assert (shown.status, shown.err) == (0, "") and " best" in shown.out

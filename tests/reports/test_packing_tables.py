@@ -196,12 +196,13 @@ def test_in_scope_epoch_budgets_are_compared_by_the_time_of_a_pair_and_come_with
 
 
 def test_the_terminal_shows_every_table_in_80_columns() -> None:
-    options: dict[str, Any] = {"ranks": (1, 8), "budgets": (100,)}
+    left_out = {"removed_pairs": {"empty_completion": 4, "too_long": 1200}, "truncated": {"eos_lost": 5}}
+    options: dict[str, Any] = {"ranks": (1, 8), "budgets": (100,), **left_out}
     for scope in ({}, {"rows_per_step": 2, "window_pairs": 10}):
         text = rendered(inspect(**(options | scope)))
         assert max(map(len, text.splitlines())) <= 80
         assert "…" not in text  # nothing is cut
-        for shown in ("prompts shared", "16 pairs", "3.48x", "worst", "70.0%", "best"):
+        for shown in ("prompts shared", "16 pairs", "3.48x", "worst", "70.0%", "best", "1,200", "eos_lost"):
             assert shown in text
         steps = "of 2 rows, 2.0 pairs on average" if scope else "of 3 (the last of 1)"
         assert f"4 pairs in 2 steps {steps}" in text

@@ -27,6 +27,8 @@ def full_report() -> PackingReport:
         ranks=(1, 8, 64),
         budgets=(2048, 8192),
         model="org/<b>model</b> & co",
+        removed_pairs={"too_long": 12},
+        truncated={"eos_lost": 3},
     )
 
 

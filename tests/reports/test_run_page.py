@@ -315,7 +315,7 @@ def test_the_page_of_an_online_run_has_win_rates_and_scores_and_nothing_empty(tm
 # ---- What is not there
 
 
-@pytest.mark.parametrize("name", ["data_report.json", "metrics.jsonl", "recipe.yaml"])
+@pytest.mark.parametrize("name", ["data_report.json", "packing_report.json", "metrics.jsonl", "recipe.yaml"])
 def test_a_page_without_some_file_is_still_a_page(name: str, run: Path) -> None:
     (run / name).unlink(missing_ok=True)
     assert "Files" in said(run_page([run]))

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from rich.console import Console
 from support import whole_runs
 
-from dpo_pack.api import inspect_packing
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.trainer import train
 
@@ -121,7 +119,6 @@ def test_dpo_learns_both_preferences_and_the_summary_says_so(
         ],
     )
     train(recipe, console)
-    (root / "packing.json").write_text(json.dumps(asdict(inspect_packing(root / "run"))))
     summary = show_quickstart(root)
     assert summary.returncode == 0, summary.stderr
     told = whole_runs.text(console)
@@ -166,4 +163,4 @@ def write_run(run: Path, accuracies: dict[str, float]) -> None:
     (run / "run.json").write_text(json.dumps({"evaluation": evaluation}))
     padded = [{"microbatch_pairs": 8, "tokens": 200}]
     report = {"statistics": {"computed_tokens": 100, "padded": padded}}
-    (run.parent / "packing.json").write_text(json.dumps(report))
+    (run / "packing_report.json").write_text(json.dumps(report))

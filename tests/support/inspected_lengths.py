@@ -55,6 +55,8 @@ def inspect(
         "ranks": (1,),
         "budgets": (),
         "model": "org/model",
+        "removed_pairs": {},
+        "truncated": {},
         "describe_pair": "pair {}".format,
     }
     return inspect_packing(
