@@ -35,7 +35,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from accelerate.utils import set_seed
@@ -63,10 +63,10 @@ from dpo_pack.run.memory_estimate import (
 from dpo_pack.run.pairs import (
     exact_reference,
     offline_source,
-    packing_report,
     prepare_reference,
     resume_reference,
     trained_pair_sizes,
+    write_packing_report,
 )
 from dpo_pack.run.rollouts import build_online, check_generator, live_reference
 from dpo_pack.run.run_dir import (
@@ -84,7 +84,7 @@ from dpo_pack.run.state import TrainState, ends_run, find_selection, is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.console import TrainingLines, format_seconds, keep_log, shown
 from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
-from dpo_pack.system.files import read_json, write_json_atomically
+from dpo_pack.system.files import write_json_atomically
 from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.machine import release_memory
@@ -422,11 +422,7 @@ class Trainer:
         keep_log(self.console, run.console_log)
         write_json_atomically(run.data_report, setup.data.report)
         if self.pairs is not None:
-            fingerprints["packing"] = plan = self.pairs.first_plan.fingerprint
-            if (read_json(run.packing_report) or {}).get("plan_fingerprint") != plan:  # else a resumed run's
-                shape, path = setup.policy_facts.shape, setup.recipe.model.path
-                packing = packing_report(self.pairs, setup.data, shape, model=path)
-                write_json_atomically(run.packing_report, asdict(packing))
+            fingerprints["packing"] = self.pairs.first_plan.fingerprint
         if self.frozen is not None:
             self.frozen.save(run.reference)
         run.update(fingerprints=fingerprints, inputs=input_fingerprints(setup.recipe))
@@ -648,6 +644,8 @@ class Trainer:
         if turn_end := saver.exporter.turn_end()[1]:
             self.console.print(turn_end)
         ranks.every_rank_does(log.close)
+        if (pairs := self.pairs) is not None:
+            ranks.first_does(lambda: write_packing_report(self.setup, pairs, run.packing_report))
         facts: dict[str, Any] = {
             "status": "finished",
             "totals": log.totals(state),

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ from dpo_pack.run.setup import Setup, check_data, load_proved, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import UnsupportedModelError
+from dpo_pack.system.files import write_json_atomically
 from dpo_pack.training.batches import OfflineSource, RowBuilder
 from dpo_pack.training.held_out import candidates
 from dpo_pack.training.references import CachedReference, Reference
@@ -130,6 +131,12 @@ def packing_report(
         truncated=truncated,
         describe_pair=lambda pair: f"{names[table.source_indices[pair]]} row {table.row_numbers[pair]}",
     )
+
+
+def write_packing_report(setup: Setup, source: OfflineSource, path: Path) -> None:
+    """Writes the report of the run's first epoch as JSON."""
+    shape, model = setup.policy_facts.shape, setup.recipe.model.path
+    write_json_atomically(path, asdict(packing_report(source, setup.data, shape, model=model)))
 
 
 def trained_pair_sizes(setup: Setup, source: OfflineSource, *, trains_adapter: bool) -> PairSizes:
