@@ -165,8 +165,11 @@ def check_lengths(config: PretrainedConfig, *, longest_sequence: int, longest_ro
             f"data.max_length: the longest sequence has {longest_sequence} tokens, but this model is exact "
             f"for {known} positions only; set data.max_length: {known}"
         )
-    if longest_row is None:
-        return
+    if longest_row is not None and {"attention_chunk_size", "attn_temperature_tuning"} & values.keys():
+        _check_llama4(values, longest_sequence, longest_row)
+
+
+def _check_llama4(values: dict[str, Any], longest_sequence: int, longest_row: int) -> None:
     chunk = values.get("attention_chunk_size")
     is_chunked = "chunked_attention" in (values.get("layer_types") or ())
     if is_chunked and chunk is not None and longest_sequence > chunk:

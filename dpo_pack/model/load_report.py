@@ -10,7 +10,7 @@ import contextlib
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -50,31 +50,44 @@ def check_report(
 
     `whole` and `loading`: the report of a load before and after transformers' clean-up. `source`: recipe key
     and checkpoint. With `refuses_unused`, tensors left out for no known reason are an error."""
-    name = type(model).__name__
-    if missing := sorted(loading["missing_keys"]):
+    if loading["missing_keys"] or whole.mismatched_keys:
+        what = _why_incomplete(type(model).__name__, loading["missing_keys"], whole.mismatched_keys)
+        raise ModelError(f"{source}: {what}")
+    if not whole.unexpected_keys:
+        return []
+    expected = whole.unexpected_keys - loading["unexpected_keys"]
+    return _unused_tensors(model, whole.unexpected_keys, expected, source=source, refuses=refuses_unused)
+
+
+def _why_incomplete(name: str, missing_keys: set[str], mismatched_keys: Iterable[Any]) -> str:
+    if missing := sorted(missing_keys):
         remedy = "give a model with complete weights"
         if missing == ["lm_head.weight"]:
             remedy += "; if its head is its embeddings, set tie_word_embeddings: true in its config.json"
-        raise ModelError(
-            f"{source}: the weights lack {len(missing)} of {name}'s tensors (first: {missing[0]}), which "
+        return (
+            f"the weights lack {len(missing)} of {name}'s tensors (first: {missing[0]}), which "
             f"would start with random values; {remedy}"
         )
-    if others := sorted((tensor, *map(tuple, shapes)) for tensor, *shapes in whole.mismatched_keys):
-        tensor, found, expected = others[0]
-        raise ModelError(
-            f"{source}: tensors with other shapes than config.json says: {len(others)} (first: {tensor}, "
-            f"{found} and not {expected}); give the config that belongs to the weights"
-        )
-    left_out: dict[str | None, list[str]] = defaultdict(list)
-    for tensor in sorted(whole.unexpected_keys):
-        reason = _why_unused(tensor, model, is_expected=tensor not in loading["unexpected_keys"])
-        left_out[reason].append(tensor)
+    others = sorted((tensor, *map(tuple, shapes)) for tensor, *shapes in mismatched_keys)
+    tensor, found, expected = others[0]
+    return (
+        f"tensors with other shapes than config.json says: {len(others)} (first: {tensor}, "
+        f"{found} and not {expected}); give the config that belongs to the weights"
+    )
+
+
+def _unused_tensors(
+    model: PreTrainedModel, unused: set[str], expected: set[str], *, source: str, refuses: bool
+) -> list[str]:
+    name, left_out = type(model).__name__, defaultdict[str | None, list[str]](list)
+    for tensor in sorted(unused):
+        left_out[_why_unused(tensor, model, is_expected=tensor in expected)].append(tensor)
     text, lines = model.config.get_text_config(), []
     if _NO_MTP in left_out:
         text.update({key: 0 for key in _MTP_KEYS if text.to_dict().get(key)})
     for reason, tensors in left_out.items():
         what = f"{name} does not use {len(tensors)} tensors of the checkpoint (first: {tensors[0]})"
-        if reason is None and refuses_unused:
+        if reason is None and refuses:
             raise ModelError(
                 f"{source}: {what}, so they would be lost; correct config.json, which does not name them, or "
                 "set model.unused_tensors: warn to train without them"

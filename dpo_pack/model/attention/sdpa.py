@@ -46,6 +46,13 @@ def sdpa_attention(
             *states, segments, options.scale, options.window
         )
         return attended
+    return _segment_by_segment(query, key, value, segments, options)
+
+
+def _segment_by_segment(
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
+) -> Tensor:
+    is_plain = options.softcap is None and options.sinks is None
     # We split once and do not slice, because each slice's backward would write a whole [T, H, D] gradient.
     parts = zip(
         query.split(segments.query_lengths),
