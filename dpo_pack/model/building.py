@@ -28,7 +28,14 @@ from dpo_pack.model.compiling import (
     text_model,
     tower_parameters,
 )
-from dpo_pack.model.config import attention_needs, check_packs, own_attention, replace_settings, routes_tokens
+from dpo_pack.model.config import (
+    attention_needs,
+    check_packs,
+    num_recurrent_calls,
+    own_attention,
+    replace_settings,
+    routes_tokens,
+)
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fast_layers import (
     apply_liger,
@@ -64,9 +71,15 @@ def load_model(
     All ranks must call it if the strategy shards. With `tensors`, the checkpoint's on the meta device, it
     reads no weights, and compares these with the model. Raises ModelError when loading fails, a weight is
     missing or (`refuses_unused`) not used, UnsupportedModelError when the model cannot be exact."""
-    if not strategy.shards:
-        weights_on = device if tensors is None else torch.device("meta")
-        return _load(facts, device, weights_on, adapter, tensors)
+    if strategy.shards:
+        return _load_in_shards(facts, device, strategy, adapter)
+    weights_on = device if tensors is None else torch.device("meta")
+    return _load(facts, device, weights_on, adapter, tensors)
+
+
+def _load_in_shards(
+    facts: ModelFacts, device: torch.device, strategy: Strategy, adapter: LoraSettings | None
+) -> LoadedModel:
     if facts.quantization is not None:
         raise ModelError(
             f"{facts.recipe_key}: the weights of {facts.path} are quantised, and quantised weights cannot be "
@@ -74,7 +87,7 @@ def load_model(
         )
     with ranks.first_goes_first():
         weights_on = ranks.of_first(torch.device("cpu")) or torch.device("meta")
-        loaded = _load(facts, device, weights_on, adapter, tensors)
+        loaded = _load(facts, device, weights_on, adapter, None)
         if any("tie_word_embeddings" in note for note in loaded.notes):
             raise ModelError(
                 f"{facts.recipe_key}: config.json of {facts.path} says tie_word_embeddings: true, but the "
@@ -157,7 +170,7 @@ def _change_layers(
         speed_up_linears(model)
     if facts.mlp_tile_tokens is not None:
         tile_feed_forwards(model, facts.mlp_tile_tokens, has_experts=routes_tokens(facts.config))
-    if facts.is_packed and scorer.num_recurrent_calls:
+    if facts.is_packed and num_recurrent_calls(facts.config):
         wrap_recurrent_layers(model)
     if facts.is_packed:
         trim_last_layer(model)

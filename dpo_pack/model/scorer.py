@@ -12,20 +12,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dpo_pack.model.attention import BACKENDS, AttentionBackend, BackendChoice
-from dpo_pack.model.attention.segments import SeamCalls
 from dpo_pack.model.compiling import outermost_layers
-from dpo_pack.model.config import head_transform, layer_windows, num_recurrent_calls
+from dpo_pack.model.config import head_transform
 from dpo_pack.model.layout import Row
-from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, WantedStatistics, sequence_sums, token_logps
+from dpo_pack.model.logps import (
+    HEAD_BOUNDS,
+    HeadPasses,
+    TokenStatistics,
+    WantedStatistics,
+    sequence_sums,
+    token_logps,
+)
 from dpo_pack.model.lora import Adapter
 from dpo_pack.model.recurrence import RecurrentCall, torch_recurrences
 from dpo_pack.model.vision import VisionInputs
-from dpo_pack.system.errors import UnsupportedModelError
 
 Value = TypeVar("Value")
 
@@ -35,12 +39,8 @@ class RowLogps(NamedTuple):
 
     sums: Tensor  # [S] float64, differentiable
     num_tokens: Tensor  # [S] int64; where tokens have weights [S] float64, the sums of weights
-    entropy_sums: Tensor  # [S] float64, detached, as the next three; NaN if not in `wanted`
-    top1_sums: Tensor  # [S]
-    mean_logit_sums: Tensor  # [S]
-    log_square_sums: Tensor  # [S] of log sum_v p(v)^2, nats
     token_logps: Tensor  # [N] fp32, differentiable, sequence by sequence: the terms of `sums`
-    token_statistics: tuple[Tensor, ...]  # [N] fp32 each: the terms of the four sums, in their order
+    token_statistics: TokenStatistics  # [N] fp32 each, detached; NaN if not in `wanted`
     # See `routing_sums`; [0] without `Row.token_copies`.
     expert_counts: Tensor  # [R, E] float64
     expert_probs: Tensor  # [E] float64, differentiable
@@ -90,14 +90,10 @@ class CompletionLogps(nn.Module):
         self.head_passes = HeadPasses()
         self.is_compiled = False  # whether torch.compile has compiled the layers and `head_passes`
         self.transform = head_transform(model.config)
-        self.num_attention_layers = len(layer_windows(model.config))
-        self.num_recurrent_calls = num_recurrent_calls(model.config)
-        # Computes the calls of recurrent layers' functions; None: the calls run as usual. Proofs set it.
-        self.recurrence: Callable[[RecurrentCall], Any] | None = None
+        # Computes the calls of recurrent layers' functions. Proofs set another.
+        self.recurrence: Callable[[RecurrentCall], Any] = RecurrentCall.run_fast
         # Functions of other packages for recurrent layers, by names in `KERNELS`. A proof adds them.
         self.recurrent_kernels: dict[str, Callable[..., Any]] = {}
-        self.seam_calls = SeamCalls()  # of the last packed row
-        self.is_wired = False  # whether all layers have called our functions
 
     def forward(self, row: Row) -> RowLogps:
         device, lengths = row.input_ids.device, row.completion_lengths
@@ -124,12 +120,8 @@ class CompletionLogps(nn.Module):
         return RowLogps(
             sums=sequence_sums(logps, lengths),
             num_tokens=lengths,
-            entropy_sums=sequence_sums(statistics.entropy, lengths),
-            top1_sums=sequence_sums(statistics.is_top1, lengths),
-            mean_logit_sums=sequence_sums(statistics.mean_logit, lengths),
-            log_square_sums=sequence_sums(statistics.log_sum_squares, lengths),
             token_logps=logps,
-            token_statistics=tuple(statistics),
+            token_statistics=statistics,
             expert_counts=expert_counts,
             expert_probs=expert_probs,
         )
@@ -166,7 +158,6 @@ class CompletionLogps(nn.Module):
             if segments is not None:  # the last layer's router must see all tokens
                 segments = replace(segments, scored_positions=None)
         if segments is not None:
-            segments.seam_calls = self.seam_calls = SeamCalls()
             arguments |= {"row_segments": segments, "row_backend": self.backend}
             arguments |= {"row_recurrence": self.recurrence, "row_kernels": self.recurrent_kernels}
         if row.prompts:
@@ -178,24 +169,6 @@ class CompletionLogps(nn.Module):
         if segments is not None and outputs.last_hidden_state.requires_grad:
             # Compiled code keeps the number of the row's segments only; so the graph keeps them alive.
             outputs.last_hidden_state.register_hook(lambda _, segments=segments: None)
-        if segments is None or self.is_wired:
-            return outputs
-        # If a layer did not call our functions, it would mix the sequences of a row.
-        name, calls = type(self.model).__name__, self.seam_calls
-        if calls.count != self.num_attention_layers:
-            raise UnsupportedModelError(
-                f"{name} has {self.num_attention_layers} layers, but {calls.count} of "
-                "them used the attention of packed rows; the other layers would mix the sequences of a row. "
-                "Use packing.mode: padded"
-            )
-        if calls.recurrent != self.num_recurrent_calls:
-            raise UnsupportedModelError(
-                f"{name} of transformers {transformers.__version__}: its recurrent layers called "
-                f"{calls.recurrent} of {self.num_recurrent_calls} functions that keep the sequences of a row "
-                "apart; install the transformers release that docs/families.md names, or use "
-                "packing.mode: padded"
-            )
-        self.is_wired = True
         return outputs
 
     def with_own_weights(self, compute: Callable[[], Value]) -> Value:
@@ -204,22 +177,32 @@ class CompletionLogps(nn.Module):
         return compute()
 
     @contextlib.contextmanager
-    def measuring(self, metrics: bool) -> Iterator[None]:
-        """In this context the scorer computes the statistics of the metrics only if `metrics` is true."""
-        before, self.wanted = self.wanted, replace(self.wanted, metrics=metrics)
+    def replaced(self, **attributes: Any) -> Iterator[None]:
+        """In this context the scorer has the given attributes."""
+        before = {name: vars(self)[name] for name in attributes}
+        vars(self).update(attributes)
         try:
             yield
         finally:
-            self.wanted = before
+            vars(self).update(before)
+
+    def measuring(self, metrics: bool) -> contextlib.AbstractContextManager[None]:
+        """In this context the scorer computes the statistics of the metrics only if `metrics` is true."""
+        return self.replaced(wanted=replace(self.wanted, metrics=metrics))
 
     @contextlib.contextmanager
     def in_float32(self) -> Iterator[None]:
         """In this context the scorer computes in fp32: no autocast, no TF32, no kernels that round more.
         Parameters in 16 bits, but not quantised ones, are cast while they are needed. The weights must not be
         in shards."""
-        exact: dict[str, Any] = {"autocast": None, "gather_dtype": torch.float32, "recurrent_kernels": {}}
-        exact |= {"backend": self.backend and BACKENDS["sdpa"]}
-        exact |= {"recurrence": self.recurrence or RecurrentCall.run}
+        is_usual = self.recurrence is RecurrentCall.run_fast
+        exact = self.replaced(
+            autocast=None,
+            gather_dtype=torch.float32,
+            backend=self.backend and BACKENDS["sdpa"],
+            recurrence=RecurrentCall.run if is_usual else self.recurrence,
+            recurrent_kernels={},
+        )
         layers = outermost_layers(self.model)
         inner = {module for layer in layers for module in layer.modules()}
         swapped: dict[nn.Module, dict[str, nn.Parameter]] = {}
@@ -241,12 +224,10 @@ class CompletionLogps(nn.Module):
             for module in modules:
                 module._parameters.update(swapped.pop(module, {}))
 
-        with contextlib.ExitStack() as stack, torch_recurrences(self.model):
-            stack.callback(vars(self).update, {name: vars(self)[name] for name in exact})
+        with contextlib.ExitStack() as stack, torch_recurrences(self.model), exact:
             stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             stack.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
             stack.callback(restore, list(self.model.modules()))
-            vars(self).update(exact)
             torch.set_float32_matmul_precision("highest")
             torch.backends.cudnn.allow_tf32 = False
             for layer in layers:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from dpo_pack.model.attention import AttentionBackend
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_segments
-from dpo_pack.model.config import attention_needs, effective_window, layer_windows
+from dpo_pack.model.config import attention_needs, effective_window, layer_windows, num_recurrent_calls
 from dpo_pack.model.layout import Row
+from dpo_pack.model.recurrence import RecurrentCall
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, proof_row, replaced
+from dpo_pack.proofs.rows import PADDED_REMEDY, Proof
 from dpo_pack.system.errors import UnsupportedModelError
 
 # A window longer than all _PROOF_SEGMENTS would hide no key, so the proof uses at most this window.
@@ -34,85 +36,78 @@ class SeamCall:
     num_kv_heads: int
     head_dim: int
     value_head_dim: int
-    scale: float
-    window: int | None
-    softcap: float | None
+    options: AttentionOptions  # without the values of sinks
     has_sinks: bool
 
 
-def _record_calls(
-    scorer: CompletionLogps, row: Row, compute: Callable[[Row], object]
-) -> tuple[list[SeamCall], UnsupportedModelError | None]:
-    """Returns the calls of the kernel while `compute` runs the row, and the error that ended it, if any."""
-    calls: list[SeamCall] = []
-    backend = scorer.backend
-    assert backend is not None
+class Recorded:
+    """The calls of our functions by the layers of a model while `compute` runs a row."""
 
-    def recording(
-        query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
+    def __init__(self, scorer: CompletionLogps, row: Row, compute: Callable[[Row], object]) -> None:
+        assert scorer.backend is not None
+        self.backend, self.recurrence = scorer.backend, scorer.recurrence
+        self.attention: list[SeamCall] = []
+        self.recurrent: dict[Hashable, RecurrentCall] = {}  # the first of each kind
+        self.num_recurrent = 0
+        self.error: UnsupportedModelError | None = None  # which ended the row
+        try:
+            with scorer.replaced(backend=self._attend, recurrence=self._recur):
+                compute(row)
+        except UnsupportedModelError as error:
+            self.error = error
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
     ) -> Tensor:
         call = SeamCall(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             head_dim=query.shape[2],
             value_head_dim=value.shape[2],
-            scale=options.scale,
-            window=options.window,
-            softcap=options.softcap,
+            options=replace(options, sinks=None),
             has_sinks=options.sinks is not None,
         )
-        calls.append(call)
-        return backend(query, key, value, segments, options)
+        self.attention.append(call)
+        return self.backend(query, key, value, segments, options)
 
-    try:
-        with replaced(scorer, backend=recording):
-            compute(row)
-    except UnsupportedModelError as error:
-        return calls, error
-    return calls, None
+    def _recur(self, call: RecurrentCall) -> Any:
+        self.num_recurrent += 1
+        shapes = tuple(part.shape for part in call.arguments if isinstance(part, Tensor))
+        self.recurrent.setdefault((call.name, shapes), call)
+        return self.recurrence(call)
 
 
-@torch.no_grad()
-def prove_wiring(
-    scorer: CompletionLogps,
-    groups: Sequence[Group],
-    device: torch.device,
-    *,
-    compute: Callable[[Row], object] | None = None,
-) -> tuple[list[SeamCall], Proof]:
+def prove_wiring(calls: Recorded, config: PretrainedConfig) -> Proof:
     """Proves that each layer calls our attention once, with the window, softcap and sinks of the config:
-    log-probs of short rows cannot show that a window is missing, and rounding may hide a sink. Returns the
-    calls, too.
-
-    `compute`, if given, runs a row instead of the scorer's own forward."""
-    calls, error = _record_calls(scorer, proof_row(scorer, groups, device), compute or scorer)
-    needs, expected = attention_needs(scorer.model.config), layer_windows(scorer.model.config)
-    windows = [effective_window(call.window, scorer.model.config) for call in calls]
-    num_softcaps = sum(call.softcap is not None for call in calls)
-    num_sinks = sum(call.has_sinks for call in calls)
-    recurrent = (scorer.seam_calls.recurrent, scorer.num_recurrent_calls)
-    bound = "one call of our attention by each attention layer, with the window of the config"
-    bound += f"; {recurrent[1]} calls of our recurrent functions" * (recurrent[1] > 0)
+    log-probs of short rows cannot show that a window is missing, and rounding may hide a sink."""
+    attention, needs, expected = calls.attention, attention_needs(config), layer_windows(config)
+    windows = [effective_window(call.options.window, config) for call in attention]
+    num_softcaps = sum(call.options.softcap is not None for call in attention)
+    num_sinks = sum(call.has_sinks for call in attention)
+    num_recurrent = num_recurrent_calls(config)
+    bound = f"one call of our attention by each of {len(expected)} layers, with the window of the config"
+    bound += f"; {num_recurrent} calls of our recurrent functions" * (num_recurrent > 0)
     bound += "; a softcap in every layer" * needs.has_softcap + "; sinks" * needs.has_sinks
-    proof = Proof(
+    remedy = PADDED_REMEDY if calls.error is None else str(calls.error)
+    if num_recurrent != calls.num_recurrent and calls.error is None:
+        remedy = f"install the transformers release that docs/families.md names, or {remedy}"
+    return Proof(
         name="wiring",
-        passed=len(calls) == scorer.num_attention_layers
-        and recurrent[0] == recurrent[1]
+        passed=calls.error is None
         and windows == expected
-        and num_softcaps == (len(calls) if needs.has_softcap else 0)
+        and calls.num_recurrent == num_recurrent
+        and num_softcaps == (len(attention) if needs.has_softcap else 0)
         and (num_sinks > 0 or not needs.has_sinks),
         numbers={
-            "attention layers": float(scorer.num_attention_layers),
-            "calls of our attention": float(len(calls)),
-            "calls of our recurrent functions": float(recurrent[0]),
+            "calls of our attention": float(len(attention)),
+            "calls of our recurrent functions": float(calls.num_recurrent),
             "windows as in the config": float(sum(a == b for a, b in zip(windows, expected, strict=False))),
             "softcaps": float(num_softcaps),
             "sinks": float(num_sinks),
         },
         bound=bound,
-        remedy=PADDED_REMEDY if error is None else str(error),
+        remedy=remedy,
     )
-    return calls, proof
 
 
 def error_proof(name: str, measured: Iterable[tuple[float, float]], where: str, remedy: str) -> Proof:
@@ -143,10 +138,10 @@ def kernel_error(
     )
     exact = [torch.randn(shape, device=device).to(dtype).float() for shape in shapes]
     weights = torch.randn(num_queries, heads, call.value_head_dim, device=device)
-    options = AttentionOptions(
-        scale=call.scale,
-        window=None if call.window is None else min(call.window, _PROOF_WINDOW),
-        softcap=call.softcap,
+    window = call.options.window
+    options = replace(
+        call.options,
+        window=None if window is None else min(window, _PROOF_WINDOW),
         sinks=torch.randn(heads, device=device) if call.has_sinks else None,
     )
 

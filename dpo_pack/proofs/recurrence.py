@@ -16,13 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpo_pack.model.config import num_recurrent_calls
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.recurrence import RecurrentCall, RowFunction
 from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.kernel import error_proof, kernel_error, prove_wiring, relative_errors, worst
-from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, proof_row, random_groups, replaced
+from dpo_pack.proofs.kernel import (
+    Recorded,
+    error_proof,
+    kernel_error,
+    prove_wiring,
+    relative_errors,
+    worst,
+)
+from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, proof_row, random_groups
 from dpo_pack.system.errors import first_line
 
 # Tensors of a call by the position of an argument or the name of an option.
@@ -53,18 +61,16 @@ def prove_layers(
     """Proves that layers call our functions (the first proof; if it fails, the only one), and that these are
     right. `compute`, if given, runs a row instead of the scorer's own forward."""
     assert scorer.backend is not None
-    calls, wiring = prove_wiring(scorer, groups, device, compute=compute)
-    proofs, dtype = [wiring], scorer.compute_dtype
-    if wiring.passed and calls:
-        kinds = dict.fromkeys(calls)  # in the order of layers: the same random inputs in every process
-        measured = [kernel_error(scorer.backend, call, dtype, device) for call in kinds]
+    calls = Recorded(scorer, proof_row(scorer, groups, device), compute or scorer)
+    proofs, dtype = [prove_wiring(calls, scorer.model.config)], scorer.compute_dtype
+    if proofs[0].passed and calls.attention:
+        kinds = dict.fromkeys(calls.attention)  # in order of layers: the same random inputs in every process
+        errors = [kernel_error(scorer.backend, call, dtype, device) for call in kinds]
         remedy = "set model.attention: sdpa, and report GPU, torch and kernel versions"
-        proofs.append(error_proof("kernel", measured, "on random inputs", remedy))
-    if wiring.passed and scorer.num_recurrent_calls:
-        run = scorer.recurrence or RecurrentCall.run
-        of_recurrent_layers = _kinds_of_calls(scorer, groups, device, compute or scorer)
-        measured = [recurrence_error(call, run, device) for call in of_recurrent_layers]
-        proofs.append(error_proof("recurrence", measured, "of recurrent layers", PADDED_REMEDY))
+        proofs.append(error_proof("kernel", errors, "on random inputs", remedy))
+    if proofs[0].passed and calls.recurrent:
+        errors = [recurrence_error(call, scorer.recurrence, device) for call in calls.recurrent.values()]
+        proofs.append(error_proof("recurrence", errors, "of recurrent layers", PADDED_REMEDY))
     return proofs
 
 
@@ -73,11 +79,12 @@ def take_kernels(scorer: CompletionLogps, device: torch.device) -> list[str]:
     """Lets the scorer's recurrent layers use the kernels of `KERNELS` that are installed and right, as
     compared with the family's own functions. Returns a line for each function that the layers call: the
     kernel, or why not."""
-    if scorer.backend is None or not scorer.num_recurrent_calls:
+    if scorer.backend is None or not num_recurrent_calls(scorer.model.config):
         return []
     lines = []
-    with random_groups(scorer, device) as groups:
-        calls = _kinds_of_calls(scorer, groups, device, scorer)
+    # Without a kernel that they need, layers are slow, but they tell what they call.
+    with random_groups(scorer, device) as groups, scorer.replaced(recurrence=RecurrentCall.run):
+        calls = Recorded(scorer, proof_row(scorer, groups, device), scorer).recurrent.values()
         for name in dict.fromkeys(call.name for call in calls):
             kernel = KERNELS[name]
             obstacle = _take(scorer, name, [call for call in calls if call.name == name], device)
@@ -103,22 +110,6 @@ def _take(
             return f"its relative error is {error:.1e}, and {bound:.1e} is allowed"
     scorer.recurrent_kernels[name] = function
     return None
-
-
-def _kinds_of_calls(
-    scorer: CompletionLogps, groups: Sequence[Group], device: torch.device, compute: Callable[[Row], object]
-) -> list[RecurrentCall]:
-    calls: dict[Any, RecurrentCall] = {}
-    run = scorer.recurrence or RecurrentCall.run
-
-    def recording(call: RecurrentCall) -> Any:
-        shapes = tuple(part.shape for part in call.arguments if isinstance(part, Tensor))
-        calls.setdefault((call.name, shapes), call)
-        return run(call)
-
-    with replaced(scorer, recurrence=recording):
-        compute(proof_row(scorer, groups, device))
-    return list(calls.values())
 
 
 def recurrence_error(

@@ -7,7 +7,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -129,14 +128,3 @@ def pair_sums(scorer: CompletionLogps, groups: Sequence[Group], device: torch.de
     """Returns log-probs of chosen and rejected, [pairs, 2], computed with all pairs in one row."""
     sums: Tensor = scorer(proof_row(scorer, groups, device)).sums
     return sums.view(-1, 2)
-
-
-@contextlib.contextmanager
-def replaced(scorer: CompletionLogps, **attributes: Any) -> Iterator[None]:
-    """In this context the scorer has the given attributes."""
-    before = {name: vars(scorer)[name] for name in attributes}
-    vars(scorer).update(attributes)
-    try:
-        yield
-    finally:
-        vars(scorer).update(before)

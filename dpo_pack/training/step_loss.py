@@ -26,7 +26,7 @@ from dpo_pack.losses import (
     weighted_losses,
     wpo_weights,
 )
-from dpo_pack.model.logps import sequence_sums
+from dpo_pack.model.logps import TokenStatistics, sequence_sums
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.model.shape import RouterBalance
 from dpo_pack.system import ranks
@@ -113,16 +113,16 @@ def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredP
     policy, reference = output.sums.view(-1, 2), row.reference
     pair_weights = row.pair_weights
     if objective.weighting == "wpo":
-        pair_weights = pair_weights * wpo_weights(policy - output.log_square_sums.view(-1, 2), num_tokens)
+        squares = _sums(output.token_statistics.log_sum_squares, row)
+        pair_weights = pair_weights * wpo_weights(policy - squares.view(-1, 2), num_tokens)
     if objective.ld_alpha is not None:
         assert row.reference_tokens is not None, "the reference was frozen without per-token values"
-        lengths, weights = row.row.completion_lengths, row.token_weights
-        lengths = lengths if row.sequence_index is None else lengths.index_select(0, row.sequence_index)
+        lengths, weights = _lengths(row), row.token_weights
         weights = torch.ones_like(output.token_logps, dtype=torch.float64) if weights is None else weights
         weights = length_desensitized_weights(weights, lengths, objective.ld_alpha)
         both = (output.token_logps, row.reference_tokens)
         policy, reference = (weighted_sums(values, weights, lengths).view(-1, 2) for values in both)
-    statistics = (output.entropy_sums, output.top1_sums, output.mean_logit_sums)
+    statistics = [_sums(values, row) for values in output.token_statistics[:3]]
     counts = dict(zip(("chosen_tokens", "rejected_tokens"), num_tokens.double().unbind(dim=1), strict=True))
     return ScoredPairs(
         policy=PairLogps(chosen=policy[:, 0], rejected=policy[:, 1], **counts),
@@ -142,32 +142,32 @@ def with_reference(row: PairRow, output: RowLogps) -> PairRow:
 def _by_pair(output: RowLogps, row: PairRow) -> RowLogps:
     """Returns a row's outputs pair by pair: [2 P] chosen, rejected, ...; weighted if tokens have weights."""
     if row.sequence_index is not None and row.token_index is not None:
-        sequences = {
-            name: values.index_select(0, row.sequence_index)
-            for name, values in output._asdict().items()
-            if name not in ("token_logps", "token_statistics", "expert_counts", "expert_probs")
-        }
+        statistics = (values.index_select(0, row.token_index) for values in output.token_statistics)
         output = output._replace(
-            **sequences,
+            sums=output.sums.index_select(0, row.sequence_index),
+            num_tokens=output.num_tokens.index_select(0, row.sequence_index),
             token_logps=output.token_logps.index_select(0, row.token_index),
-            token_statistics=tuple(
-                values.index_select(0, row.token_index) for values in output.token_statistics
-            ),
+            token_statistics=TokenStatistics(*statistics),
         )
     if row.token_weights is None:
         return output
-    lengths, weights = output.num_tokens, row.token_weights
-    entropy, top1, mean_logit, log_squares = (
-        weighted_sums(values, weights, lengths) for values in output.token_statistics
-    )
     return output._replace(
-        sums=weighted_sums(output.token_logps, weights, lengths),
-        num_tokens=sequence_sums(weights, lengths),
-        entropy_sums=entropy,
-        top1_sums=top1,
-        mean_logit_sums=mean_logit,
-        log_square_sums=log_squares,
+        sums=weighted_sums(output.token_logps, row.token_weights, output.num_tokens),
+        num_tokens=sequence_sums(row.token_weights, output.num_tokens),
     )
+
+
+def _lengths(row: PairRow) -> Tensor:
+    """Returns [2 P] tokens of chosen, rejected, ..."""
+    lengths = row.row.completion_lengths
+    return lengths if row.sequence_index is None else lengths.index_select(0, row.sequence_index)
+
+
+def _sums(token_values: Tensor, row: PairRow) -> Tensor:
+    """Returns [2 P] sums over the tokens of chosen, rejected, ...; weighted if tokens have weights."""
+    if row.token_weights is None:
+        return sequence_sums(token_values, _lengths(row))
+    return weighted_sums(token_values, row.token_weights, _lengths(row))
 
 
 def weighted_sums(token_values: Tensor, weights: Tensor, lengths: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from dpo_pack.losses import make_objective
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, flash, register_attention
 from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.building import _checkpoint_activations
+from dpo_pack.model.config import layer_windows
 from dpo_pack.model.fast_layers import cast_experts, tile_feed_forwards, trim_last_layer
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, HeadTransform, WantedStatistics, _ChunkedLogps
@@ -71,7 +72,6 @@ def make_scorer(family: str, *, autocast: torch.dtype | None = None) -> Completi
 
 def without_counting(scorer: CompletionLogps) -> CompletionLogps:
     """The attention's operator counts its calls, but fake tensors do not reach its code."""
-    scorer.is_wired = True
     return scorer.eval()
 
 
@@ -108,7 +108,7 @@ def test_log_probs_of_a_row_wait_for_no_device(
     tensors = [*said.token_statistics, *(field for field in said if isinstance(field, torch.Tensor))]
     assert len(tensors) == len(said.token_statistics) + len(said) - 1
     assert all(tensor.device.type == "cuda" for tensor in tensors)
-    assert kernel_calls == [torch.bfloat16] * scorer.num_attention_layers
+    assert kernel_calls == [torch.bfloat16] * len(layer_windows(scorer.model.config))
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])

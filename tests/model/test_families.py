@@ -37,8 +37,8 @@ from dpo_pack.model.config import (
 )
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
-from dpo_pack.proofs.kernel import SeamCall, prove_wiring
-from dpo_pack.proofs.rows import proof_groups
+from dpo_pack.proofs.kernel import Recorded, SeamCall
+from dpo_pack.proofs.rows import proof_groups, proof_row
 from dpo_pack.system.errors import UnsupportedModelError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -151,7 +151,7 @@ def seam_calls(family: str) -> list[SeamCall]:
     model = tiny_model(family, attention=ATTENTION_NAME)
     wrap_recurrent_layers(model)
     scorer = CompletionLogps(model, backend=sdpa_attention, autocast=None)
-    return prove_wiring(scorer, proof_groups(tiny_models.VOCABULARY), CPU)[0]
+    return Recorded(scorer, proof_row(scorer, proof_groups(tiny_models.VOCABULARY), CPU), scorer).attention
 
 
 @pytest.mark.parametrize("family", slow_but_ten(PACKED))
@@ -164,8 +164,8 @@ def test_what_a_config_says_of_attention_is_what_its_layers_ask_for(family: str)
         return
     assert needs.head_dim == max(call.head_dim for call in calls)
     assert needs.value_head_dim == max(call.value_head_dim for call in calls)
-    assert needs.has_window == any(call.window is not None for call in calls)
-    assert needs.has_softcap == any(call.softcap is not None for call in calls)
+    assert needs.has_window == any(call.options.window is not None for call in calls)
+    assert needs.has_softcap == any(call.options.softcap is not None for call in calls)
     assert needs.has_sinks == any(call.has_sinks for call in calls)
 
 
@@ -285,14 +285,6 @@ def test_log_probs_and_gradients_of_random_rows_equal_those_of_each_sequence_alo
     scale = sum(abs(weight) for weight in weights[: len(sequences)]) + 1e-6
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-5 * scale, rtol=1e-4, msg=name)
-
-
-def test_a_model_with_layers_that_bypass_the_seam_is_refused(tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
-    loaded = load_usual(tmp_path, packed=True)
-    loaded.scorer.num_attention_layers += 1
-    with pytest.raises(UnsupportedModelError, match="3 layers, but 2 .*padded"):
-        loaded.scorer(make_row(GROUPS[:1], "shared"))
 
 
 def test_what_no_row_can_have_is_refused_by_its_attention() -> None:

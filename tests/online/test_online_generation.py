@@ -30,7 +30,6 @@ from dpo_pack.online.transformers_generator import (
     generating,
 )
 from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.rows import replaced
 
 TEXTS = ("ask one", "what is the colour of the sky?", "x", "how do I bake bread at home? yes or no")
 PLAIN = SamplingSettings(completions_per_prompt=3, max_new_tokens=8)
@@ -154,7 +153,7 @@ def test_weights_are_cast_once_for_all_tokens_of_a_batch(policy: CompletionLogps
             casts += is_cast and args[0].shape in shapes
             return func(*args, **(kwargs or {}))
 
-    with replaced(policy, autocast=torch.bfloat16), Casts():  # type: ignore[no-untyped-call]
+    with policy.replaced(autocast=torch.bfloat16), Casts():  # type: ignore[no-untyped-call]
         made = answers(generator(policy), draws())
     assert max(len(ids) for of_draw in made for ids in of_draw) > 3
     assert casts == sum(type(module) is torch.nn.Linear for module in policy.modules())

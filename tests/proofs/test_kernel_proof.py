@@ -15,25 +15,24 @@ from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.attention.segments import AttentionOptions, make_segments
 from dpo_pack.proofs.kernel import SeamCall, kernel_error, plain_attention
 
+PLAIN = AttentionOptions(scale=0.25, window=None, softcap=None, sinks=None)
 LLAMA = SeamCall(
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
     value_head_dim=16,
-    scale=0.25,
-    window=None,
-    softcap=None,
+    options=PLAIN,
     has_sinks=False,
 )
 CALLS = {
     "grouped heads": LLAMA,
     "one key and value head": replace(LLAMA, num_kv_heads=1),
-    "a window": replace(LLAMA, window=7),
-    "a window longer than the proof's segments": replace(LLAMA, window=4096),
-    "a softcap": replace(LLAMA, softcap=2.0),
+    "a window": replace(LLAMA, options=replace(PLAIN, window=7)),
+    "a window longer than the proof's segments": replace(LLAMA, options=replace(PLAIN, window=4096)),
+    "a softcap": replace(LLAMA, options=replace(PLAIN, softcap=2.0)),
     "sinks": replace(LLAMA, has_sinks=True),
     "narrower values": replace(LLAMA, head_dim=12, value_head_dim=6),
-    "wide heads": replace(LLAMA, head_dim=128, value_head_dim=128, scale=128**-0.5),
+    "wide heads": replace(LLAMA, head_dim=128, value_head_dim=128, options=replace(PLAIN, scale=128**-0.5)),
 }
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 

@@ -118,7 +118,7 @@ def test_a_kernel_that_takes_one_low_precision_and_no_fp32_passes_as_well(
     scorer = make_scorer(family, precision=precision)
     scorer.backend = BACKENDS[name]
     assert failures(scorer) == set()
-    assert len(dtypes) > scorer.num_attention_layers and set(dtypes) == {torch.bfloat16}
+    assert len(dtypes) > 2 and set(dtypes) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "torch_varlen"])

@@ -101,10 +101,9 @@ def row_attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    if row_backend is torch_varlen_attention:  # its operator gathers, and counts itself
+    if row_backend is torch_varlen_attention:  # its operator gathers
         out = torch_varlen_attention(query, key, value, row_segments, options, gathers=True)
         return out.unsqueeze(0), None
-    row_segments.seam_calls.count += 1
     if row_segments.kv_gather is not None:
         key, value = row_segments.kv_gather(key), row_segments.kv_gather(value)
     return row_backend(query, key, value, row_segments, options).unsqueeze(0), None

@@ -84,7 +84,6 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, row: int, gathers: bool, scale: float, left: int
 ) -> tuple[Tensor, Tensor]:
     segments = numbered(row)
-    segments.seam_calls.count += 1
     arguments, options = _kernel_arguments(segments, scale, left)
     states = query, *_gathered(segments, gathers, key, value)
     out, normalizers, *_ = _operators._flash_attention_forward(*states, *arguments, False, **options)

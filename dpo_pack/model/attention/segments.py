@@ -28,14 +28,6 @@ Value = TypeVar("Value")
 MAX_MASK_BYTES = 1 << 26
 
 
-@dataclass(slots=True)
-class SeamCalls:
-    """Counts a forward's calls, so that the scorer finds a layer that computes without our functions."""
-
-    count: int = 0  # calls of attention
-    recurrent: int = 0  # calls of our functions for recurrent layers, see recurrence/__init__.py
-
-
 # No code assigns to the fields of lengths and indices. But the class is not frozen, because torch.compile of
 # torch 2.10 takes the fields of a frozen dataclass as constants: it would compile each layer again.
 @dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
@@ -57,7 +49,6 @@ class RowSegments:
     # [U] int64, ascending: row positions whose last hidden states are used; None: all positions
     scored_positions: Tensor | None = None
     kept: dict[Hashable, Any] = field(default_factory=dict)  # masks and the like, for all layers
-    seam_calls: SeamCalls = field(default_factory=SeamCalls)  # of the last forward
     number: int = field(init=False)  # in place of the object, which no operator of torch takes
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,6 +54,16 @@ class RecurrentCall:
     def run(self) -> Any:
         function, is_torch = self.kernel or self.stock, self.kernel is None
         return KERNELS[self.name].compute(function, is_torch, *self.arguments, **self.options)
+
+    def run_fast(self) -> Any:
+        """As `run`; but raises UnsupportedModelError if that would take too long."""
+        if self.name == _NEEDS_KERNEL and self.kernel is None:
+            needed = KERNELS[self.name]
+            raise UnsupportedModelError(
+                f"rows of this model need {needed.name} of {needed.package}, which is not used on this "
+                "device; use packing.mode: padded"
+            )
+        return self.run()
 
 
 def recurrence_sizes(module: nn.Module) -> tuple[float, float]:
@@ -137,22 +148,13 @@ def _with_row_functions(forward: types.FunctionType) -> RowFunction:
 def _seam(name: str, stock: RowFunction) -> RowFunction:
     def seam(
         *arguments: Any,
-        row_recurrence: Callable[[RecurrentCall], Any] | None = None,
-        row_kernels: Mapping[str, RowFunction] | None = None,
+        row_recurrence: Callable[[RecurrentCall], Any] = RecurrentCall.run_fast,
+        row_kernels: Mapping[str, RowFunction] = MappingProxyType({}),
         **options: Any,
     ) -> Any:
-        kernel = (row_kernels or {}).get(name)
+        kernel = row_kernels.get(name)
         call = RecurrentCall(name=name, stock=stock, arguments=arguments, options=options, kernel=kernel)
-        options["row_segments"].seam_calls.recurrent += 1
-        if row_recurrence is not None:
-            return row_recurrence(call)
-        if name == _NEEDS_KERNEL and kernel is None:
-            needed = KERNELS[name]
-            raise UnsupportedModelError(
-                f"rows of this model need {needed.name} of {needed.package}, which is not used on this "
-                "device; use packing.mode: padded"
-            )
-        return call.run()
+        return row_recurrence(call)
 
     return seam
 
