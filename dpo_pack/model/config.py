@@ -115,24 +115,29 @@ def check_packs(config: PretrainedConfig) -> None:
     """Raises UnsupportedModelError if rows of the config's family cannot be packed. A family that is refused
     for its recurrent layers can be packed if a config names only attention layers."""
     text = config.get_text_config()
-    family = FAMILIES.get(text.model_type, _PLAIN)
     layers = set(text.to_dict().get("layer_types") or ())
+    if text.model_type not in FAMILIES and layers <= ATTENTION_LAYERS:
+        return
+    if obstacle := _packing_obstacle(FAMILIES.get(text.model_type, _PLAIN), layers):
+        what = f"{text.model_type} cannot be packed: {obstacle}"
+        raise UnsupportedModelError(f"{what}; use packing.mode: padded")
+
+
+def _packing_obstacle(family: Family, layers: set[str]) -> str | None:
     others = layers - ATTENTION_LAYERS
     unknown = others - (RECURRENT_LAYERS | _NO_MIXING_LAYERS if family.functions else set())
     is_refused = family.reason is not None and (others or not layers)
     release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
     if is_refused and (family.kernel is None or isinstance(import_kernel(KERNELS[family.kernel]), str)):
-        obstacle = family.reason
-    elif release < family.since:
-        obstacle = (
+        return family.reason
+    if release < family.since:
+        return (
             f"in transformers {transformers.__version__} its layers do not pass a row's layout on; install "
             "transformers {}.{} or newer".format(*family.since)
         )
-    elif unknown:
-        obstacle = f"its {', '.join(sorted(unknown))} layers mix the sequences of a row outside attention"
-    else:
-        return
-    raise UnsupportedModelError(f"{text.model_type} cannot be packed: {obstacle}; use packing.mode: padded")
+    if unknown:
+        return f"its {', '.join(sorted(unknown))} layers mix the sequences of a row outside attention"
+    return None
 
 
 def rotary_kinds(config: PretrainedConfig) -> list[dict[str, Any]]:

@@ -154,18 +154,22 @@ def weight_files(directory: Path) -> list[Path]:
             return [whole]
         index_file = directory / f"{stem}.{suffix}.index.json"
         if index_file.is_file():
-            index: _Index | None = read_json(index_file, _Index)
-            if index is None or not index.weight_map:
-                raise ModelError(f"{index_file} cannot be read; download or save the model again")
-            shards = [directory / name for name in sorted(set(index.weight_map.values()))]
-            for shard in shards:
-                if not shard.is_file():
-                    raise ModelError(f"{shard}, a part of the weights, is missing; download the model again")
-            return shards
+            return _parts(index_file)
     raise ModelError(
         f"{directory} has no weights: neither model.safetensors nor pytorch_model.bin, whole or sharded; "
         "give a complete model directory"
     )
+
+
+def _parts(index_file: Path) -> list[Path]:
+    index: _Index | None = read_json(index_file, _Index)
+    if index is None or not index.weight_map:
+        raise ModelError(f"{index_file} cannot be read; download or save the model again")
+    parts = [index_file.with_name(name) for name in sorted(set(index.weight_map.values()))]
+    for part in parts:
+        if not part.is_file():
+            raise ModelError(f"{part}, a part of the weights, is missing; download the model again")
+    return parts
 
 
 def stored_dtype(path: str, revision: str | None) -> torch.dtype:

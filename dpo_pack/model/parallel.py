@@ -106,14 +106,15 @@ def distribute_policy(
             without_reduction=copies.no_sync,
             keeps_gradients=not copies.find_unused_parameters,
         )
-    if strategy.name == "fsdp2":
+    policy = DistributedPolicy(forward=scorer)
+    if strategy.shards:
         # While weights are gathered, parameters are temporary tensors. An optimizer must not get them.
         assert all(isinstance(p, DTensor) for p in scorer.parameters() if p.requires_grad)
-        policy = DistributedPolicy(forward=scorer)
         if strategy.accumulate_unsharded:
             policy = replace(policy, without_reduction=functools.partial(_unsharded_gradients, scorer))
-        return replace(policy, gathered=functools.partial(_gathered, scorer)) if stays_gathered else policy
-    return DistributedPolicy(forward=scorer)
+        if stays_gathered:
+            policy = replace(policy, gathered=functools.partial(_gathered, scorer))
+    return policy
 
 
 def _copies(scorer: CompletionLogps, accelerator: Accelerator) -> DistributedDataParallel:
