@@ -13,13 +13,7 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dpo_pack.model.attention import (
-    ATTENTION_NAME,
-    BACKENDS,
-    BackendChoice,
-    register_attention,
-    select_backend,
-)
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice
 from dpo_pack.model.compiling import (
     can_compile,
     compile_layers,
@@ -29,8 +23,7 @@ from dpo_pack.model.compiling import (
     tower_parameters,
 )
 from dpo_pack.model.config import (
-    attention_needs,
-    check_packs,
+    choose_attention,
     num_recurrent_calls,
     own_attention,
     replace_settings,
@@ -106,7 +99,11 @@ def _load(
 ) -> LoadedModel:
     """`weights_on` is where the weights are put first; on the meta device they are not read."""
     config, adapter, attached = copy.deepcopy(facts.config), new_adapter or facts.adapter, None
-    choice = _choose_attention(facts, config, device)
+    if facts.is_packed:
+        choice = choose_attention(config, facts.attention, device=device, dtype=facts.precision.activations)
+    else:  # the name is part of the key of cached log-probs
+        name = ", ".join(filter(None, ("model's own", own_attention(config))))
+        choice = BackendChoice(name=name, reason="padded batches need no layout")
     replaced = replace_settings(config)
     with load_errors(facts.path, facts.recipe_key), quiet_transformers() as said:
         model, notes = _read_model(facts, config, weights_on, tensors)
@@ -147,17 +144,6 @@ def _load(
     if tensors is None and (facts.compile is True or (facts.compile == "auto" and device.type == "cuda")):
         _compile(facts, scorer, device)
     return LoadedModel(scorer=scorer, attention=choice, replaced=replaced, notes=notes + said)
-
-
-def _choose_attention(facts: ModelFacts, config: PretrainedConfig, device: torch.device) -> BackendChoice:
-    if facts.is_packed:
-        check_packs(config)
-        register_attention()
-        needs, dtype = attention_needs(config), facts.precision.activations
-        return select_backend(facts.attention, needs, device=device, dtype=dtype)
-    own = own_attention(config)
-    name = "model's own" if own is None else f"model's own, {own}"  # part of the key of cached log-probs
-    return BackendChoice(name=name, reason="padded batches need no layout")
 
 
 def _change_layers(

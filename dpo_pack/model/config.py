@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 from transformers import PretrainedConfig
 
-from dpo_pack.model.attention import AttentionNeeds
+from dpo_pack.model.attention import AttentionNeeds, BackendChoice, register_attention, select_backend
 from dpo_pack.model.logps import HeadTransform
 from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
 from dpo_pack.system.errors import ModelError, UnsupportedModelError
@@ -138,6 +139,16 @@ def _packing_obstacle(family: Family, layers: set[str]) -> str | None:
     if unknown:
         return f"its {', '.join(sorted(unknown))} layers mix the sequences of a row outside attention"
     return None
+
+
+def choose_attention(
+    config: PretrainedConfig, requested: str, *, device: torch.device, dtype: torch.dtype
+) -> BackendChoice:
+    """Chooses what computes the attention of packed rows, see `select_backend`. Raises
+    UnsupportedModelError if rows of the model cannot be packed."""
+    check_packs(config)
+    register_attention()
+    return select_backend(requested, attention_needs(config), device=device, dtype=dtype)
 
 
 def rotary_kinds(config: PretrainedConfig) -> list[dict[str, Any]]:

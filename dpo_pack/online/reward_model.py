@@ -19,14 +19,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from dpo_pack.data.formats import BadRow, Pair
 from dpo_pack.data.tokenizer import apply_chat_template
 from dpo_pack.data.written import check_written, suited
-from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention, select_backend
-from dpo_pack.model.config import (
-    attention_needs,
-    check_packs,
-    known_positions,
-    own_attention,
-    replace_settings,
-)
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS
+from dpo_pack.model.config import choose_attention, known_positions, own_attention, replace_settings
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.load_report import check_report, whole_reports
 from dpo_pack.model.loading import load_config, load_errors, quiet_transformers
@@ -162,10 +156,8 @@ def load_reward_model(
         )
     backend = None
     if packed:
-        check_packs(config)
-        register_attention()
-        needs = attention_needs(config)
-        backend = BACKENDS[select_backend(attention, needs, device=device, dtype=precision.activations).name]
+        choice = choose_attention(config, attention, device=device, dtype=precision.activations)
+        backend = BACKENDS[choice.name]
     replace_settings(config)
     with load_errors(path, recipe_key), quiet_transformers(), whole_reports() as reports:
         loaded: tuple[Any, dict[str, Any]] = AutoModelForSequenceClassification.from_pretrained(
