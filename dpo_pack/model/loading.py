@@ -82,11 +82,7 @@ def load_tokenizer(
     with load_errors(path, recipe_key):
         tokenizer = AutoTokenizer.from_pretrained(path, **given)
     if chat_template is not None:
-        try:
-            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise ModelError(f"tokenizer.chat_template: cannot read {chat_template}: {reason}") from error
+        tokenizer.chat_template = _read_template(chat_template)
     try:  # as data/ calls it; those of mistral-common take other arguments and have no templates
         tokenizer(["a"], add_special_tokens=False, return_token_type_ids=False, verbose=False)["input_ids"][0]
         if tokenizer.chat_template is None or chat_template is not None:
@@ -98,6 +94,14 @@ def load_tokenizer(
         remedy = "set tokenizer.path to a directory or hub id with tokenizer.json"
         raise ModelError(f"{recipe_key}: {lacks} (Jinja templates, for instance); {remedy}") from error
     return tokenizer
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ModelError(f"tokenizer.chat_template: cannot read {file}: {reason}") from error
 
 
 def auto_class(config: PretrainedConfig, source: str) -> Any:

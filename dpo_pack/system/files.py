@@ -52,19 +52,27 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the package tokenizers raises plain Exception
-        rust = re.search(r"([^:]+) \(os error \d+\)", str(error))  # tokenizers, safetensors
-        is_cut = isinstance(error, RuntimeError) and "inline_container" in str(error)  # torch.save
-        if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-        elif rust is not None:
-            reason = rust[1].strip()
-        elif is_cut or isinstance(error, SafetensorError):
-            reason = "it could not be written in full"
-        else:
-            raise  # the disk is not the cause
-        wrong_places = (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
-        remedy = f"{'' if isinstance(error, wrong_places) else 'free space or '}choose a writable directory"
-        raise CacheError(f"cannot write {path}: {reason}; {remedy}") from error
+        refusal = _refusal_of_disk(error)
+        if refusal is None:
+            raise
+        raise CacheError(f"cannot write {path}: {refusal}") from error
+
+
+def _refusal_of_disk(error: Exception) -> str | None:
+    """Returns the reason and the remedy; None if the disk is not the cause."""
+    rust = re.search(r"([^:]+) \(os error \d+\)", str(error))  # tokenizers, safetensors
+    is_cut = isinstance(error, RuntimeError) and "inline_container" in str(error)  # torch.save
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error)
+    elif rust is not None:
+        reason = rust[1].strip()
+    elif is_cut or isinstance(error, SafetensorError):
+        reason = "it could not be written in full"
+    else:
+        return None
+    wrong_places = (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
+    remedy = f"{'' if isinstance(error, wrong_places) else 'free space or '}choose a writable directory"
+    return f"{reason}; {remedy}"
 
 
 def path_aside(path: Path) -> Path:
