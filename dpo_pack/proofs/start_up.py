@@ -27,7 +27,7 @@ from dpo_pack.model.fast_layers import stock_layers
 from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.recurrence import torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.packing.lengths import Group
+from dpo_pack.packing.lengths import AnyIntArray, Group
 from dpo_pack.proofs.recurrence import prove_layers
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, image_groups, pair_sums, proof_row, random_groups
 from dpo_pack.system.errors import is_out_of_memory, one_line
@@ -234,26 +234,29 @@ def prove_images(scorer: CompletionLogps, device: torch.device) -> Proof:
 def distance_of_row(
     scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
 ) -> tuple[dict[str, float], bool]:
+    """Returns `distance_from_stock` of the log-probs of the groups' sequences in one row."""
     sequences = [(group, completion) for group in groups for completion in group.completions]
     tokens = torch.tensor([len(completion) for _, completion in sequences], device=device)
-
-    def alone() -> Tensor:
-        """Returns [S] float64 log-probs, a sequence in a batch of one, from the model's own full logits."""
-        sums = []
-        with as_published(scorer.model):
-            for group, completion in sequences:
-                begin = len(group.context)
-                ids = torch.from_numpy(np.concatenate((group.context, completion)))[None].to(device)
-                with scorer.autocasting(device):
-                    images = scorer.vision.of_sequence(scorer.model, group, ids) if scorer.vision else {}
-                    run = functools.partial(scorer.model, input_ids=ids, use_cache=False, **images)
-                    logits: Tensor = scorer.with_own_weights(run).logits[0, begin - 1 : -1]
-                logps = logits.float().log_softmax(dim=-1).gather(1, ids[0, begin:, None])
-                sums.append(logps.double().sum())
-        return torch.stack(sums)
-
     in_row = pair_sums(scorer, groups, device).flatten()
-    return distance_from_stock(scorer, in_row, alone, tokens)
+    return distance_from_stock(scorer, in_row, lambda: _logps_alone(scorer, sequences, device), tokens)
+
+
+def _logps_alone(
+    scorer: CompletionLogps, sequences: Sequence[tuple[Group, AnyIntArray]], device: torch.device
+) -> Tensor:
+    """Returns [S] float64 log-probs, a sequence in a batch of one, from the model's own full logits."""
+    sums = []
+    with as_published(scorer.model):
+        for group, completion in sequences:
+            begin = len(group.context)
+            ids = torch.from_numpy(np.concatenate((group.context, completion)))[None].to(device)
+            with scorer.autocasting(device):
+                images = scorer.vision.of_sequence(scorer.model, group, ids) if scorer.vision else {}
+                run = functools.partial(scorer.model, input_ids=ids, use_cache=False, **images)
+                logits: Tensor = scorer.with_own_weights(run).logits[0, begin - 1 : -1]
+            logps = logits.float().log_softmax(dim=-1).gather(1, ids[0, begin:, None])
+            sums.append(logps.double().sum())
+    return torch.stack(sums)
 
 
 def distance_from_stock(
