@@ -95,9 +95,8 @@ class HttpGenerator:
         for choice in choices:
             if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
                 raise ValueError("one of the choices has no text")
-            str(
-                choice["text"]
-            ).encode()  # raises ValueError for half of a surrogate pair: no tokenizer takes it
+            # Raises ValueError for half of a surrogate pair, which no tokenizer takes.
+            choice["text"].encode()
             ids, stopped_by = choice.get("token_ids"), _stopped_by(choice)
             named = [stopped_by] if type(stopped_by) is int else []  # True is no token
             for token in named + (ids if isinstance(ids, list) else [str(ids)] if ids else []):

@@ -85,7 +85,7 @@ def prove_wiring(calls: Recorded, config: PretrainedConfig) -> Proof:
     num_softcaps = sum(call.options.softcap is not None for call in attention)
     num_sinks = sum(call.has_sinks for call in attention)
     num_recurrent = num_recurrent_calls(config)
-    bound = f"one call of our attention by each of {len(expected)} layers, with the window of the config"
+    bound = "one call of our attention by each attention layer, with the window of the config"
     bound += f"; {num_recurrent} calls of our recurrent functions" * (num_recurrent > 0)
     bound += "; a softcap in every layer" * needs.has_softcap + "; sinks" * needs.has_sinks
     remedy = PADDED_REMEDY if calls.error is None else str(calls.error)
@@ -99,6 +99,7 @@ def prove_wiring(calls: Recorded, config: PretrainedConfig) -> Proof:
         and num_softcaps == (len(attention) if needs.has_softcap else 0)
         and (num_sinks > 0 or not needs.has_sinks),
         numbers={
+            "attention layers": float(len(expected)),
             "calls of our attention": float(len(attention)),
             "calls of our recurrent functions": float(calls.num_recurrent),
             "windows as in the config": float(sum(a == b for a, b in zip(windows, expected, strict=False))),
