@@ -38,8 +38,14 @@ from dpo_pack.model.fast_layers import (
     tile_feed_forwards,
     trim_last_layer,
 )
-from dpo_pack.model.load_report import check_report, check_tied, whole_reports
-from dpo_pack.model.loading import auto_class, load_errors, quiet_transformers
+from dpo_pack.model.loading import (
+    auto_class,
+    check_report,
+    check_tied,
+    load_errors,
+    quiet_transformers,
+    whole_reports,
+)
 from dpo_pack.model.logps import WantedStatistics, compile_head
 from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.parallel import ALONE, Strategy, shard_model

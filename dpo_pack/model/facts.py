@@ -1,16 +1,33 @@
-"""What is known of a model before its weights are loaded, and all that its log-probs depend on."""
+"""What is known of a model before its weights are loaded: all that its log-probs depend on, parameters,
+FLOPs, and the loss of a mixture of experts.
+
+The load-balancing loss is that of transformers and TRL (Fedus et al. 2021, arXiv 2101.03961, equations 4 to
+6), over all layers together:
+
+    aux loss = E * sum over experts e of f_e * p_e
+
+f_e is the number of times that tokens choose expert e, and p_e the sum of e's probabilities, both divided by
+tokens x layers. A token chooses the `top_k` experts of the largest probabilities.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dpo_pack.model.compiling import tower_parameters
-from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.compiling import outermost_layers, text_model, tower_parameters
+from dpo_pack.model.config import attention_needs, count_experts, layer_windows, routes_tokens
+from dpo_pack.model.fast_layers import feed_forwards
 from dpo_pack.model.fingerprint import (
     NUMERICS_VERSION,
     adapter_fingerprint,
@@ -18,13 +35,25 @@ from dpo_pack.model.fingerprint import (
     relevant_config,
     weights_fingerprint,
 )
-from dpo_pack.model.loading import load_errors
+from dpo_pack.model.loading import auto_class, load_errors, quiet_transformers
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.quantize import Quantization, quantization_settings
+from dpo_pack.model.recurrence import recurrence_sizes
+from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.scorer import Precision
-from dpo_pack.model.shape import RouterBalance, model_shape, router_balance, without_weights
-from dpo_pack.packing.lengths import ModelShape
+from dpo_pack.model.vision import PixelProcessor
+from dpo_pack.packing.lengths import AttentionKind, ModelShape
 from dpo_pack.system import ranks
+from dpo_pack.system.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterBalance:
+    """The load-balancing loss of a run."""
+
+    coefficient: float  # > 0
+    num_experts: int
+    top_k: int  # experts that a token chooses
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,3 +153,128 @@ class ModelFacts:
             if self.adapter is not None:
                 namespace["adapter"] = adapter_fingerprint(self.adapter, memo)
         return namespace
+
+
+def without_weights(
+    config: PretrainedConfig, *, trust_remote_code: bool = False, source: str = "model"
+) -> PreTrainedModel:
+    """Builds the architecture on the meta device. `source`: recipe key and checkpoint, for errors."""
+    with quiet_transformers(), torch.device("meta"):
+        auto = auto_class(config, source)
+        model = auto.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def model_shape(model: PreTrainedModel, processor: PixelProcessor | None = None) -> ModelShape:
+    """Counts what a model's FLOPs depend on: of routed experts those that a token uses, and no embeddings.
+    `processor`: of images, if rows have some."""
+    head = model.get_output_embeddings().weight
+    embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    skipped = {id(weight) for weight in (*embeddings, head)}
+    text = model.config.get_text_config()
+    experts = count_experts(text.to_dict()) if routes_tokens(model.config) else (1.0, 1.0)
+    _, last_block = feed_forwards(model)[-1]
+    read, recurrent = text_model(model), list[tuple[float, float]]()
+    if KERNELS.keys() & vars(sys.modules[type(read).__module__]).keys():  # its code calls such functions
+        recurrent = [recurrence_sizes(module) for module in read.modules()]
+    attention: tuple[AttentionKind, ...] = ()
+    if "num_attention_heads" in text.to_dict().keys() | text.attribute_map.keys():  # not a state-space model
+        needs = attention_needs(model.config)
+        width = int(text.num_attention_heads) * (needs.head_dim + needs.value_head_dim)
+        counts = Counter(layer_windows(model.config))
+        attention = tuple(
+            AttentionKind(num_layers=number, width=width, window=window) for window, number in counts.items()
+        )
+    return ModelShape(
+        token_weights=_token_weights(read, experts, skipped),
+        head_weights=int(head.numel()),
+        attention=attention,
+        state_products=sum(products for products, _ in recurrent),
+        kept_numbers=sum(kept for _, kept in recurrent),
+        last_block_weights=0.0 if last_block is None else _token_weights(last_block, experts, skipped),
+        image_token=-1 if processor is None else model.config.image_token_id,
+        image_flops=0.0 if processor is None else image_flops(model, processor),
+    )
+
+
+def _token_weights(module: torch.nn.Module, experts: tuple[float, float], skipped: set[int]) -> float:
+    """Counts the weights that multiply every token. `skipped`: ids of the embeddings and of the head."""
+    num_experts, num_active = experts
+    total = 0.0
+    for name, weight in module.named_parameters():
+        if weight.ndim < 2 or name.endswith("bias") or id(weight) in skipped:
+            continue
+        # Experts are slices of one tensor, or numbered modules in a module named `experts`.
+        is_routed = ".experts." in f".{name}" or (weight.ndim == 3 and weight.shape[0] == num_experts > 1)
+        total += weight.numel() * (num_active / num_experts if is_routed else 1.0)
+    return total
+
+
+def tower_weights(model: PreTrainedModel) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the weights of towers that multiply each patch (the first makes patches of pixels), and those
+    that multiply each token of an image."""
+    towers, kinds = tower_parameters(model), (nn.Linear, nn.Conv2d, nn.Conv3d)
+    first, *others = (m.weight for m in model.modules() if isinstance(m, kinds) and m.weight in towers)
+    in_layers = {weight for layer in outermost_layers(model) for weight in layer.parameters()}
+    return [first, *(w for w in others if w in in_layers)], [w for w in others if w not in in_layers]
+
+
+def image_flops(model: PreTrainedModel, processor: PixelProcessor) -> float:
+    """Returns the FLOPs of the tower's weights, without its attention, for each placeholder of an image of
+    512 x 512, forward only."""
+    of_patches, of_tokens = tower_weights(model)
+    pixels = processor.pixel_inputs([np.zeros((512, 512, 3), dtype=np.uint8)])["pixel_values"]
+    num_tokens = processor.image_ids(512, 512).count(model.config.image_token_id)
+    patches_of_token: float = pixels.numel() / of_patches[0][0].numel() / num_tokens
+    counts = [sum(weight.numel() for weight in weights) for weights in (of_patches, of_tokens)]
+    return 2.0 * (counts[0] * patches_of_token + counts[1])
+
+
+def router_balance(model: PreTrainedModel, coefficient: float | None) -> RouterBalance | None:
+    """Returns the model's load-balancing loss; None if it has none. `coefficient`: `loss.router_aux_coef`;
+    None: that of the model's config. Raises RecipeError if it is not 0 but the model has no such loss."""
+    if not _returns_router_logits(model):
+        if coefficient:
+            what = "mixtures" if routes_tokens(model.config) else "models"
+            raise RecipeError(
+                f"loss.router_aux_coef: {coefficient:g} is set, but {model.config.model_type} {what} of "
+                "transformers have no load-balancing loss; set it to 0 or null"
+            )
+        return None
+    if coefficient is None:
+        coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
+    if not coefficient:
+        return None
+    parts: Any = model
+    return RouterBalance(
+        coefficient=float(coefficient), num_experts=parts.num_experts, top_k=parts.num_experts_per_tok
+    )
+
+
+def router_sentence(model: PreTrainedModel, given: float | None, balance: RouterBalance | None) -> str | None:
+    """Returns a line for the user about the loss; None for models without experts. `given`: in the recipe."""
+    own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
+    has_loss = _returns_router_logits(model)
+    if balance is not None:
+        source = "the model config's own" if given is None else "loss.router_aux_coef"
+        return (
+            f"Router: load-balancing loss x {balance.coefficient:g} ({source}), "
+            f"{balance.num_experts} experts, {balance.top_k} a token"
+        )
+    if own and not has_loss and given is None:
+        return (
+            f"Router: the model config's router_aux_loss_coef ({own:g}) is left out, because "
+            f"{model.config.model_type} models of transformers have no load-balancing loss"
+        )
+    if not has_loss and not routes_tokens(model.config):
+        return None
+    reason = "loss.router_aux_coef: 0" if given is not None else "the model's config has no coefficient"
+    return f"Router: no load-balancing loss ({reason})"
+
+
+def _returns_router_logits(model: PreTrainedModel) -> bool:
+    """Whether the family's code computes the load-balancing loss, and so can return its routers' logits."""
+    return hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func") and all(
+        hasattr(model, name) for name in ("num_experts", "num_experts_per_tok")
+    )

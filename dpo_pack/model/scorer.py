@@ -47,7 +47,7 @@ class RowLogps(NamedTuple):
 
 
 def routing_sums(router_logits: Sequence[Tensor], token_copies: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Adds up the choices of R routers for the load-balancing loss, see model/shape.py.
+    """Adds up the choices of R routers for the load-balancing loss, see model/facts.py.
 
     R tensors [T, E] of logits, [T] times that a token counts -> [R, E] float64, how many times each expert
     was chosen, and [E] float64, the sums of probabilities over all layers, differentiable.

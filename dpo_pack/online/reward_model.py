@@ -22,8 +22,7 @@ from dpo_pack.data.written import check_written, suited
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS
 from dpo_pack.model.config import choose_attention, known_positions, own_attention, replace_settings
 from dpo_pack.model.layout import Row, packed_row
-from dpo_pack.model.load_report import check_report, whole_reports
-from dpo_pack.model.loading import load_config, load_errors, quiet_transformers
+from dpo_pack.model.loading import check_report, load_config, load_errors, quiet_transformers, whole_reports
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, Precision
 from dpo_pack.online.interface import Failure, Rollout, Scores

@@ -207,7 +207,7 @@ class AttentionKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model that decide its FLOPs; model/shape.py reads them off the architecture."""
+    """The sizes of a model that decide its FLOPs; model/facts.py reads them off the architecture."""
 
     token_weights: float  # weights that multiply every token: only active experts, without the head
     head_weights: int  # hidden size x vocabulary, tied to the embedding or not

@@ -16,8 +16,8 @@ from dpo_pack.data.sources import HELD_OUT
 from dpo_pack.data.store import PairTable
 from dpo_pack.losses import Objective, PairLogps, ScoredPairs, weighted_losses
 from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.facts import router_sentence
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.model.shape import router_sentence
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import source_names
 from dpo_pack.run.run_dir import RunDir

@@ -26,6 +26,7 @@ from dpo_pack.data.store import pair_lengths
 from dpo_pack.model.attention.segments import MAX_MASK_BYTES
 from dpo_pack.model.compiling import tower_parameters
 from dpo_pack.model.config import attention_needs, count_experts, routes_tokens
+from dpo_pack.model.facts import tower_weights
 from dpo_pack.model.fast_layers import tileable_feed_forwards
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HEAD_BOUNDS
@@ -33,7 +34,6 @@ from dpo_pack.model.lora import read_adapter
 from dpo_pack.model.parallel import DistributedPolicy
 from dpo_pack.model.quantize import bits_per_weight
 from dpo_pack.model.scorer import Precision
-from dpo_pack.model.shape import tower_weights
 from dpo_pack.packing.lengths import IntArray, ModelShape
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.schema import why_not_sharded

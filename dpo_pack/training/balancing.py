@@ -1,6 +1,6 @@
 """The load-balancing loss of a mixture of experts, taken over all tokens of a step.
 
-For each expert the loss multiplies two sums over all tokens of the step (model/shape.py): the times that it
+For each expert the loss multiplies two sums over all tokens of the step (model/facts.py): the times that it
 is chosen, which has no gradient, and its probabilities. So the counts of all rows and ranks must be known
 before the first backward pass, and each row adds its own part. The training forward pass of a rank's first
 row counts this row's choices, a pass without gradients at the start of the step those of all later rows.
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpo_pack.model.facts import RouterBalance
 from dpo_pack.model.scorer import RowLogps
-from dpo_pack.model.shape import RouterBalance
 from dpo_pack.system import ranks
 
 

@@ -26,9 +26,9 @@ from dpo_pack.losses import (
     weighted_losses,
     wpo_weights,
 )
+from dpo_pack.model.facts import RouterBalance
 from dpo_pack.model.logps import TokenStatistics, sequence_sums
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
-from dpo_pack.model.shape import RouterBalance
 from dpo_pack.system import ranks
 from dpo_pack.training.balancing import StepBalance
 from dpo_pack.training.batches import GlobalBatch, PairRow

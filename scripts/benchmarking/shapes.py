@@ -119,7 +119,7 @@ def shape_config(name: str) -> Any:
 
 def flops_shape(name: str) -> ModelShape:
     """What of a shape decides its FLOPs."""
-    from dpo_pack.model.shape import model_shape, without_weights
+    from dpo_pack.model.facts import model_shape, without_weights
 
     return model_shape(without_weights(shape_config(name)))
 

@@ -28,13 +28,13 @@ from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, fl
 from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.building import _checkpoint_activations
 from dpo_pack.model.config import layer_windows
+from dpo_pack.model.facts import router_balance
 from dpo_pack.model.fast_layers import cast_experts, tile_feed_forwards, trim_last_layer
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, HeadTransform, WantedStatistics, _ChunkedLogps
 from dpo_pack.model.lora import LoraSettings, attach_adapter
 from dpo_pack.model.quantize import compute_restored
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
-from dpo_pack.model.shape import router_balance
 from dpo_pack.recipe.training import LossRecipe
 from dpo_pack.training.batches import GlobalBatch, PairRow
 from dpo_pack.training.metrics import column, join_values, pair_values

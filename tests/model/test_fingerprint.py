@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
 from dpo_pack.data.store import file_hashes
 from dpo_pack.model import fingerprint
+from dpo_pack.model.facts import without_weights
 from dpo_pack.model.fingerprint import files_fingerprint, weight_files
 from dpo_pack.model.scorer import Precision
-from dpo_pack.model.shape import without_weights
 from dpo_pack.reference.cache import namespace_digest
 from dpo_pack.system.errors import ModelError
 

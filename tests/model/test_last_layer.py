@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
+from dpo_pack.model.facts import model_shape, without_weights
 from dpo_pack.model.fast_layers import feed_forwards, trim_last_layer
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.model.shape import model_shape, without_weights
 from dpo_pack.packing.lengths import PairLengths, pair_flops
 
 GROUPS = [group([5, 6, 7, 8, 9, 10], [11, 12, 13], [11, 14]), group([20, 21], [22], [23, 24, 25, 26])]

@@ -22,9 +22,9 @@ from transformers.models.llama import modeling_llama
 import dpo_pack.model.fast_layers as fast_layers
 import dpo_pack.run.models as recipe_models
 from dpo_pack.commands.doctor import prove_recipe
+from dpo_pack.model.facts import without_weights
 from dpo_pack.model.fast_layers import apply_liger, check_kernels, stock_layers
 from dpo_pack.model.fingerprint import modelling_source
-from dpo_pack.model.shape import without_weights
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError

@@ -15,11 +15,11 @@ from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from dpo_pack.model.facts import without_weights
 from dpo_pack.model.fingerprint import files_fingerprint, meta_tensors, weight_files
 from dpo_pack.model.loading import load_config, load_errors, load_tokenizer
 from dpo_pack.model.lora import read_adapter
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.model.shape import without_weights
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.system.errors import ModelError, UnsupportedModelError
 

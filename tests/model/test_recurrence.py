@@ -33,11 +33,11 @@ from dpo_pack.model.attention import ATTENTION_NAME, register_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.attention.segments import RowSegments, make_gather
 from dpo_pack.model.config import check_packs
+from dpo_pack.model.facts import model_shape, without_weights
 from dpo_pack.model.recurrence import RecurrentCall, recurrence_sizes, wrap_recurrent_layers
 from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.recurrence.pieces import row_history, row_pieces
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.model.shape import model_shape, without_weights
 from dpo_pack.proofs.recurrence import take_kernels
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.system.errors import UnsupportedModelError
@@ -209,9 +209,8 @@ def test_a_row_by_kernels_has_the_log_probs_and_gradients_of_the_torch_functions
 ) -> None:
     use_stand_ins(monkeypatch)
     scorer = make_scorer(family)
-    scorer.recurrence = RecurrentCall.run
-    expected, expected_grads = gradients(scorer, make_row(GROUPS, mode))
-    scorer.recurrence = None
+    with scorer.replaced(recurrence=RecurrentCall.run):
+        expected, expected_grads = gradients(scorer, make_row(GROUPS, mode))
     lines = take_kernels(scorer, CPU)
     assert set(scorer.recurrent_kernels) == set(FAMILIES[family])
     assert sorted(lines) == sorted(f"{KERNELS[n].name} of {KERNELS[n].package}" for n in FAMILIES[family])

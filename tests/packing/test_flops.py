@@ -15,7 +15,7 @@ from support.tiny_vision import CONFIGS, IMAGE_TOKEN, StandIn, vision_config, vi
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpo_pack.model.config import count_experts
-from dpo_pack.model.shape import image_flops, model_shape, without_weights
+from dpo_pack.model.facts import image_flops, model_shape, without_weights
 from dpo_pack.packing.lengths import (
     AttentionKind,
     IntArray,

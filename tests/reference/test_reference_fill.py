@@ -19,8 +19,8 @@ from support.reference_pairs import (
 )
 
 import dpo_pack.reference.compute as reference_pass
+from dpo_pack.model.facts import model_shape
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.model.shape import model_shape
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import BudgetSearch, fill_cache, find_work

@@ -29,8 +29,8 @@ from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 import dpo_pack.run.memory_estimate as memory
 from dpo_pack.model.compiling import tower_parameters
+from dpo_pack.model.facts import model_shape, without_weights
 from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
-from dpo_pack.model.shape import model_shape, without_weights
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.memory_estimate import (
     GIB,

@@ -21,8 +21,8 @@ from support.whole_runs import adapter_recipe as recipe_in
 from support.whole_runs import num_computed
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dpo_pack.model.facts import without_weights
 from dpo_pack.model.quantize import Quantization, check_quantizable, compute_restored, quantization_settings
-from dpo_pack.model.shape import without_weights
 from dpo_pack.recipe.load import check_environment
 from dpo_pack.run.export import merge_adapter
 from dpo_pack.run.models import load_and_prove

@@ -10,9 +10,9 @@ import torch
 import yaml
 from transformers import AutoConfig
 
+from dpo_pack.model.facts import model_shape, without_weights
 from dpo_pack.model.quantize import bits_per_weight, quantization_settings
 from dpo_pack.model.scorer import resolve_precision
-from dpo_pack.model.shape import model_shape, without_weights
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.templates import MODELS, TEMPLATES, recipe_template
 from dpo_pack.run.memory_estimate import GIB, MemoryFacts, MemoryShape, estimate_memory, memory_shape

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from dpo_pack.data.store import PairTable, join_pairs
+from dpo_pack.model.facts import model_shape
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
-from dpo_pack.model.shape import model_shape
 from dpo_pack.packing.lengths import Group
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import PassSettings, ReferenceWork, compute_missing, find_work, plan_pass

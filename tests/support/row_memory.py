@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
+from dpo_pack.model.facts import model_shape, without_weights
 from dpo_pack.model.layout import Row
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
-from dpo_pack.model.shape import model_shape, without_weights
 from dpo_pack.run.memory_estimate import MemoryFacts, estimate_memory, memory_shape
 from dpo_pack.training.optim import build_optimizer
 from support.groups import CPU, make_row, random_groups

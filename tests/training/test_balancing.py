@@ -20,8 +20,8 @@ from support.two_ranks import run_on_ranks
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from dpo_pack.model.facts import router_balance, router_sentence
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.model.shape import router_balance, router_sentence
 from dpo_pack.packing.lengths import Group
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.setup import check_recipe

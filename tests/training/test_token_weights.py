@@ -18,8 +18,8 @@ from torch import Tensor
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.store import PairTable, join_pairs
 from dpo_pack.losses import LOSSES, Objective, weighted_losses
+from dpo_pack.model.facts import model_shape
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.model.shape import model_shape
 from dpo_pack.packing.lengths import Group
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import PassSettings, find_work
