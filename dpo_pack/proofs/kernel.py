@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -90,7 +91,8 @@ def prove_wiring(calls: Recorded, config: PretrainedConfig) -> Proof:
     bound += "; a softcap in every layer" * needs.has_softcap + "; sinks" * needs.has_sinks
     remedy = PADDED_REMEDY if calls.error is None else str(calls.error)
     if num_recurrent != calls.num_recurrent and calls.error is None:
-        remedy = f"install the transformers release that docs/families.md names, or {remedy}"
+        own = f"this is {transformers.__version__}"
+        remedy = f"install the transformers release that docs/families.md names ({own}), or {remedy}"
     return Proof(
         name="wiring",
         passed=calls.error is None

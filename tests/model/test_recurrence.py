@@ -128,8 +128,10 @@ def test_layers_that_do_not_call_the_functions_of_this_release_are_refused_with_
     scorer = load_usual(tmp_path, packed=True).scorer
     wrapped: list[nn.Module] = [m for m in scorer.model.modules() if type(m).__name__ == "Lfm2ShortConv"]
     del vars(wrapped[0])["forward"]
-    with pytest.raises(UnsupportedModelError, match=r"of transformers \d.*called 0 of 1 .*padded"):
-        scorer(make_row(GROUPS, "shared"))
+    (proof,) = prove(scorer, CPU)
+    assert proof.name == "wiring" and not proof.passed
+    assert proof.numbers["calls of our recurrent functions"] == 0.0
+    assert re.match(r"install the transformers release .* \(this is \d.*padded", proof.remedy)
 
 
 @pytest.mark.parametrize(
