@@ -459,9 +459,9 @@ def recipe_command(
     elif peer is not None:
         from dpo_pack.recipe.peers.translate import NO_COUNTERPART, translate
 
-        text = translate(*peer)
-        print(text, end="")
-        if NO_COUNTERPART in text:
+        translated = translate(*peer)
+        print(translated, end="")
+        if NO_COUNTERPART in translated:
             complain("Some settings have no counterpart in dpo-pack; the recipe lists them at its top")
     elif defaults:
         print(recipe_defaults() if every_key else BEGINNING, end="")

@@ -48,7 +48,7 @@ def test_the_page_is_well_formed_and_says_what_the_terminal_says() -> None:
     for title, cells in tables(report).items():
         assert title[0].upper() + title[1:] in text  # FLOPs stay as they are
         assert all(cell in page.text for row in cells.rows for cell in row if cell)
-    assert page.tags.count("table") == 3 and ("class", "picked") in page.attributes
+    assert page.tags.count("table") == 4 and ("class", "picked") in page.attributes
     assert packing_page(report).endswith("</html>\n")  # a text file, whose last line ends
 
 

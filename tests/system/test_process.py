@@ -196,7 +196,7 @@ def test_the_package_prints_in_one_place_and_elsewhere_only_json_and_recipes() -
                     "to_json",
                     "recipe_defaults",
                     "recipe_template",
-                    "translate",
+                    "translated",
                 ), f"{file.name}:{node.lineno}"
 
 
