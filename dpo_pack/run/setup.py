@@ -143,9 +143,9 @@ def other_tokens(model: ModelFacts, tokenizer: PreTrainedTokenizerBase, *, write
     )
 
 
-def _other_tokenizer(given: str | None, policy: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns a warning if ids of tokenizer.path, `given`, are other tokens in the policy's own, or ""."""
-    told = "" if given is None else other_tokens(policy, tokenizer)
+def _other_tokenizer(policy: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns a warning if ids of tokenizer.path are other tokens in the policy's own, or ""."""
+    told = other_tokens(policy, tokenizer)
     return (
         told and f"Warning: {told}; right only if the tokenizer of tokenizer.path is the one that it learnt"
     )
@@ -277,7 +277,7 @@ def prepare(
         tokenizer = prepare_tokenizer(recipe, policy.processor)
         if reference is not policy:
             check_vocabulary(reference, tokenizer)
-        if warning := _other_tokenizer(recipe.tokenizer.path, policy, tokenizer):
+        if recipe.tokenizer.path is not None and (warning := _other_tokenizer(policy, tokenizer)):
             console.print(warning)
     data = ranks.of_node(
         lambda: prepare_data(
@@ -464,8 +464,9 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         tokenizer = prepare_tokenizer(recipe, images)
         found.append(f"tokenizer: {len(tokenizer):,} tokens")
         with step():
-            if policy is not None and (warning := _other_tokenizer(recipe.tokenizer.path, policy, tokenizer)):
-                found.append(f"  {warning}")
+            if policy is not None and recipe.tokenizer.path is not None:
+                warning = _other_tokenizer(policy, tokenizer)
+                found += [f"  {warning}"] if warning else []
             if "reference.path" in models:
                 check_vocabulary(models["reference.path"], tokenizer)
         if images is not None and images.gives_template(tokenizer):

@@ -111,18 +111,20 @@ def score_pairs(objective: Objective, output: RowLogps, row: PairRow) -> ScoredP
         output = _by_pair(output, row)
     num_tokens = output.num_tokens.view(-1, 2)  # [P, (chosen, rejected)]
     policy, reference = output.sums.view(-1, 2), row.reference
-    pair_weights = row.pair_weights
+    pair_weights, lengths = row.pair_weights, row.row.completion_lengths
+    if row.sequence_index is not None:
+        lengths = lengths.index_select(0, row.sequence_index)
     if objective.weighting == "wpo":
-        squares = _sums(output.token_statistics.log_sum_squares, row)
+        squares = _sums(output.token_statistics.log_sum_squares, lengths, row.token_weights)
         pair_weights = pair_weights * wpo_weights(policy - squares.view(-1, 2), num_tokens)
     if objective.ld_alpha is not None:
         assert row.reference_tokens is not None, "the reference was frozen without per-token values"
-        lengths, weights = _lengths(row), row.token_weights
+        weights = row.token_weights
         weights = torch.ones_like(output.token_logps, dtype=torch.float64) if weights is None else weights
         weights = length_desensitized_weights(weights, lengths, objective.ld_alpha)
         both = (output.token_logps, row.reference_tokens)
         policy, reference = (weighted_sums(values, weights, lengths).view(-1, 2) for values in both)
-    statistics = [_sums(values, row) for values in output.token_statistics[:3]]
+    statistics = [_sums(values, lengths, row.token_weights) for values in output.token_statistics[:3]]
     counts = dict(zip(("chosen_tokens", "rejected_tokens"), num_tokens.double().unbind(dim=1), strict=True))
     return ScoredPairs(
         policy=PairLogps(chosen=policy[:, 0], rejected=policy[:, 1], **counts),
@@ -157,17 +159,11 @@ def _by_pair(output: RowLogps, row: PairRow) -> RowLogps:
     )
 
 
-def _lengths(row: PairRow) -> Tensor:
-    """Returns [2 P] tokens of chosen, rejected, ..."""
-    lengths = row.row.completion_lengths
-    return lengths if row.sequence_index is None else lengths.index_select(0, row.sequence_index)
-
-
-def _sums(token_values: Tensor, row: PairRow) -> Tensor:
-    """Returns [2 P] sums over the tokens of chosen, rejected, ...; weighted if tokens have weights."""
-    if row.token_weights is None:
-        return sequence_sums(token_values, _lengths(row))
-    return weighted_sums(token_values, row.token_weights, _lengths(row))
+def _sums(token_values: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+    """Returns [S] sums over the tokens of each sequence; weighted if tokens have weights."""
+    if weights is None:
+        return sequence_sums(token_values, lengths)
+    return weighted_sums(token_values, weights, lengths)
 
 
 def weighted_sums(token_values: Tensor, weights: Tensor, lengths: Tensor) -> Tensor:
