@@ -165,9 +165,8 @@ def train(
         if read_back_job is not None and ranks.is_first():
             verify_model(run, console, read_back_job)
         print_next(run.root, trainer.state.evaluation, console, has_images=recipe.model.images)
-        if recipe.export.push_to_hub is not None:
-            repo, is_private = recipe.export.push_to_hub.repo, recipe.export.push_to_hub.private
-            push_model(run, console, interruption, repo=repo, private=is_private)
+        if (target := recipe.export.push_to_hub) is not None:
+            push_model(run, console, interruption, repo=target.repo, private=target.private)
 
 
 class Trainer:
