@@ -95,7 +95,8 @@ def _evaluate(
 ) -> tuple[Tensor, RowBuilder]:
     """`options` are those of `evaluate_pairs`."""
     with contextlib.ExitStack() as stack:
-        if in_float32 and reference.exact is not None:
+        if in_float32:
+            assert reference.exact is not None
             reference = reference.exact
             for used in {scorer, reference.moving or scorer}:
                 stack.enter_context(used.in_float32())
