@@ -175,11 +175,11 @@ def sentence_of(name: str) -> str:
     return SENTENCES.get(name) or f"{name.removesuffix(_LABEL)} is an id or a category, no text"
 
 
-def source_notes(summary: Mapping[str, Any]) -> Iterator[str]:
+def source_notes(summary: Mapping[str, Any], *, names_left_out: bool = True) -> Iterator[str]:
     """Yields what a user should know of a source: `summary` is that of its store."""
     kept = summary.get("pairs_kept", summary.get("prompts_kept", 0))
     what = "pairs" if "pairs_kept" in summary else "prompts"
-    if (dropped := summary["rows_read"] - kept) > 0:
+    if names_left_out and (dropped := summary["rows_read"] - kept) > 0:
         reasons = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in summary["dropped"].items())
         warning = "Warning: " if dropped >= FEW * summary["rows_read"] else ""
         yield f"{warning}{dropped:,} of {summary['rows_read']:,} rows are left out: {reasons}"

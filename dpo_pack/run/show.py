@@ -192,7 +192,7 @@ def _view_source(
         format=ingestion.format,
         columns=ingestion.columns_read,
         columns_not_read=summary["columns_not_read"],
-        notes=list(source_notes(summary | {"rows_read": 0})),  # `left_out` says it of rows
+        notes=list(source_notes(summary, names_left_out=False)),
         rows_read=ingestion.num_rows,
         rows=ingestion.num_rows if is_at_end else ingestion.opened.num_rows,
         pairs_kept=ingestion.num_kept,
