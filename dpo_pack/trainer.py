@@ -287,7 +287,7 @@ class Trainer:
         self.loaded = load_policy(setup)
         self.source, self.win_rate = build_online(setup, self.loaded, directory=self.run.rollouts)
         if self.win_rate is not None and dry_run is not True:
-            self.win_rate.open()
+            self.win_rate.begin()
         if self.objective.needs_reference:
             self.reference = live_reference(setup, self.loaded)
             self.console.print("Reference: live, on the rows of each step")

@@ -37,7 +37,7 @@ class WinRate:
         }
         self.first: dict[str, list[Completion | None]] = {}  # the starting policy's answers, by set
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Lets the starting policy answer all prompts; to be called before the first step."""
         self.first = {name: ranks.share_out(draws, self._answers) for name, draws in self.draws.items()}
 

@@ -86,7 +86,7 @@ def test_a_held_out_prompt_without_answer_or_scores_counts_as_failed_and_is_in_n
     judge = Fixed({FIRST_DRAW + 1: None, FIRST_DRAW + 2: [2, 5]}, [])
     prompts = [draw.prompt for draw in DRAWS]
     games = WinRate({"eval": prompts}, Canned(0), judge, seed=0)  # type: ignore[arg-type]
-    games.open()
+    games.begin()
     ((name, record),) = games.evaluate()
     assert (name, record["prompts"], record["failures"]) == ("eval", 3, 2)
     assert (record["online/win_rate"], record["online/scores"], record["online/score_gain"]) == (1, 5, 3)
