@@ -146,9 +146,7 @@ def other_tokens(model: ModelFacts, tokenizer: PreTrainedTokenizerBase, *, write
 def _other_tokenizer(policy: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns a warning if ids of tokenizer.path are other tokens in the policy's own, or ""."""
     told = other_tokens(policy, tokenizer)
-    return (
-        told and f"Warning: {told}; right only if the tokenizer of tokenizer.path is the one that it learnt"
-    )
+    return told and f"Warning: {told}; this is right only if the model was trained with tokenizer.path"
 
 
 def prepare_data(
