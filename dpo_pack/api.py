@@ -151,8 +151,8 @@ def train(
     plans = memory is not None
     if (full or plans) and not dry_run or (full and plans) or (devices > 1 and not plans):
         raise RecipeError(
-            "train: full (--full), and memory (--memory) with devices, go with dry_run (--dry-run), "
-            "one of them at a time"
+            "train: --full or --memory (in Python full or memory) needs --dry-run (dry_run), and --devices "
+            "needs --memory; give one of --full and --memory"
         )
     if memory is not None:
         return _plan_memory(recipe, overrides, memory, devices, quiet=quiet)
