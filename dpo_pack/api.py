@@ -365,7 +365,6 @@ def merge(
     base: replaces the base that the adapter names. dtype: float32, bfloat16, float16, or auto, as the base.
     """
     with many_imports():
-        from dpo_pack.model.lora import unknown_settings
         from dpo_pack.run.checkpoint import model_of
         from dpo_pack.run.export import merge_adapter
         from dpo_pack.system.console import make_console
@@ -375,12 +374,10 @@ def merge(
         found = Path(stack.enter_context(model_of(os.fspath(source), console)))
         replacement = None if base is None else stack.enter_context(model_of(base, console))
         stack.enter_context(console.status("Merging"))
-        adapter, line = merge_adapter(
+        adapter, lines = merge_adapter(
             found, Path(out), base=replacement, dtype=dtype, trust_remote_code=trust_remote_code
         )
-    for warning in unknown_settings(adapter.directory):
-        console.print(warning)
-    if line:
+    for line in lines:
         console.print(line)
     console.print(f"Merged {adapter.directory} into {adapter.base}: {out}")
     return Path(out)

@@ -32,7 +32,7 @@ from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fingerprint import HEADER_NAMES, stored_dtype, tensor_digest
 from dpo_pack.model.loading import auto_class, load_config, load_tokenizer
-from dpo_pack.model.lora import SavedAdapter, read_adapter, require_peft
+from dpo_pack.model.lora import SavedAdapter, read_adapter, require_peft, unknown_settings
 from dpo_pack.model.parallel import full_state, is_sharded
 from dpo_pack.model.quantize import Quantization, quantization_settings
 from dpo_pack.model.saving import (
@@ -422,10 +422,11 @@ _MERGE = "dpopack merge"
 
 def merge_adapter(
     source: Path, target: Path, *, base: str | None, dtype: str, trust_remote_code: bool
-) -> tuple[SavedAdapter, str]:
+) -> tuple[SavedAdapter, list[str]]:
     """Writes the merged model and the tokenizer to `target`, whole or not at all.
 
-    Returns the adapter, and a line about what rounding changes; it is empty where nothing is rounded.
+    Returns the adapter, and lines about settings that peft does not know, about tokens that the base does not
+    embed, and about what rounding changes.
 
     `source` is the directory of an adapter or of a run. `base` replaces the base that the adapter names. Base
     plus adapter is computed in float32 and rounded once, to `dtype`; `auto`: the type of the base's weights.
@@ -457,7 +458,15 @@ def merge_adapter(
     if (beyond := find_beyond(merged.model.state_dict(), rounded)) is not None:
         kind = str(rounded).removeprefix("torch.")
         raise ModelError(f"{_MERGE}: {beyond} has values beyond {kind}; use --dtype bfloat16 or float32")
-    line = ""
+    lines = list(unknown_settings(adapter.directory))
+    embeddings: Any = merged.model.get_input_embeddings()
+    num_embeddings = embeddings.num_embeddings
+    if unread := [token for token, id in tokenizer.get_vocab().items() if id >= num_embeddings]:
+        lines.append(
+            f"Warning: {adapter.base} does not embed all tokens of the adapter's tokenizer ({unread[0]!r} "
+            f"and {len(unread) - 1:,} more), so the merged model cannot read them; if the adapter was "
+            "trained with them, give the model that it was trained on with --base"
+        )
     if rounded != torch.float32:
         setup, known = None, list[float]()
         run = directory.parent if directory.name == MODEL else directory
@@ -466,7 +475,7 @@ def merge_adapter(
             setup = prepare(recipe, make_console(quiet=True), takes_prompts=True)
             evaluations = (read_json(run / INFO_FILE) or {}).get("evaluation", {}).values()
             known = [one["rewards/margins"] for one in evaluations if "rewards/margins" in one]
-        line = round_and_measure(merged, rounded, setup, known, key="--dtype float32")
+        lines.append(round_and_measure(merged, rounded, setup, known, key="--dtype float32"))
         round_weights(merged.model, rounded, keeps_type=False)
     turn_end, note = name_turn_end(merged, tokenizer)
     example = _usage(
@@ -478,7 +487,7 @@ def merge_adapter(
     with written_aside(target) as temporary:
         card = _merged_card(adapter, f"{example}\n{note}.\n" if note else example)
         _write_model(merged, tokenizer, temporary, card, dtype=rounded, turn_end=turn_end)
-    return adapter, line
+    return adapter, lines
 
 
 def _merged(adapter: SavedAdapter, trust_remote_code: bool) -> LoadedModel:

@@ -37,10 +37,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def merge(source: Path, target: Path, **options: Any) -> str:
-    _, line = merge_adapter(
+    _, lines = merge_adapter(
         source, target, **{"base": None, "dtype": "auto", "trust_remote_code": False, **options}
     )
-    return line
+    return "\n".join(lines)
 
 
 def logits(model: Any) -> Tensor:
@@ -74,6 +74,19 @@ def test_the_command_merges_and_its_errors_are_one_line(trained: Path, tmp_path:
     assert runner.invoke(app, ["merge", str(trained / "run" / "model"), out]).exit_code == 0
     again = runner.invoke(app, ["merge", str(trained / "run"), out])
     assert isinstance(again.exception, RunError) and "exists already" in str(again.exception)
+
+
+def test_tokens_that_the_base_does_not_embed_are_named(trained: Path, tmp_path: Path) -> None:
+    adapter = shutil.copytree(trained / "run" / "model", tmp_path / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    base = AutoModelForCausalLM.from_pretrained(trained / "model")
+    tokenizer.add_tokens([f"<extra {n}>" for n in range(base.config.vocab_size - len(tokenizer))])
+    tokenizer.save_pretrained(adapter)
+    assert not merge(adapter, tmp_path / "all embedded")
+    tokenizer.add_tokens(["<one more>"])
+    tokenizer.save_pretrained(adapter)
+    line = merge(adapter, tmp_path / "merged")
+    assert line.startswith("Warning") and "'<one more>' and 0 more" in line and "--base" in line
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
