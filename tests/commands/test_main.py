@@ -628,12 +628,19 @@ def test_recipe_check_reads_only_the_first_rows_of_a_long_file(recipe: Path, dpo
     assert "  1 of 200 rows are left out: 1 missing_column\n" in skipped.out
 
 
-def test_doctor_names_versions_devices_and_backends(dpopack: Dpopack) -> None:
+@pytest.mark.parametrize(
+    ("instructions", "said"), [([], ", no bf16 instructions"), (["A", "B"], ", bf16 by A and B")]
+)
+def test_doctor_names_versions_devices_and_backends(
+    instructions: list[str], said: str, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpo_pack.commands.doctor.bfloat16_instructions", lambda: instructions)
     outcome = dpopack("doctor", "--json")
     assert (outcome.status, outcome.err) == (0, "")
     environment = json.loads(outcome.out)
     assert environment["versions"]["torch"] == importlib.metadata.version("torch")
-    assert environment["devices"][0]["memory_bytes"] > 2**28
+    (device,) = environment["devices"]
+    assert device["memory_bytes"] > 2**28 and device["name"].endswith(said)
     assert set(environment["attention"]) == {"flash_attn", "torch_varlen", "flex", "sdpa"}
     assert environment["attention"][environment["auto"]] is None
     in_words = dpopack("doctor")

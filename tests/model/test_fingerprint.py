@@ -81,13 +81,14 @@ def test_the_same_values_or_bytes_in_another_type_or_shape_are_another_model(mod
     assert len(set(digests)) == 5
 
 
-def test_parameter_type_and_autocast_are_part_of_the_namespace(model: Path) -> None:
+def test_the_types_of_parameters_autocast_and_gathered_shards_are_part_of_the_namespace(model: Path) -> None:
     precisions = [
         Precision(parameters=parameters, autocast=autocast)
         for parameters in (torch.float32, torch.bfloat16)
         for autocast in (None, torch.bfloat16, torch.float16)
     ]
-    assert len({digest(model, precision=precision) for precision in precisions}) == 6
+    precisions.append(Precision(parameters=torch.float32, autocast=None, gathered=torch.bfloat16))
+    assert len({digest(model, precision=precision) for precision in precisions}) == 7
 
 
 @pytest.mark.parametrize(

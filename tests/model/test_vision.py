@@ -283,6 +283,8 @@ def test_a_transformers_that_ignores_features_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr("dpo_pack.model.vision.transformers.__version__", "5.17.2")
     with pytest.raises(UnsupportedModelError, match="llava needs transformers 5.18 or newer"):
         vision_family(vision_config("llava"))
+    monkeypatch.setattr("dpo_pack.model.vision.transformers.__version__", "5.18.0")
+    vision_family(vision_config("llava"))
 
 
 def test_the_namespace_of_a_model_that_reads_images_has_the_config_of_its_tower(tmp_path: Path) -> None:

@@ -114,7 +114,10 @@ def test_the_first_token_of_an_image_describes_it_and_the_file_has_all_tokens(sh
     file = io.StringIO()
     render_pairs(shown, _Console(verbose=False, file=file, width=80, force_terminal=False))
     text = " ".join(file.getvalue().split())
-    assert text.count("[image 40x30, ") >= 2 and "[image 154x77, " in text
+    ids = PROCESSOR.image_ids(40, 30)
+    block = ids[ids.index(PROCESSOR.token_id) : len(ids) - ids[::-1].index(PROCESSOR.token_id)]
+    assert text.count(f"[image 40x30, {len(block)} tokens]") >= 2
+    assert "[image 154x77, " in text
     assert "1 of 3 images are scaled down to data.max_pixels" in text
     assert "1 rows are too long; an image is often hundreds of tokens" in text
     assert "||" not in text
