@@ -531,7 +531,7 @@ class Trainer:
         grad_norm = clip_gradients(state.scorer, self.recipe.optim.max_grad_norm)
         learning_rate = float(state.scheduler.get_last_lr()[0])
         losses = column(values, "loss")
-        # may block `step`
+        # after it, optimizer.step() may change nothing
         self.log.guard.check(state.step + 1, losses, grad_norm, batch.pair_indices, optimizer)
         state.step += 1  # first: an error while the parameters change must not save them
         optimizer.step()

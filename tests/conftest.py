@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+pytest.register_assert_rewrite("support")  # a failed assert there shows its values, too
+
 if TYPE_CHECKING:
     from rich.console import Console
     from support.dpopack import Dpopack, Outcome

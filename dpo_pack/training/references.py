@@ -44,7 +44,8 @@ class Reference(Protocol):
         """The reference of an evaluation in fp32, if the run computes in less and can do it; else None."""
 
     def known(self, table: PairTable) -> PairReference | None:
-        """Returns log-probs for rows of the table; None if `score` adds them later or the loss needs none."""
+        """Returns log-probs for held-out or online pairs; None: `score` adds them, or none are needed.
+        (The builder of offline training rows has them from the beginning.)"""
 
     def score(self, row: PairRow) -> PairRow:
         """Returns the row with the reference's log-probs in it."""

@@ -209,8 +209,8 @@ def test_an_error_has_the_line_that_reads_the_rows(row: dict[str, Any], line: st
         ("a.jsonl", b'[{"prompt": "why"}]', "a JSON array, not JSON lines"),
         ("a.jsonl", b'{\n "prompt": "why"\n}', "take several lines"),
         ("a.csv", b"prompt;chosen;rejected\nwhy;a;b\n", "separated by ';'"),
-        ("a.jsonl", gzip.compress(b'{"prompt": "why"}'), "compressed; decompress it"),
-        ("a.jsonl.gz", gzip.compress(bz2.compress(b'{"prompt": "why"}')), "compressed; decompress it"),
+        ("a.jsonl", gzip.compress(b'{"prompt": "why"}', mtime=0), "compressed; decompress it"),
+        ("a.jsonl.gz", gzip.compress(bz2.compress(b"why"), mtime=0), "compressed; decompress it"),
         (
             "a.json",
             b'{"prompt": {"0": "why"}, "chosen": {"0": "a"}}',

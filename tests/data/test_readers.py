@@ -256,9 +256,9 @@ NOT_UTF_8 = "not UTF-8: byte 0xff.*; save it as UTF-8"
         ("a.csv", CSV + b"q,a,\xff\n", NOT_UTF_8),
         ("a.csv", CSV + b'q,"a,b\n', "cannot be read after row 50"),
         ("a.csv", b"", "is empty"),
-        ("a.jsonl.gz", gzip.compress(json_lines(ROWS))[:-12], CUT_OFF),
-        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())[:-12], CUT_OFF),
-        ("a.csv.gz", gzip.compress(CSV)[:-12], CUT_OFF),
+        ("a.jsonl.gz", gzip.compress(json_lines(ROWS), mtime=0)[:-12], CUT_OFF),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)[:-12], CUT_OFF),
+        ("a.csv.gz", gzip.compress(CSV, mtime=0)[:-12], CUT_OFF),
         *(
             (name, OTHER_KIND, "cannot be read")
             for name in ("a.jsonl.gz", "a.json.gz", "a.parquet", "a.arrow")

@@ -99,7 +99,9 @@ def test_a_pair_in_the_wrong_order_costs_what_the_formula_gives_by_hand(name: st
 
 
 # The losses that put a divergence's scores in the place of logratios, of those there are.
-WITH_DIVERGENCE = tuple(name for name in NAMES if LOSS_DECLARATIONS[name].takes_divergences)
+WITH_DIVERGENCE = tuple(
+    name for name in NAMES if name in LOSS_DECLARATIONS and LOSS_DECLARATIONS[name].takes_divergences
+)
 OTHER_DIVERGENCES = tuple(name for name in DIVERGENCES if name != "reverse_kl")
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -36,6 +36,7 @@ from dpo_pack.online.reward_model import (
     prove_reward_model,
     without_padding,
 )
+from dpo_pack.recipe.online import JudgeRecipe
 from dpo_pack.run.rollouts import build_judge
 from dpo_pack.run.setup import check_recipe, prepare
 from dpo_pack.system.errors import ModelError, RunError
@@ -237,11 +238,15 @@ def alone(path: Path, texts: list[str], *, add_special_tokens: bool = True) -> l
 
 def test_each_judge_of_a_recipe_is_one_of_its_type_with_its_weight(tmp_path: Path) -> None:
     server = {"url": "http://localhost:1/v1", "model": "judge"}
-    judges = [
+    judges: list[dict[str, Any]] = [
         {"type": "function", "function": "support.online_judges:count_e"},
         {"type": "reward_model", "path": str(save_reward_model(tmp_path / "judge", "llama")), "weight": 2},
         {"type": "llm", "endpoint": server, "weight": 0.5},
     ]
+    types = set(get_args(JudgeRecipe.model_fields["type"].annotation))
+    assert {judge["type"] for judge in judges} == types, "build_judge, run/rollouts.py, and here"
+    page = Path("docs/online.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page for name in types), "a row in docs/online.md"
     recipe = online_recipe(tmp_path / "assets", tmp_path / "run", judges=judges)
     combined = build_judge(prepare(recipe, Console(quiet=True), takes_prompts=True))
     assert isinstance(combined, WeightedJudges)

@@ -329,4 +329,4 @@ def assert_plain_steps(
         for name, value in plain.items():
             bound = BOUNDS[precision][name.partition("/")[0]]
             expected = pytest.approx(value, rel=bound, abs=0.0 if name == "grad_norm" else bound)
-            assert line[name] == expected, f"{where} step {line['step']}: {name}"
+            assert line[name] == expected, f"{where} step {line['step']}: {name} with {recipe.loss}"
