@@ -565,6 +565,7 @@ def test_recipe_check_reads_what_a_run_would_read_first_and_writes_nothing(
     assert (checked.status, checked.err) == (0, "")
     for key in ("output_dir", "model.path", "tokenizer", "data.train.0", "data.eval.0"):
         assert f"{key}: " in checked.out
+    assert re.search(r"model\.path: .*, llama; its [1-9]\d* tensors are there\n", checked.out)
     assert checked.out.endswith(f"{recipe} is in order\n")
     assert sorted(directory.rglob("*")) == before
 

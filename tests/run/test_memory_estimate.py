@@ -473,6 +473,7 @@ def test_a_dry_run_says_what_the_run_will_take_and_that_it_fits(
     train(load_recipe(recipe_path, (f"output_dir={tmp_path / 'run'}",)), console, dry_run=True)
     said = text(console)
     assert "Memory on one cpu device, estimated" in said and "It fits: " in said
+    assert "does not fit" not in said
     assert "scores that" not in said
     for line in ("parameters", "gradients", "optimizer", "activations", "a step"):
         assert f"\n  {line} " in said

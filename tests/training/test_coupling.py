@@ -14,7 +14,7 @@ from dpo_pack.system import ranks
 from dpo_pack.training.coupling import row_tangents
 
 OBJECTIVE = Objective(
-    terms=((LOSSES["aot"], 1.0), (LOSSES["sigmoid"], 0.5), (LOSSES["sft"], 0.1)),
+    terms=((LOSSES["aot"], 1.0), (LOSSES["ipo"], 0.5), (LOSSES["sft"], 0.1)),
     options=loss_options(beta=0.3, label_smoothing=0.1),
 )
 CPU = torch.device("cpu")
@@ -22,18 +22,23 @@ SIZES = (3, 1, 4)  # pairs of each row
 
 
 def step_values() -> Tensor:
-    """[8, 5]: policy chosen and rejected, reference chosen and rejected, weight of each pair."""
+    """[8, 7]: policy chosen and rejected, reference chosen and rejected, weight of each pair, tokens of each
+    completion."""
     generator = torch.Generator().manual_seed(0)
     logps = -20 * torch.rand(sum(SIZES), 4, generator=generator, dtype=torch.float64)
     weights = torch.tensor([1, 1, 2, 0.5, 1, 0, 1, 1], dtype=torch.float64)
-    return torch.cat((logps, weights[:, None]), dim=1)
+    tokens = torch.arange(2 * sum(SIZES), dtype=torch.float64).view(-1, 2) + 1
+    return torch.cat((logps, weights[:, None], tokens), dim=1)
 
 
 def pairs_of(values: Tensor) -> ScoredPairs:
-    tokens = torch.ones(len(values), dtype=torch.int64)
+    chosen_tokens, rejected_tokens = values[:, 5:].detach().unbind(dim=1)
     policy, reference = (
         PairLogps(
-            chosen=values[:, side], rejected=values[:, side + 1], chosen_tokens=tokens, rejected_tokens=tokens
+            chosen=values[:, side],
+            rejected=values[:, side + 1],
+            chosen_tokens=chosen_tokens,
+            rejected_tokens=rejected_tokens,
         )
         for side in (0, 2)
     )

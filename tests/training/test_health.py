@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dpo_pack.system.files import parse_json
-from dpo_pack.training.health import RULES, Health, RunFacts, examine
+from dpo_pack.training.health import RULES, Health, RunFacts, examine, what_can_be_told
 
 RUN = RunFacts(num_steps=100, beta=0.1, initial_loss=math.log(2))
 
@@ -168,3 +168,54 @@ def test_the_load_balancing_loss_is_no_reason_to_suspect_the_first_loss() -> Non
 
 def test_experts_that_had_no_tokens_from_the_start_are_not_dying() -> None:
     assert warnings_of(curve(lambda step: {"experts/unused": 0.4})) == []
+
+
+MAY_BE_HALF = "; the true value may be 0.5"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "changes", "expected"),
+    [
+        (0.7, 0.79, {}, "below 0.05 may be chance"),
+        (0.7, 0.79, {"eval_precision": "float32", "margin_noise": 0.01}, "below 0.05 may be chance"),
+        # 400 pairs have half the interval of 100; the one of 0.5 to 0.5 is as wide as the rule of three says.
+        (0.7, 0.9, {"pairs": 100}, "below 0.10 may be chance; 400 pairs would show one of 0.05"),
+        (
+            0.5,
+            0.7,
+            {},
+            "below 0.10 may be chance; 1,600 pairs would show one of 0.05" + MAY_BE_HALF,
+        ),
+        (
+            0.5,
+            0.5,
+            {"pairs": 10},
+            "below 0.15 may be chance; 90 pairs would show one of 0.05" + MAY_BE_HALF,
+        ),
+        (
+            0.7,
+            0.79,
+            {"eval_precision": "bfloat16", "margin_noise": 0.0123},
+            ". bfloat16 rounds a margin by 0.012, an estimate that nothing corrects; the mean margin is 0.4",
+        ),
+        (
+            0.7,
+            0.79,
+            {"eval_precision": "bfloat16", "margin_noise": 0.0123, "measured_pairs": 64},
+            ". bfloat16 rounds a margin by 0.012, which the intervals count; the mean margin is 0.4",
+        ),
+    ],
+)
+def test_what_a_held_out_set_can_show(
+    low: float, high: float, changes: dict[str, Any], expected: str
+) -> None:
+    record = {
+        "pairs": 400,
+        "rewards/margins": 0.4,
+        "intervals": {"rewards/accuracies": [low, high]},
+        **changes,
+    }
+    told = what_can_be_told(record)
+    assert told.startswith(f"with {record['pairs']} pairs, differences in reward accuracy below 0.")
+    assert told.endswith(expected)
+    assert not what_can_be_told({**record, "intervals": {}})
