@@ -17,12 +17,10 @@ processes, each of them runs this command.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -486,6 +484,9 @@ def _as_yaml(value: Any, key: str) -> Any:
 
 
 def _copy_of(dataset: Dataset) -> Path:
+    import hashlib
+    import tempfile
+
     from dpo_pack.reference.cache import default_cache_directory
 
     directory = default_cache_directory() / "datasets"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import signal
-import socket
 import time
 import traceback
 from dataclasses import dataclass
@@ -94,6 +93,8 @@ def settle_failure(error: BaseException, *, rank: int, store: Store) -> int:
 
 
 def say_of_rank(rank: int, message: str) -> None:
+    import socket  # `--help` does without it
+
     complain(f"rank {rank} ({socket.gethostname()}): {message}")
 
 

@@ -1,6 +1,5 @@
 """Errors that a user can repair. Each message is one line: the mistake, the file or key, and the remedy."""
 
-import pickle
 import re
 from collections.abc import Sequence
 
@@ -10,6 +9,8 @@ def first_line(error: BaseException) -> str:
 
     A line that ends with a colon goes on in the next one, which says what is wrong.
     """
+    import pickle  # `--help` does without it
+
     if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the file's code
         return "its weights are pickled objects that are not tensors; save them as safetensors"
     text = str(error).strip() or type(error).__name__
