@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,17 +57,30 @@ def build_optimizer(
         if parameters
     ]
     trains_bfloat16 = any(parameter.dtype == torch.bfloat16 for _, parameter in trained)
-    if name == "adamw":
-        if trains_bfloat16:
-            return SplitAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    if name != "adamw":
+        return _low_memory_optimizer(name, groups, lr=lr, betas=betas, eps=eps, is_low=trains_bfloat16)
     if trains_bfloat16:
+        return SplitAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def _low_memory_optimizer(
+    name: str,
+    groups: list[dict[str, Any]],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    is_low: bool,
+) -> Optimizer:
+    """`is_low`: there are parameters in bfloat16."""
+    if is_low:
         raise RecipeError(
             f"optim.name: {name} keeps no fp32 master weights, so updates of parameters in bfloat16 would "
             "round away; set optim.name: adamw or model.dtype: float32"
         )
-    if name == "adafactor":
-        return Adafactor(groups, lr=lr, weight_decay=weight_decay, scale_parameter=False, relative_step=False)
+    if name == "adafactor":  # each group has its `weight_decay`
+        return Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False)
     assert name == "adamw_8bit"
     from bitsandbytes.optim import AdamW8bit
 
