@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -98,7 +97,7 @@ from dpo_pack.training.optim import (
     learning_rate_schedule,
     schedule_warnings,
 )
-from dpo_pack.training.records import PairLog, start_trackers
+from dpo_pack.training.records import PairLog
 from dpo_pack.training.references import CachedReference, Reference, check_followable, check_start
 from dpo_pack.training.step_loss import StepLoss, begin_step_loss, score_pairs
 from dpo_pack.training.throughput import Meter, PhaseClock, device_peak
@@ -134,7 +133,8 @@ def train(
     with contextlib.ExitStack() as stack:
         if not dry_run:
             stack.enter_context(only_run(recipe.output_dir))
-        run = ranks.first_does(lambda: find_run(recipe, overwrite=overwrite))
+        told = console.print if dry_run else None
+        run = ranks.first_does_for_all(lambda: find_run(recipe, overwrite=overwrite, told=told))
         if run.is_finished:
             console.print(f"This run is finished and {run.model} holds its model; nothing to do")
             console.print(f"  {way_on(recipe)}")
@@ -142,8 +142,7 @@ def train(
                 run.remove_leftovers()
                 write_page(run, console)
             return
-        obstacle = why_no_upload() if recipe.export.push_to_hub is not None else None
-        if obstacle is not None:  # no error: the recipe may be trained without network, and pushed later
+        if recipe.export.push_to_hub is not None and (obstacle := why_no_upload()) is not None:
             console.print(f"Warning: export.push_to_hub: {obstacle}. The run trains all the same")
         interruption = stack.enter_context(interruptible())
         trainer = Trainer(recipe, run, console, interruption, dry_run=dry_run)
@@ -154,7 +153,7 @@ def train(
         try:
             trainer.run_steps(after_step)
             with interruption.deferred():  # all steps are done: a signal waits until the model is written
-                read_back_job = trainer.finish()
+                job = trainer.finish()
         except BaseException as error:
             status = "interrupted" if isinstance(error, Interrupted) else "failed"
             with contextlib.suppress(CacheError):  # the user must see the error that ended the run
@@ -162,8 +161,8 @@ def train(
                     run.update(status=status, totals=trainer.log.totals(trainer.state))
             raise
         # The run is finished: neither an error of what follows nor a signal changes that.
-        if read_back_job is not None and ranks.is_first():
-            verify_model(run, console, read_back_job)
+        if job is not None and ranks.is_first():
+            verify_model(run, console, job)
         print_next(run.root, trainer.state.evaluation, console, has_images=recipe.model.images)
         if (target := recipe.export.push_to_hub) is not None:
             push_model(run, console, interruption, repo=target.repo, private=target.private)
@@ -390,27 +389,11 @@ class Trainer:
 
     def begin_output(self) -> None:
         """Writes the first files, which every node must see, and starts the trackers."""
-        run, setup, recipe = self.run, self.setup, self.recipe
-        ranks.first_does(self.write_first_files)
+        ranks.first_does_for_all(self.write_first_files)
         if ranks.num_ranks() > 1:
-            ranks.require_shared(run.root, "output_dir")
-        if not recipe.logging.trackers:
-            return
-        if "tracking_id" not in run.info:  # it stays the same each time the run resumes
-            run.update(tracking_id=uuid.uuid4().hex[:8])
-        mlflow_run = start_trackers(
-            setup.accelerator,
-            recipe.model_dump(mode="json"),
-            trackers=recipe.logging.trackers,
-            directory=run.trackers,
-            name=recipe.logging.run_name or recipe.output_dir.name,
-            run_id=str(run.info["tracking_id"]),
-            goes_on=run.has_own_checkpoint,
-            step=self.state.step,
-            mlflow_run=run.info.get("mlflow_run") if run.has_own_checkpoint else None,
-        )
-        if mlflow_run is not None:
-            run.update(mlflow_run=mlflow_run)
+            ranks.require_shared(self.run.root, "output_dir")
+        if self.recipe.logging.trackers:
+            self.log.start_trackers(self.state.step)
 
     def write_first_files(self) -> None:
         """Writes the files that describe the run, and cuts off what an earlier process wrote later than the
@@ -632,7 +615,7 @@ class Trainer:
             return None
         state.optimizer.zero_grad(set_to_none=True)  # the reader of the model needs memory
         state.optimizer.state.clear()
-        return saver.exporter.read_back_job(run.model, saved)
+        return saver.exporter.job_to_verify(run.model, saved)
 
     def write_results(self, best: dict[str, Any] | None, *, stopped_early: bool) -> dict[str, Tensor]:
         """Writes samples, model and facts of a finished run; returns the tensors in the model's files."""
@@ -644,7 +627,7 @@ class Trainer:
             self.console.print(turn_end)
         ranks.every_rank_does(log.close)
         if (pairs := self.pairs) is not None:
-            ranks.first_does(lambda: write_packing_report(self.setup, pairs, run.packing_report))
+            ranks.first_does_for_all(lambda: write_packing_report(self.setup, pairs, run.packing_report))
         facts: dict[str, Any] = {
             "status": "finished",
             "totals": log.totals(state),

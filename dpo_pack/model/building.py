@@ -85,7 +85,7 @@ def _load_in_shards(
             "in shards; set distributed.strategy: ddp"
         )
     with ranks.first_goes_first():
-        weights_on = ranks.of_first(torch.device("cpu")) or torch.device("meta")
+        weights_on = ranks.only_first_has(torch.device("cpu")) or torch.device("meta")
         loaded = _load(facts, device, weights_on, adapter, None)
         if any("tie_word_embeddings" in note for note in loaded.notes):
             raise ModelError(

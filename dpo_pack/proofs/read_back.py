@@ -1,8 +1,9 @@
 """Reads an exported model as its users do, and compares it with what was trained. Imports no dpo_pack.
 
-A run starts this file as a program, with a JSON object on stdin (`read_back_job` in run/export.py). The last
-line on stdout is a JSON object: `failure` is null or a sentence that names a file; `error` is by token, and
-`unquantised` is that of a base that training quantises and this process does not.
+A run starts this file as a program, with a JSON object on stdin (`reader_job` in run/export.py). The last
+line on stdout is a JSON object: `failure` is null or a sentence that names a file; `tensors` is how many the
+files hold; `error` is by token, and `unquantised` is that of a base that training quantises and this process
+does not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _Job = dict[str, Any]
 
 def main() -> None:
     job: _Job = json.load(sys.stdin)
-    directory, error, unquantised = Path(job["directory"]), None, None
+    directory, tensors, error, unquantised = Path(job["directory"]), 0, None, None
     with contextlib.redirect_stdout(sys.stderr):
         try:
             types = {}  # of tensors, by file and name
@@ -35,6 +36,7 @@ def main() -> None:
                 with safe_open(file, framework="pt") as opened:
                     names = list(opened.keys())
                     types[file.name] = {name: opened.get_slice(name).get_dtype() for name in names}
+            tensors = sum(map(len, types.values()))
             failure = _wrong_file(directory, types, job)
             if failure is None:
                 model = _read(directory, job)
@@ -48,7 +50,7 @@ def main() -> None:
             raise
         except Exception as raised:  # whatever the libraries say of these files
             failure = f"{directory} cannot be read: {type(raised).__name__}: {' '.join(str(raised).split())}"
-    print(json.dumps({"failure": failure, "error": error, "unquantised": unquantised}))
+    print(json.dumps({"failure": failure, "tensors": tensors, "error": error, "unquantised": unquantised}))
 
 
 def _wrong_file(directory: Path, types: dict[str, dict[str, str]], job: _Job) -> str | None:

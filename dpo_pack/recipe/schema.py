@@ -226,6 +226,20 @@ class Recipe(types.Section):
         """Whether a row computes a pair's common prefix only once; LoRA dropout differs for each sequence."""
         return self.packing.share_prompt and (self.model.lora is None or self.model.lora.dropout == 0.0)
 
+    @property
+    def inputs(self) -> dict[str, str | None]:
+        """The paths and hub ids that the recipe names, by their keys."""
+        judges, template = () if self.online is None else self.online.judges, self.tokenizer.chat_template
+        return {
+            "model.path": self.model.path,
+            "tokenizer.path": self.tokenizer.path,
+            "tokenizer.chat_template": None if template is None else str(template),
+            "reference.path": self.reference.path,
+            **{f"data.train.{number}.path": source.path for number, source in enumerate(self.data.train)},
+            **{f"data.eval.{number}.path": one.path for number, one in enumerate(self.data.eval_sources)},
+            **{f"online.judges.{number}.path": judge.path for number, judge in enumerate(judges)},
+        }
+
     def broken_rules(self) -> Iterator[types.Problem]:
         """Yields problems between sections, each of which is valid alone."""
         model, reference = self.model, self.reference

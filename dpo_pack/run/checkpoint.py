@@ -60,7 +60,7 @@ from dpo_pack.run.export import (
     model_card,
     name_turn_end,
     read_back,
-    read_back_job,
+    reader_job,
     round_and_measure,
     verified_sentence,
 )
@@ -171,7 +171,7 @@ class Exporter:
         if wanted != "auto":
             dtype = getattr(torch, wanted)
         elif self.loaded.adapter is None:
-            stored = ranks.first_does(lambda: stored_dtype(facts.path, facts.revision))
+            stored = ranks.first_does_for_all(lambda: stored_dtype(facts.path, facts.revision))
             dtype = stored if stored.itemsize < facts.precision.parameters.itemsize else None
         if dtype == torch.float16:
             tensors = self.loaded.model.state_dict().items()
@@ -193,7 +193,7 @@ class Exporter:
         line = round_and_measure(self.loaded, dtype, self.setup, known, key="export.dtype: float32")
         self.setup.console.print(line)
 
-    def read_back_job(self, directory: Path, saved: dict[str, Tensor]) -> dict[str, Any]:
+    def job_to_verify(self, directory: Path, saved: dict[str, Tensor]) -> dict[str, Any]:
         """Returns what a process needs to compare the export with the policy; every rank must call it."""
         facts, device, wanted = self.setup.policy_facts, self.setup.device, self.setup.recipe.export.verify
         weights = facts.num_parameters * facts.precision.parameters.itemsize  # as the reader restores them
@@ -201,16 +201,8 @@ class Exporter:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory().free
         fits = ranks.first_says(free > _ROOM_TO_READ * weights)
         compares = wanted == "full" or (wanted == "auto" and fits)
-        return read_back_job(
-            self.loaded,
-            directory,
-            saved,
-            compared_pairs(self.setup, reads_images=facts.processor is not None) if compares else [],
-            revision=facts.revision,
-            trust_remote_code=facts.trust_remote_code,
-            device=device,
-            quantize=facts.quantize,
-        )
+        pairs = compared_pairs(self.setup, reads_images=facts.processor is not None) if compares else []
+        return reader_job(self.loaded, facts, directory, saved, pairs, device)
 
     def _card(self) -> str:
         return model_card(
@@ -292,7 +284,7 @@ class Saver:
         settings = self.setup.recipe.checkpoint
         self.log.flush_pairs()
         # The checkpoint refers to the lines of this file.
-        ranks.first_does(writing(self.run.metrics)(lambda: sync(self.run.metrics)))
+        ranks.first_does_for_all(writing(self.run.metrics)(lambda: sync(self.run.metrics)))
         content = checkpoint_content(
             self.state, self.place, self.identity, keep=settings.keep, num_best=settings.keep_best
         )
@@ -441,11 +433,11 @@ def _export_checkpoint(run: Path, checkpoint: Path, target: Path, console: Conso
         saved = exporter.export(temporary)
         exporter.round_policy()
         if recipe.export.verify != "none":
-            job = exporter.read_back_job(temporary, saved)
-            how = ranks.first_does(lambda: verified_sentence(job, read_back(job)))
-        ranks.first_does(writing(target)(lambda: put_in_place(temporary, target)))
+            job = exporter.job_to_verify(temporary, saved)
+            how = ranks.first_does_for_all(lambda: verified_sentence(job, read_back(job)))
+        ranks.first_does_for_all(writing(target)(lambda: put_in_place(temporary, target)))
     finally:
-        ranks.only_first(lambda: discard(temporary))
+        ranks.only_first_does(lambda: discard(temporary))
     return how
 
 

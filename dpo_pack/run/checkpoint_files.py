@@ -195,7 +195,9 @@ class CheckpointWriter:
         if self.in_background == "auto":
             self.in_background = all(ranks.every_rank_says(_has_room_for_copy(content.tensors)))
         with _discarded_on_failure(temporary):
-            _on_every_rank(path, self._group, lambda: ranks.only_first(lambda: temporary.mkdir(parents=True)))
+            _on_every_rank(
+                path, self._group, lambda: ranks.only_first_does(lambda: temporary.mkdir(parents=True))
+            )
             if export is not None:
                 _on_every_rank(path, self._group, lambda: export(temporary / MODEL))
             if self.in_background:
@@ -269,7 +271,7 @@ def _write(content: CheckpointContent, temporary: Path, path: Path, group: Any) 
         sums = _on_every_rank(path, group, lambda: file_sums(temporary / TENSORS, pattern=own_files))
         files = {f"{TENSORS}/{name}": total for part in sums for name, total in part.items()}
         complete = functools.partial(_complete, content, temporary, path, files)
-        _on_every_rank(path, group, lambda: ranks.only_first(complete))
+        _on_every_rank(path, group, lambda: ranks.only_first_does(complete))
 
 
 def _complete(content: CheckpointContent, temporary: Path, path: Path, files: FileSums) -> None:
@@ -311,5 +313,5 @@ def _discarded_on_failure(temporary: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        ranks.only_first(lambda: discard(temporary))
+        ranks.only_first_does(lambda: discard(temporary))
         raise

@@ -138,7 +138,7 @@ class Evaluator:
                 sentence += f"; {result['eval_precision']} rounds a margin by {result['margin_noise']:.2g}"
             log.write_evaluation(state.step, held_out.name, result, sentence)
         if results:
-            ranks.only_first(lambda: write_held_out_pairs(results, log.run.held_out, step=state.step))
+            ranks.only_first_does(lambda: write_held_out_pairs(results, log.run.held_out, step=state.step))
         with self.interruption.lifted():  # a signal ends it at once; a resumed run repeats it
             win_rates = [] if self.win_rate is None else list(self.win_rate.evaluate())
         for name, result in win_rates:

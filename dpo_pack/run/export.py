@@ -34,7 +34,6 @@ from dpo_pack.model.fingerprint import HEADER_NAMES, stored_dtype, tensor_digest
 from dpo_pack.model.loading import auto_class, load_config, load_tokenizer
 from dpo_pack.model.lora import SavedAdapter, read_adapter, require_peft, unknown_settings
 from dpo_pack.model.parallel import full_state, is_sharded
-from dpo_pack.model.quantize import Quantization, quantization_settings
 from dpo_pack.model.saving import (
     eos_tokens,
     find_beyond,
@@ -90,7 +89,7 @@ def export_model(
             saved.update(_write_model(loaded, tokenizer, temporary, card(), **settings))
 
     with ranks.first_goes_first():
-        ranks.only_first(write)
+        ranks.only_first_does(write)
     return saved
 
 
@@ -181,16 +180,13 @@ def round_and_measure(
 
 
 @torch.no_grad()
-def read_back_job(
+def reader_job(
     loaded: LoadedModel,
+    facts: ModelFacts,
     directory: Path,
     saved: Mapping[str, Tensor],
     groups: Sequence[Group],
-    *,
-    revision: str | None,
-    trust_remote_code: bool,
     device: torch.device,
-    quantize: Quantization | None = None,
 ) -> dict[str, Any]:
     """Returns what proofs/read_back.py needs to compare the export with the model; every rank must call it.
 
@@ -211,9 +207,9 @@ def read_back_job(
         "directory": str(directory),
         "auto_class": _auto_class(loaded),
         "base": None if loaded.adapter is None else loaded.adapter.base,
-        "revision": revision,
-        "trust_remote_code": trust_remote_code,
-        "quantization": None if quantize is None else quantization_settings(quantize).to_dict(),
+        "revision": facts.revision,
+        "trust_remote_code": facts.trust_remote_code,
+        "quantization": None if facts.quantize is None else facts.quantization,
         "parameters": str(next(scorer.model.parameters()).dtype).removeprefix("torch."),
         "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
         "device": str(device),
@@ -284,7 +280,7 @@ def verified_sentence(job: dict[str, Any], answer: dict[str, Any] | None) -> str
     sequences, error, plain = len(job["sequences"]), answer["error"], answer["unquantised"]
     also = f"; log-probs of {sequences} sequences differ by {error:.1e} nats a token" if sequences else ""
     also += f" (with the base that is not quantised, by {plain:.1e})" if plain is not None else ""
-    return f"verified: the files hold all {len(job['digests'])} trained tensors bit for bit{also}"
+    return f"verified: the files hold all {answer['tensors']} trained tensors bit for bit{also}"
 
 
 def model_card(

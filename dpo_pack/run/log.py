@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from dpo_pack.system.machine import bfloat16_instructions
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.health import RunFacts, examine
 from dpo_pack.training.optim import NonfiniteGuard
-from dpo_pack.training.records import MetricsLog, PairLog, end_trackers, track
+from dpo_pack.training.records import MetricsLog, PairLog, end_trackers, start_trackers, track
 from dpo_pack.training.throughput import Meter, PhaseClock
 
 
@@ -58,6 +59,25 @@ class RunLog:
         log = MetricsLog(self.run.metrics, offset=self.offset)
         with contextlib.closing(log) as self.file, self.lines.moving():
             yield
+
+    def start_trackers(self, step: int) -> None:
+        """Starts the recipe's trackers, or goes on with those of the run that resumes after `step`."""
+        run, recipe = self.run, self.setup.recipe
+        if "tracking_id" not in run.info:  # it stays the same each time the run resumes
+            run.update(tracking_id=uuid.uuid4().hex[:8])
+        mlflow_run = start_trackers(
+            self.setup.accelerator,
+            recipe.model_dump(mode="json"),
+            trackers=recipe.logging.trackers,
+            directory=run.trackers,
+            name=recipe.logging.run_name or recipe.output_dir.name,
+            run_id=str(run.info["tracking_id"]),
+            goes_on=run.has_own_checkpoint,
+            step=step,
+            mlflow_run=run.info.get("mlflow_run") if run.has_own_checkpoint else None,
+        )
+        if mlflow_run is not None:
+            run.update(mlflow_run=mlflow_run)
 
     def end_step(self, state: TrainState, batch: GlobalBatch, values: Tensor) -> None:
         """Adds the step's time and FLOPs to the totals, and the values of this rank's pairs to `pairs`."""

@@ -118,30 +118,30 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
             weight_files(Path(model.path))
         except ModelError as error:
             raise ModelError(f"{model.recipe_key}: {error}") from error
-    if what := check_quantised_files(model.config, model.path, model.revision, model.recipe_key):
-        if model.quantize is not None:
-            raise ModelError(f"{what} already; leave model.quantize out, or use the unquantised model")
-        if is_trained and model.adapter is None and model.new_adapter is None:
-            raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
+    if model.quantization is not None:
+        _check_quantised(model, is_trained=is_trained)
     if is_trained and model.router_aux_coef:
         model.balance  # noqa: B018  # raises if the model has no such loss
     if model.kernels == "liger":
         check_kernels(model.config, device)
-    if model.quantize is not None:
-        check_quantizable(model.architecture)
-    if model.compile is True:
-        if model.quantization is not None:
-            raise ModelError(
-                "model.compile: layers with quantised weights are not compiled; leave the key out"
-            )
-        if obstacle := compiler_obstacle(device):
-            raise RecipeError(
-                f"model.compile: {obstacle}; install what is missing, or set model.compile: false"
-            )
+    if model.compile is True and (obstacle := compiler_obstacle(device)):
+        raise RecipeError(f"model.compile: {obstacle}; install what is missing, or set model.compile: false")
     if model.is_packed:
         check_packs(model.config)
     if model.processor is not None:
         vision_family(model.config)
+
+
+def _check_quantised(model: ModelFacts, *, is_trained: bool) -> None:
+    what = check_quantised_files(model.config, model.path, model.revision, model.recipe_key)
+    if what and model.quantize is not None:
+        raise ModelError(f"{what} already; leave model.quantize out, or use the unquantised model")
+    if what and is_trained and model.adapter is None and model.new_adapter is None:
+        raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
+    if model.quantize is not None:
+        check_quantizable(model.architecture)
+    if model.compile is True:
+        raise ModelError("model.compile: layers with quantised weights are not compiled; leave the key out")
 
 
 def check_quantised_files(config: PretrainedConfig, path: str, revision: str | None, recipe_key: str) -> str:
@@ -212,7 +212,7 @@ def load_and_prove(
     remembered = None if again else ranks.first_says((read_json(memo_path, shape) or {}).get(key))
     proofs = remembered or tuple(prove(loaded.scorer, device))
     if remembered is None and all(proof.passed for proof in proofs):
-        ranks.only_first(lambda: add_to_json(memo_path, shape, {key: proofs}))
+        ranks.only_first_does(lambda: add_to_json(memo_path, shape, {key: proofs}))
     return loaded, ProofOutcome(
         what="padded batches" if loaded.scorer.backend is None else "packed rows",
         dtype=str(model.precision.activations).removeprefix("torch."),
@@ -242,7 +242,13 @@ LOW_BITS_BYTES = 2.0  # the low halves of AdamW's fp32 master weights, if parame
 
 def choose_strategy(recipe: Recipe, facts: ModelFacts, device: torch.device) -> Strategy:
     """Returns the recipe's strategy for this run. Every rank must call it. Raises RecipeError."""
-    if ranks.num_ranks() > 1:
+    wanted, num_ranks = recipe.distributed.num_processes, ranks.num_ranks()
+    if wanted not in ("auto", num_ranks):
+        raise RecipeError(
+            f"distributed.num_processes: {wanted} are asked for, but this run has {num_ranks}; the dpopack "
+            "command starts the processes itself; start a program of your own with torchrun"
+        )
+    if num_ranks > 1:
         return _strategy_of_several(recipe, facts, device)
     for key in ("gather_dtype", "cpu_offload"):
         if recipe.distributed.is_changed(key):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.scorer import LoadedModel
@@ -20,7 +21,7 @@ from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.online.vllm_generator import KEY, VllmGenerator, check_installed, prove_agreement, start_engine
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.online.win_rate import WinRate
-from dpo_pack.recipe.online import EndpointRecipe, OnlineRecipe
+from dpo_pack.recipe.online import OnlineRecipe
 from dpo_pack.run.models import check_quantised_files
 from dpo_pack.run.pairs import plan_settings, row_builder
 from dpo_pack.run.setup import Setup, load_moving_reference, load_second_model
@@ -63,7 +64,7 @@ def build_online(
         builder=partial(row_builder, setup, is_trained=True),
         shape=setup.policy_facts.shape if setup.policy_facts.is_packed else None,
         equal_rows=setup.strategy.shards,
-        log=ranks.of_first(RolloutLog(directory=directory)),
+        log=ranks.only_first_has(RolloutLog(directory=directory)),
     )
     if not held_out:
         return source, None
@@ -92,7 +93,7 @@ def _generator(setup: Setup, loaded: LoadedModel) -> Generator:
         return _vllm_generator(setup, loaded)
     if online.generator.endpoint is not None:
         return HttpGenerator(
-            endpoint=_endpoint(setup, online.generator.endpoint, "online.generator.endpoint"),
+            endpoint=_endpoint(setup, online.generator.endpoint.model_dump(), "online.generator.endpoint"),
             tokenizer=setup.tokenizer,
             sampling=_sampling(setup),
             seed=setup.recipe.seed,
@@ -165,7 +166,7 @@ def build_judge(setup: Setup) -> Judge:
             else:
                 assert settings.type == "llm" and settings.endpoint is not None
                 judge = LlmJudge(
-                    endpoint=_endpoint(setup, settings.endpoint, f"{key}.endpoint"),
+                    endpoint=_endpoint(setup, settings.endpoint.model_dump(), f"{key}.endpoint"),
                     recipe_key=key,
                     instructions=settings.instructions or INSTRUCTIONS,
                     verdict=settings.verdict,
@@ -208,9 +209,8 @@ def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
     return judge
 
 
-def _endpoint(setup: Setup, endpoint: EndpointRecipe, key: str) -> Endpoint:
-    settings = endpoint.model_dump(exclude={"api_key_env"})
-    key_of_api = api_key(endpoint.api_key_env, f"{key}.api_key_env")
+def _endpoint(setup: Setup, settings: dict[str, Any], key: str) -> Endpoint:
+    key_of_api = api_key(settings.pop("api_key_env"), f"{key}.api_key_env")
     return Endpoint(**settings, api_key=key_of_api, recipe_key=key, console=setup.console)
 
 

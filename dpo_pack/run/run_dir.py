@@ -89,19 +89,19 @@ class RunDir:
 
     def model_files(self) -> dict[str, dict[str, int]]:
         """Returns size and checksum of each file in model/, except README.md, because users edit it."""
-        sums = ranks.first_does(lambda: file_sums(self.model))
+        sums = ranks.first_does_for_all(lambda: file_sums(self.model))
         return {name: total for name, total in sums.items() if name != "README.md"}
 
     def remove_leftovers(self) -> None:
         """Removes the temporary files that a killed process has left."""
         for directory in (self.root, self.checkpoints, self.rollouts, self.pairs):
             for leftover in directory.glob(".*.tmp"):
-                ranks.only_first(functools.partial(discard, leftover))
+                ranks.only_first_does(functools.partial(discard, leftover))
 
     def update(self, **changes: Any) -> None:
         """Sets keys of `run.json` and writes the file."""
         self.info.update(changes)
-        ranks.only_first(lambda: write_json_atomically(self.root / INFO_FILE, self.info))
+        ranks.only_first_does(lambda: write_json_atomically(self.root / INFO_FILE, self.info))
 
 
 # The names of the files and directories that a run writes, by their names in RunDir.
@@ -124,21 +124,37 @@ def only_run(root: Path, what: str = "") -> Iterator[None]:
     raises RunError, with `what`, if another run holds the lock."""
     lock = locked(root / LOCK_FILE, what or f"output_dir: {root}")
     with contextlib.ExitStack() as stack:
-        ranks.first_does(lambda: stack.enter_context(lock))
+        ranks.first_does_for_all(lambda: stack.enter_context(lock))
         yield
 
 
-def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
+def find_run(recipe: Recipe, *, overwrite: bool, told: Callable[[str], None] | None = None) -> RunDir:
     """Decides whether the run is new, resumed or finished; raises RunError if the recipe cannot use
-    `output_dir` or `checkpoint.resume`. Writes nothing."""
+    `output_dir` or `checkpoint.resume`. Writes nothing. If `told` is given, which a dry run does, it gets the
+    refusal of an earlier run in `output_dir`, and the run is new."""
     root, resume = recipe.output_dir, recipe.checkpoint.resume
-    _refuse_to_replace_inputs(root, _inputs(recipe))
+    _refuse_to_replace_inputs(root, recipe.inputs)
     # None: the file is missing, or no run wrote it.
     info = None if read_json(root / INFO_FILE, _Info) is None else read_json(root / INFO_FILE)
     checkpoint = None if resume in ("auto", "never") else Path(resume)
     if info is None and (checkpoint is None or root.resolve() not in checkpoint.resolve().parents):
         _refuse_to_replace_foreign_files(root, lambda: dump_recipe(recipe), overwrite=overwrite)
-    ways_out = "use another output_dir, or start again with --overwrite"
+    if info is None and checkpoint is None:
+        return RunDir(root=root, checkpoint=None, is_finished=False)
+    try:
+        return _earlier_run(recipe, info, checkpoint, overwrite=overwrite)
+    except RunError as refusal:
+        if told is None or checkpoint is not None:
+            raise
+        told(f"Note: without --dry-run this ends here: {refusal}")
+        return RunDir(root=root, checkpoint=None, is_finished=False)
+
+
+def _earlier_run(
+    recipe: Recipe, info: dict[str, Any] | None, checkpoint: Path | None, *, overwrite: bool
+) -> RunDir:
+    """Like `find_run`, of the run that wrote `info` into `output_dir`, or the checkpoint that is named."""
+    root, ways_out = recipe.output_dir, "use another output_dir, or start again with --overwrite"
     if checkpoint is not None:
         if not (checkpoint / "checkpoint.json").is_file():
             raise RunError(f"checkpoint.resume: {checkpoint} is not a checkpoint; give a step-... directory")
@@ -151,15 +167,15 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
             )
         return RunDir(root=root, checkpoint=checkpoint, is_finished=False, info=info or {})
     found = checkpoints(root / "checkpoints")
+    assert info is not None
     never_began = (  # it failed before step 1 and left nothing to lose
-        info is not None
-        and info["status"] == "failed"
+        info["status"] == "failed"
         and info.get("totals", {}).get("steps", 0) == 0
         and not (found or (root / "rollouts.parquet").exists() or (root / "model").exists())
     )
-    if info is None or overwrite or never_began:
+    if overwrite or never_began:
         return RunDir(root=root, checkpoint=None, is_finished=False)
-    if resume == "never":
+    if recipe.checkpoint.resume == "never":
         raise RunError(f"output_dir: {root} holds a run ({info['status']}); {ways_out}")
     is_finished = info["status"] == "finished"
     if is_finished and found and step_of(found[-1]) == info.get("totals", {}).get("steps"):
@@ -216,7 +232,7 @@ def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> N
         damage = damage_of(path)
         if damage is None:
             if run.has_own_checkpoint:
-                ranks.first_does(functools.partial(_require_metrics, run.metrics, path))
+                ranks.first_does_for_all(functools.partial(_require_metrics, run.metrics, path))
             return
         if resume != "auto":
             raise RunError(
@@ -297,7 +313,7 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str, *, is_finished: b
             f"output_dir: the recipe of the run in {root} cannot be read ({error}); {ways_out}"
         ) from error
     changed = changed_values(earlier, recipe)
-    if moved := [key for key in changed if key in _inputs(recipe)]:  # their content may be the same
+    if moved := [key for key in changed if key in recipe.inputs]:  # their content may be the same
         written, read = (read_json(root / INFO_FILE) or {}).get("inputs"), input_fingerprints(recipe, moved)
         for key in moved:
             if isinstance(written, dict) and written.get(key) == read.get(key) is not None:
@@ -328,7 +344,7 @@ def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> d
     cache_dir = recipe.reference.cache_dir or default_cache_directory()
     hashes, weights = cache_dir / "file_hashes.json", cache_dir / "model_hashes.json"
     found: dict[str, str | None] = {}
-    for key, name in _inputs(recipe).items():
+    for key, name in recipe.inputs.items():
         if name is None or (keys is not None and key not in keys):
             continue
         path = Path(name)
@@ -341,20 +357,6 @@ def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> d
         else:
             found[key] = path_hash(path, hashes) if path.exists() else None
     return found
-
-
-def _inputs(recipe: Recipe) -> dict[str, str | None]:
-    """Returns the paths and hub ids that the recipe names, by their keys."""
-    judges, template = () if recipe.online is None else recipe.online.judges, recipe.tokenizer.chat_template
-    return {
-        "model.path": recipe.model.path,
-        "tokenizer.path": recipe.tokenizer.path,
-        "tokenizer.chat_template": None if template is None else str(template),
-        "reference.path": recipe.reference.path,
-        **{f"data.train.{number}.path": source.path for number, source in enumerate(recipe.data.train)},
-        **{f"data.eval.{number}.path": one.path for number, one in enumerate(recipe.data.eval_sources)},
-        **{f"online.judges.{number}.path": judge.path for number, judge in enumerate(judges)},
-    }
 
 
 def _refuse_to_replace_inputs(root: Path, named: dict[str, str | None]) -> None:

@@ -122,7 +122,7 @@ class Sampler:
         written = read_samples(self.path)
         is_due = bool(self.prompts) and all(sample.step != step for sample in written)
         # Rank 0 says whether all generate: it alone knows the file, and errors of the disk.
-        chosen = ranks.first_says if is_sharded(self.scorer.model) else ranks.of_first
+        chosen = ranks.first_says if is_sharded(self.scorer.model) else ranks.only_first_has
         if not chosen(is_due):
             return
         try:
@@ -140,7 +140,7 @@ class Sampler:
                 Sample(step=step, source=source, prompt=prompt.text, completion=completion, model=model)
                 for (source, prompt), completion in zip(self.prompts, completions, strict=True)
             ]
-            ranks.only_first(lambda: self._write([*written, *samples]))
+            ranks.only_first_does(lambda: self._write([*written, *samples]))
         except Exception as error:  # of any model's code
             self._give_up(first_line(error))
 

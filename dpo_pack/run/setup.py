@@ -167,7 +167,8 @@ def prepare_data(
     if processor is not None and processor.gives_template(tokenizer):
         console.print(PROCESSOR_TEMPLATE)
     with shown(console, "Reading data", "rows") as progress:
-        data = load_data(
+        read = partial(
+            load_data,
             recipe.data,
             tokenizer=tokenizer,
             seed=recipe.seed,
@@ -176,9 +177,20 @@ def prepare_data(
             progress=progress,
             max_new_tokens=None if recipe.online is None else recipe.online.max_new_tokens,
         )
+        data = ranks.of_node(read)
+    if ranks.num_ranks() > 1:
+        ranks.require_same(
+            {"the data": data.fingerprint, "the held-out data": data.eval_fingerprint},
+            "every node must see the same data files and the same reference.cache_dir",
+        )
+    _print_data(data, console, recipe.data.scored_turns, seconds=time.monotonic() - begun)
+    return data
+
+
+def _print_data(data: Data, console: Console, scored_turns: str, *, seconds: float) -> None:
     sizes = {name: f"{len(prompts):,}" for name, prompts in data.eval_prompts.items()}
     what = f"{len(data.prompts):,} prompts to answer"
-    if recipe.online is None:
+    if not data.prompts:
         for name, table in data.eval.items():
             num_prompts = data.report["eval"][name]["prompts"]
             of_prompts = f" pairs of {num_prompts:,} prompts" if num_prompts < table.num_pairs else ""
@@ -191,12 +203,7 @@ def prepare_data(
     held_out = "".join(
         f", {size} held out{'' if name == HELD_OUT else f' ({name})'}" for name, size in sizes.items()
     )
-    console.print(f"Data: {what}{held_out}; {format_seconds(time.monotonic() - begun)}")
-    _print_notes(data, console, recipe.data.scored_turns)
-    return data
-
-
-def _print_notes(data: Data, console: Console, scored_turns: str) -> None:
+    console.print(f"Data: {what}{held_out}; {format_seconds(seconds)}")
     shared = data.report["held_out_by"]
     if shared not in (None, "prompt", "image"):
         console.print(
@@ -244,32 +251,16 @@ def prepare(
     """
     loss = recipe.loss
     objective = make_objective(loss.terms, loss.options, weighting=loss.weighting, ld_alpha=loss.ld_alpha)
-    wanted, num_ranks = recipe.distributed.num_processes, ranks.num_ranks()
-    if runs_models and wanted not in ("auto", num_ranks):
-        raise RecipeError(
-            f"distributed.num_processes: {wanted} are asked for, but this run has {num_ranks}; the dpopack "
-            "command starts the processes itself; start a program of your own with torchrun"
-        )
     accelerator = _accelerator(recipe.logging.trackers, recipe.output_dir / "trackers")
     # With several processes on CPUs, accelerate gives each a device number; for torch the CPU is one device.
-    here = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
-    device = device or here
-    if device.type == "cpu":
-        keep_freed_memory()
+    device = device or torch.device("cpu" if accelerator.device.type == "cpu" else accelerator.device)
     check_optimizer(recipe.optim.name, device)
-    policy = reference = resolve_model(recipe, device)
-    if has_accelerate_config():
-        check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
-    check_model(policy, device, is_trained=True)
-    if recipe.reference.path is not None:
-        reference = resolve_model(recipe, device, recipe.reference.path, recipe_key="reference.path")
-        reference = replace(reference, processor=policy.processor)
-        check_model(reference, device)
+    policy, reference = _resolve_models(recipe, device)
     strategy = choose_strategy(recipe, policy, device) if runs_models else ALONE
-    if num_ranks > 1:
+    if ranks.num_ranks() > 1:
         console.print(f"Strategy: {strategy.sentence()}")
         ranks.require_shared(policy.cache_dir, "reference.cache_dir")
-    for leftover in ranks.of_first(find_leftovers(policy.cache_dir)) or ():
+    for leftover in ranks.only_first_has(find_leftovers(policy.cache_dir)) or ():
         discard(leftover)
     with ranks.first_goes_first():  # the other ranks then read rank 0's downloads from the cache
         tokenizer = prepare_tokenizer(recipe, policy.processor)
@@ -277,16 +268,7 @@ def prepare(
             check_vocabulary(reference, tokenizer)
         if recipe.tokenizer.path is not None and (warning := _other_tokenizer(policy, tokenizer)):
             console.print(warning)
-    data = ranks.of_node(
-        lambda: prepare_data(
-            recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts
-        )
-    )
-    if num_ranks > 1:
-        ranks.require_same(
-            {"the data": data.fingerprint, "the held-out data": data.eval_fingerprint},
-            "every node must see the same data files and the same reference.cache_dir",
-        )
+    data = prepare_data(recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts)
     most, trained = recipe.reference.token_budget, recipe.packing.token_budget
     setup = Setup(
         recipe=recipe,
@@ -306,6 +288,19 @@ def prepare(
     return setup
 
 
+def _resolve_models(recipe: Recipe, device: torch.device) -> tuple[ModelFacts, ModelFacts]:
+    """Returns the facts of the starting policy and of the reference, which may be the same object."""
+    policy = reference = resolve_model(recipe, device)
+    if has_accelerate_config():
+        check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
+    check_model(policy, device, is_trained=True)
+    if recipe.reference.path is not None:
+        reference = resolve_model(recipe, device, recipe.reference.path, recipe_key="reference.path")
+        reference = replace(reference, processor=policy.processor)
+        check_model(reference, device)
+    return policy, reference
+
+
 def _accelerator(trackers: Sequence[str], directory: Path) -> Accelerator:
     # The recipe sets precision and compilation, and shards are torch's (docs/distributed.md). Without these
     # settings accelerate would take all three from its own configuration.
@@ -319,6 +314,8 @@ def _accelerator(trackers: Sequence[str], directory: Path) -> Accelerator:
             project_dir=str(directory),
         )
     assert (accelerator.num_processes, accelerator.process_index) == (ranks.num_ranks(), ranks.rank())
+    if not ranks.uses_cuda():
+        keep_freed_memory()
     return accelerator
 
 

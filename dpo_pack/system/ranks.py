@@ -96,7 +96,7 @@ def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]
     return [value for value, _ in outcomes]
 
 
-def first_does(work: Callable[[], Value]) -> Value:
+def first_does_for_all(work: Callable[[], Value]) -> Value:
     """Runs `work` on rank 0 only; all ranks return its value, or raise the DpoPackError that it raises."""
     if num_ranks() == 1:
         return work()
@@ -136,7 +136,7 @@ def _of_each_node(work: Callable[[], Value]) -> Value:
                 file.flush()
             return places
 
-        of_first = first_does(share)
+        of_first = first_does_for_all(share)
         places = every_rank_does(lambda: share() if rank() == first > 0 else of_first)[first]
         release_memory()
         mapped = [np.memmap(path, np.uint8, "r", begin, (size,)) for path, begin, size in places]
@@ -158,11 +158,11 @@ def _place(file: Any, part: bytes | pickle.PickleBuffer) -> _Place:
     return file.name, begin, file.write(part if isinstance(part, bytes) else part.raw())
 
 
-def of_first(value: Value) -> Value | None:
+def only_first_has(value: Value) -> Value | None:
     return value if is_first() else None
 
 
-def only_first(work: Callable[[], object]) -> None:
+def only_first_does(work: Callable[[], object]) -> None:
     """Runs `work` on rank 0; the other ranks go on and do not wait."""
     if is_first():
         work()
@@ -236,7 +236,7 @@ def require_shared(directory: Path, recipe_key: str) -> None:
             mark.touch()
         return mark
 
-    mark = first_does(leave_mark)
+    mark = first_does_for_all(leave_mark)
     try:
         seen = every_rank_says(mark.exists())
     finally:

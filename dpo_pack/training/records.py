@@ -223,7 +223,7 @@ class PairLog:
         facts = torch.from_numpy(np.concatenate([facts for facts, _ in self._waiting]))
         numbers = torch.cat([values for _, values in self._waiting])
         every = gather_over_ranks(torch.cat([facts.to(numbers.device), numbers], dim=1)).cpu().numpy()
-        ranks.first_does(lambda: self._write_values(every))
+        ranks.first_does_for_all(lambda: self._write_values(every))
         self._waiting, self._num_waiting = [], 0  # a disk that was full may have room later
 
     def _write_values(self, every: npt.NDArray[np.float64]) -> None:

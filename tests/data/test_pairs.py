@@ -716,7 +716,7 @@ def test_a_split_that_is_not_by_prompt_is_said(tmp_path: Path) -> None:
     held_out: dict[str, Any] = {"eval": {"fraction": 0.1}}
     for settings, said in ((held_out, True), ({}, False)):
         console = Console(file=io.StringIO(), width=300)
-        setup._print_notes(load(tmp_path, path, **settings), console, "assistant")
+        setup._print_data(load(tmp_path, path, **settings), console, "assistant", seconds=0.0)
         printed = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("no column has the prompts: pairs with the same first 2 characters" in printed) == said
 

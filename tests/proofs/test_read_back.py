@@ -18,7 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from support.loading import load_usual
+from support.loading import facts_of, load_usual
 from support.ten_families import TEN
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_run import tiny_run
@@ -134,7 +134,13 @@ def test_a_planted_fault_is_found_and_its_file_is_named(
     right = answer(job, monkeypatch, capsys)
     assert right["failure"] is None and right["error"] < 1e-5, right
     without_sequences = answer({**job, "sequences": []}, monkeypatch, capsys)
-    assert without_sequences == {"failure": None, "error": None, "unquantised": None}
+    tensors = load_file(next(copy.glob("*.safetensors")))
+    assert without_sequences == {
+        "failure": None,
+        "tensors": len(tensors),
+        "error": None,
+        "unquantised": None,
+    }
     plant(copy, "model.safetensors" if kind == "model" else "adapter_model.safetensors")
     with pytest.raises(AssertionError, match=names):
         raise AssertionError(answer(job, monkeypatch, capsys)["failure"])
@@ -198,19 +204,25 @@ def saved_job(path: Path, target: Path, lora: LoraSettings | None, *, packed: bo
         for parameter in loaded.model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.01 * torch.randn_like(parameter))
-    return reader_job(loaded, target, save_model(loaded, AutoTokenizer.from_pretrained(path), target))
+    return reader_job(loaded, path, target, save_model(loaded, AutoTokenizer.from_pretrained(path), target))
 
 
-def reader_job(loaded: LoadedModel, target: Path, saved: dict[str, torch.Tensor]) -> dict[str, Any]:
+def reader_job(
+    loaded: LoadedModel, base: Path, target: Path, saved: dict[str, torch.Tensor]
+) -> dict[str, Any]:
     ids = np.arange(5, 12, dtype=np.int32)
     groups = [
         Group(context=ids, completions=(ids[:4], ids[2:])),
         Group(context=ids[:3], completions=(np.tile(ids, 9), ids[1:])),
     ]
-    device = torch.device("cpu")
-    return export.read_back_job(
-        loaded, target, saved, groups, revision=None, trust_remote_code=False, device=device
-    )
+    return export.reader_job(loaded, facts_of(base), target, saved, groups, torch.device("cpu"))
+
+
+def test_of_an_export_the_tensors_in_the_files_are_counted() -> None:
+    """A head that is tied to the embedding has two names in the model, and one tensor in the files."""
+    job = {"sequences": [], "digests": {"embedding": "a", "head": "a", "norm": "b"}}
+    answer = {"failure": None, "tensors": 2, "error": None, "unquantised": None}
+    assert "hold all 2 trained tensors" in export.verified_sentence(job, answer)
 
 
 LORA = LoraSettings(r=2, alpha=4, dropout=0.0, target_modules="all-linear", seed=0)
@@ -227,6 +239,9 @@ def test_readers_of_every_kind_of_model_find_what_was_trained(
     job = saved_job(path, tmp_path / "model", lora, packed=family != "mamba")
     found = export.read_back(job)
     assert found is not None and found["failure"] is None and len(job["sequences"]) == 4
+    assert found["tensors"] == sum(
+        len(load_file(file)) for file in (tmp_path / "model").glob("*.safetensors")
+    )
     for file in [*path.glob("*processor*"), *path.glob("chat_template.json")]:
         assert file.read_bytes() == (tmp_path / "model" / file.name).read_bytes()
 
@@ -259,7 +274,7 @@ def test_a_merged_model_is_read_back(
     adapter = Path(jobs["adapter"]["directory"])
     export.merge_adapter(adapter, tmp_path / "merged", base=None, dtype=dtype, trust_remote_code=False)
     ((merged, saved),) = written
-    job = reader_job(merged, tmp_path / "merged", saved)
+    job = reader_job(merged, tmp_path / "merged", tmp_path / "merged", saved)
     assert (found := export.read_back(job)) is not None and found["failure"] is None, found
     assert dtype != "auto" or found["error"] < 1e-5
 

@@ -206,6 +206,26 @@ def test_a_dry_run_of_a_stopped_run_computes_no_reference(
     assert "up to the reference pass" in text(console)
 
 
+def test_a_dry_run_beside_a_run_of_another_recipe_says_that_the_run_would_end_there(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    stop_after(2, whole_run(assets, tmp_path / "run"))
+    told: list[str] = []
+    never = whole_run(assets, tmp_path / "run", "checkpoint.resume=never")
+    assert find_run(never, overwrite=False, told=told.append).checkpoint is None
+    assert told == [f"Note: without --dry-run this ends here: {refused(never)}"]
+    recipe = whole_run(assets, tmp_path / "run", "loss.beta=0.3")
+    before, reason = sorted(recipe.output_dir.rglob("*")), refused(recipe)
+    train(recipe, console, dry_run=True)
+    printed = " ".join(text(console).split())
+    assert f"Note: without --dry-run this ends here: {reason}" in printed
+    assert "everything is in order up to the reference pass" in printed
+    assert sorted(recipe.output_dir.rglob("*")) == before
+    lost = whole_run(assets, tmp_path / "run", f"checkpoint.resume={tmp_path}/lost")
+    with pytest.raises(RunError, match="is not a checkpoint"):
+        find_run(lost, overwrite=False, told=told.append)
+
+
 def test_a_run_that_was_killed_before_a_checkpoint_says_that_it_begins_anew(
     assets: Path, tmp_path: Path, console: Console
 ) -> None:

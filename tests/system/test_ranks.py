@@ -21,7 +21,7 @@ from dpo_pack.system.errors import CacheError, DataError, RunError
 
 def test_one_process_says_nothing_and_agrees_with_itself(tmp_path: Path) -> None:
     assert (ranks.rank(), ranks.num_ranks(), ranks.is_first()) == (0, 1, True)
-    assert ranks.first_says("a") == ranks.first_does(lambda: "a") == "a"
+    assert ranks.first_says("a") == ranks.first_does_for_all(lambda: "a") == "a"
     assert ranks.every_rank_says("a") == ["a"]
     assert ranks.of_node(lambda: "a") == "a"
     assert ranks.share_out([1, 2, 3], _doubled) == [2, 4, 6] and ranks.share_out([], _doubled) == []
@@ -53,7 +53,7 @@ def _on_two(directory: Path) -> dict[str, Any]:
     rank = ranks.rank()
     told: dict[str, Any] = {
         "first says": ranks.first_says(rank),
-        "first does": ranks.first_does(lambda: _leave_a_file(directory)),
+        "first does": ranks.first_does_for_all(lambda: _leave_a_file(directory)),
         "every": ranks.every_rank_says(rank),
         "shared": ranks.share_out(range(5), lambda mine: [(rank, 2 * item) for item in mine]),
         "one": ranks.share_out([7], _doubled),
@@ -73,7 +73,7 @@ def _on_two(directory: Path) -> dict[str, Any]:
             raise ValueError("no such option")
 
     told["library"] = "no such option" in _message(Exception, lambda: ranks.every_rank_does(library_fails))
-    told["failed"] = _message(DataError, lambda: ranks.first_does(fail))
+    told["failed"] = _message(DataError, lambda: ranks.first_does_for_all(fail))
     ranks.require_same({"optim.lr": 0.5, "seed": 1}, "remedy")
     told["differ"] = _message(
         RunError, lambda: ranks.require_same({"seed": 1, "optim.lr": 0.5 + rank, "a": rank}, "do so")
@@ -98,7 +98,7 @@ def _on_two(directory: Path) -> dict[str, Any]:
 def _of_node(directory: Path) -> list[Any]:
     """Facts of a value that rank 0 made: all should be true."""
     numbers, file = np.arange(2**14) + ranks.rank(), directory / "numbers"
-    ranks.first_does(lambda: numbers.tofile(file))
+    ranks.first_does_for_all(lambda: numbers.tofile(file))
     on_disk = np.asarray(np.memmap(file, dtype=np.int64, mode="r"))
     with mock.patch.object(tempfile, "tempdir", str(directory)):
         value = ranks.of_node(lambda: (numbers, {"again": numbers}, on_disk, numbers[:3], ranks.rank()))
