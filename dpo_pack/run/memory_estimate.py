@@ -37,7 +37,7 @@ from dpo_pack.model.scorer import Precision
 from dpo_pack.packing.lengths import IntArray, ModelShape
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.schema import why_not_sharded
-from dpo_pack.run.models import STATE_SHARE, StateBytes, available_memory, num_gradients, training_bytes
+from dpo_pack.run.models import StateBytes, available_memory, by_size, num_gradients, training_bytes
 from dpo_pack.run.setup import Setup, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
@@ -395,11 +395,11 @@ def print_memory_estimate(
     memory = AvailableMemory(free=device_bytes or 0, total=device_bytes or 0)
     if here:
         memory, num_devices = available_memory(setup.device), ranks.num_ranks()
-    elif num_devices > 1 and (wanted := setup.recipe.distributed.strategy) != "ddp":
-        parts = estimate_memory(facts)
-        held = sum(state_bytes(facts)) + parts["towers"] + parts["weights cast"]
-        can_shard = why_not_sharded(setup.recipe) is None and facts.bits is None
-        if wanted == "fsdp2" or (can_shard and held > STATE_SHARE * memory.total):
+    elif num_devices > 1 and (strategy := setup.recipe.distributed.strategy) != "ddp":
+        if strategy == "auto" and why_not_sharded(setup.recipe) is None:
+            policy, has_second = setup.policy_facts, facts.has_second_model
+            strategy, _ = by_size(policy, memory.total, optimizer=facts.optimizer, has_second=has_second)
+        if strategy == "fsdp2":
             facts = replace(facts, num_shards=num_devices)
     estimate = estimate_memory(facts)
     needed = sum(estimate.values())

@@ -272,12 +272,11 @@ def _strategy_of_several(recipe: Recipe, facts: ModelFacts, device: torch.device
             )
         name, reason = "fsdp2", "accelerate's configuration"
     if name == "auto":
-        has_second = recipe.reference.sync is not None
-        name, reason = (
-            _by_size(facts, device, optimizer=recipe.optim.name, has_second=has_second)
-            if needs_copies is None
-            else ("ddp", needs_copies)
-        )
+        name, reason = "ddp", needs_copies or ""
+        if needs_copies is None:
+            memory = min(ranks.every_rank_says(available_memory(device).total))
+            has_second = recipe.reference.sync is not None
+            name, reason = by_size(facts, memory, optimizer=recipe.optim.name, has_second=has_second)
     if name == "ddp":
         return Strategy(name="ddp", reason=reason)
     if recipe.optim.name != "adamw":
@@ -337,10 +336,11 @@ def check_accelerate_config(facts: ModelFacts, *, cpu_offload: bool) -> None:
             )
 
 
-def _by_size(
-    facts: ModelFacts, device: torch.device, *, optimizer: str, has_second: bool
+def by_size(
+    facts: ModelFacts, memory: float, *, optimizer: str, has_second: bool
 ) -> tuple[Literal["ddp", "fsdp2"], str]:
-    """`has_second`: a reference that follows the policy lies beside it, with frozen weights."""
+    """Returns the strategy that `auto` takes with so many bytes of memory on a device, and the reason.
+    `has_second`: a reference that follows the policy lies beside it, with frozen weights."""
     if facts.quantization is not None:
         return "ddp", "quantised weights are not sharded"
     num_towers = facts.tower_parameters
@@ -357,7 +357,6 @@ def _by_size(
     needed = sum(state) + state.gradients * (num_gradients(facts.config) - 1)
     if precision.casts_weights and not facts.gradient_checkpointing:
         needed += 2.0 * count
-    memory = min(ranks.every_rank_says(available_memory(device).total))
     what = (
         f"{format_count(facts.num_parameters)} parameters with gradients and optimizer state take "
         f"{needed / 1e9:.3g} GB, a device has {memory / 1e9:.3g} GB"

@@ -147,7 +147,8 @@ def test_a_policy_that_writes_itself_is_not_sharded(directory: Path, monkeypatch
         ((("online.offload_reference=true",), served), "online.offload_reference moves a whole model"),
     ]
     monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
-    monkeypatch.setattr(strategies, "_by_size", lambda *_, **__: ("fsdp2", "size"))
+    monkeypatch.setattr(ranks, "every_rank_says", lambda value: [value])
+    monkeypatch.setattr(strategies, "by_size", lambda *_, **__: ("fsdp2", "size"))
     monkeypatch.setattr(strategies, "_mesh", lambda *_, **__: "mesh")
     for settings, why in refused:
         message = message_of(lambda: recipe_of(directory, "none", settings, fsdp2))  # noqa: B023

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 import dpo_pack.run.memory_estimate as memory
 from dpo_pack.model.compiling import tower_parameters
 from dpo_pack.model.facts import model_shape, without_weights
+from dpo_pack.model.loading import load_config
 from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.memory_estimate import (
@@ -45,7 +47,7 @@ from dpo_pack.run.memory_estimate import (
     state_bytes,
     tower_pass_bytes,
 )
-from dpo_pack.run.models import available_memory, training_bytes
+from dpo_pack.run.models import STATE_SHARE, available_memory, training_bytes
 from dpo_pack.run.pairs import offline_source
 from dpo_pack.run.setup import prepare
 from dpo_pack.system import ranks
@@ -530,6 +532,28 @@ def test_facts_of_a_run_are_read_off_its_recipe_and_models(
     assert not memory.memory_facts(prepared, plan)[0].can_tile
     assert (facts.lora_rank, facts.bits, facts.has_second_model) == expected
     assert 0 < longest_pair <= facts.row_tokens <= 128 and 0 < facts.row_scored < facts.row_tokens
+
+
+def test_a_machine_elsewhere_holds_shards_where_auto_would_take_them(recipe_path: Path) -> None:
+    def printed(num_bytes: int, *overrides: str) -> str:
+        recipe = load_recipe(recipe_path, ("model.autocast=none", *overrides))
+        quiet, device = Console(quiet=True), torch.device("cuda")
+        setup = prepare(recipe, quiet, runs_models=False, device=device)
+        plan = offline_source(recipe, setup.data, setup.policy_facts).first_plan
+        console = Console(file=io.StringIO(), width=200)
+        setup = replace(setup, console=console)
+        memory.print_memory_estimate(setup, plan, device_bytes=num_bytes, num_devices=2)
+        return text(console)
+
+    config = load_config(
+        str(recipe_path.parent / "model"), revision=None, trust_remote_code=False, recipe_key=""
+    )
+    enough = (
+        int(16 * without_weights(config).num_parameters() / STATE_SHARE) + 9
+    )  # of fp32 weights, gradients and moments
+    assert "of 2 shards" not in printed(enough) and "of 2 shards" in printed(enough - 18)
+    assert "of 2 shards" in printed(enough, "distributed.strategy=fsdp2")
+    assert "of 2 shards" not in printed(enough - 18, "distributed.strategy=ddp")
 
 
 def test_the_largest_row_is_searched_in_every_step_and_among_pairs_longer_than_a_row() -> None:
