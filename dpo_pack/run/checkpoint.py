@@ -19,7 +19,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +79,7 @@ from dpo_pack.training.batches import BatchSource
 
 _LOOKED_AT = 64  # pairs, for the ends of answers
 _ROOM_TO_READ = 1.5  # free memory in weights of the model, for a second one
-_COUNTERS = (  # the fields that TrainState and Counters share
-    "step", "num_pairs", "num_tokens", "num_flops", "train_seconds", "evaluation", "owes_evaluation",
-    "standing", "health",
-)  # fmt: skip
+_COUNTERS = [one.name for one in fields(Counters) if one.name in TrainState.__slots__]
 
 
 def run_identity(

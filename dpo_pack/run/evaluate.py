@@ -17,6 +17,7 @@ from torch import Tensor
 from dpo_pack.data.store import PairTable
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.win_rate import WinRate, win_rate_sentence
+from dpo_pack.packing.lengths import FloatArray
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.run.log import RunLog
@@ -34,6 +35,7 @@ from dpo_pack.system.machine import release_memory
 from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.held_out import (
     HeldOutResult,
+    Positions,
     compare_results,
     draw_measured,
     evaluate_pairs,
@@ -65,13 +67,7 @@ def evaluate_sets(
         with shown(setup.console, f"Evaluating {name}", "pairs", pairs.num_pairs) as bar:
             values, builder = evaluate(pairs, in_float32=in_float32, progress=bar.advance)
         if exact is not None and not in_float32:
-            settings: dict[str, Any] = {"beta": recipe.loss.beta, "dtype": scorer.compute_dtype}
-            margins = pair_metrics(values, **settings)["rewards/margins"].cpu().numpy()
-            rounding = margin_rounding(values, **settings).cpu().numpy()
-            drawn, chances = draw_measured(margins, rounding, seed=recipe.seed)
-            mean = float(pairs.chosen_scored.mean())
-            exact_values, _ = evaluate(pairs.select(drawn), in_float32=True, mean_chosen_tokens=mean)
-            measured = (drawn, chances, exact_values)
+            measured = _measured(setup, pairs, values, scorer.compute_dtype, evaluate)
         yield held_out_result(
             name,
             values,
@@ -82,6 +78,19 @@ def evaluate_sets(
             seed=recipe.seed,
             measured=measured,
         )
+
+
+def _measured(
+    setup: Setup, pairs: PairTable, values: Tensor, dtype: torch.dtype, evaluate: Callable[..., Any]
+) -> tuple[Positions, FloatArray, Tensor]:
+    """Evaluates some pairs in fp32, too; returns them, their chances to be drawn, and their values."""
+    settings: dict[str, Any] = {"beta": setup.recipe.loss.beta, "dtype": dtype}
+    margins = pair_metrics(values, **settings)["rewards/margins"].cpu().numpy()
+    rounding = margin_rounding(values, **settings).cpu().numpy()
+    drawn, chances = draw_measured(margins, rounding, seed=setup.recipe.seed)
+    mean = float(pairs.chosen_scored.mean())
+    exact_values, _ = evaluate(pairs.select(drawn), in_float32=True, mean_chosen_tokens=mean)
+    return drawn, chances, exact_values
 
 
 def _evaluate(

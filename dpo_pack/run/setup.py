@@ -210,17 +210,17 @@ def _print_data(data: Data, console: Console, scored_turns: str, *, seconds: flo
             f"  no column has the prompts: pairs with the same {shared} are all held out or all trained on; "
             "for a split by prompt, name the column in data.train.*.columns.prompt"
         )
-    num_pairs, copies = data.train.num_pairs, data.report["train"].get("duplicate_pairs", 0)
+    num_pairs, num_copies = data.train.num_pairs, data.report["train"].get("duplicate_pairs", 0)
     if both := data.report.get("train_pairs_in_eval"):
         console.print(
             f"  Warning: {both:,} of {num_pairs:,} training pairs are held out too, so held-out metrics do "
             "not show what the model does with new pairs"
         )
-    if copies >= FEW * num_pairs > 0:
-        console.print(f"  Warning: {copies:,} of {num_pairs:,} training pairs repeat another one")
-    held_out = (held["source"] for held in data.report["eval"].values() if "source" in held)
+    if num_copies >= FEW * num_pairs > 0:
+        console.print(f"  Warning: {num_copies:,} of {num_pairs:,} training pairs repeat another one")
+    of_eval = (held["source"] for held in data.report["eval"].values() if "source" in held)
     not_read: dict[str, list[str]] = {}  # the sources that have the same columns
-    for source in (*data.report["train"]["sources"], *held_out):
+    for source in (*data.report["train"]["sources"], *of_eval):
         not_read.setdefault(", ".join(source["columns_not_read"]), []).append(source["name"])
         if others := source.get("pairs_with_other_turns"):
             scored = (

@@ -113,26 +113,31 @@ def learning_rate_schedule(
 ) -> LRScheduler:
     """Returns transformers' schedule `name`. Step i of w warm-up steps has the rate lr x (i - 1) / w.
     `linear` and `cosine` end at `min_lr_ratio` times the largest rate."""
-
-    def linear(step: int) -> float:
-        if step < warmup_steps:
-            return step / warmup_steps
-        remaining = max(0.0, (num_steps - step) / max(1, num_steps - warmup_steps))
-        return min_lr_ratio + (1.0 - min_lr_ratio) * remaining
-
-    options = None
-    if min_lr_ratio > 0.0:
-        if name == "linear":  # transformers has no linear schedule that ends above 0
-            return LambdaLR(optimizer, linear)
-        name, options = "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
+    if min_lr_ratio > 0.0 and name == "linear":
+        return _linear_above_zero(optimizer, num_steps, warmup_steps, min_lr_ratio)
+    options = {"min_lr_rate": min_lr_ratio} if min_lr_ratio > 0.0 else None
     scheduler: LRScheduler = get_scheduler(
-        name,
+        name if options is None else "cosine_with_min_lr",
         optimizer,
         num_warmup_steps=warmup_steps,
         num_training_steps=num_steps,
         scheduler_specific_kwargs=options,
     )
     return scheduler
+
+
+def _linear_above_zero(
+    optimizer: Optimizer, num_steps: int, warmup_steps: int, min_lr_ratio: float
+) -> LRScheduler:
+    """transformers has no linear schedule that ends above 0."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return step / warmup_steps
+        remaining = max(0.0, (num_steps - step) / max(1, num_steps - warmup_steps))
+        return min_lr_ratio + (1.0 - min_lr_ratio) * remaining
+
+    return LambdaLR(optimizer, factor)
 
 
 def schedule_warnings(optimizer: Optimizer, *, lr: float, num_steps: int, warmup_steps: int) -> Iterator[str]:

@@ -85,6 +85,19 @@ def begin_step_loss(
     Every rank must call it."""
     balance = None if router is None else StepBalance(settings=router)
     tangents = None
+    if objective.couples_pairs or balance is not None:
+        tangents = _first_pass(objective, batch, scorer, balance, device)
+    return StepLoss(objective=objective, batch=batch, tangents=tangents, balance=balance)
+
+
+def _first_pass(
+    objective: Objective,
+    batch: GlobalBatch,
+    scorer: CompletionLogps,
+    balance: StepBalance | None,
+    device: torch.device,
+) -> list[Tangent] | None:
+    """Returns the tangents of a loss that couples pairs; counts the experts that the rows choose."""
     rows = [*(pair_row.row for pair_row in batch.rows), *batch.idle_rows]
     if objective.couples_pairs:
         with scorer.measuring(False):
@@ -94,11 +107,11 @@ def begin_step_loss(
                 balance.add(output.expert_counts)
         scored = [score_pairs(objective, *pair) for pair in zip(outputs, batch.rows, strict=False)]
         mean_chosen_tokens = batch.mean_chosen_tokens
-        tangents = row_tangents(objective, scored, mean_chosen_tokens=mean_chosen_tokens, device=device)
-    elif balance is not None:  # the forward pass of the rank's first row counts that row's experts
-        for row in rows[1:]:
-            balance.add(scorer.with_own_weights(partial(scorer.expert_counts, row)))
-    return StepLoss(objective=objective, batch=batch, tangents=tangents, balance=balance)
+        return row_tangents(objective, scored, mean_chosen_tokens=mean_chosen_tokens, device=device)
+    assert balance is not None
+    for row in rows[1:]:  # the forward pass of the rank's first row counts that row's experts
+        balance.add(scorer.with_own_weights(partial(scorer.expert_counts, row)))
+    return None
 
 
 # ------------------------------------------------------------------ log-probs of a row, pair by pair
