@@ -78,35 +78,32 @@ def export_model(
     `card` returns the text of README.md; `dtype` and `turn_end` as in `save_model`. All ranks must call this;
     rank 0 writes, and returns what it wrote. If the model is sharded, rank 0 gathers the shards first.
     """
-    state = None
+    settings: dict[str, Any] = {"dtype": dtype, "turn_end": turn_end}
     if is_sharded(loaded.model):
-        state = full_state(loaded.model, trained_only=loaded.adapter is not None)
+        settings["state"] = full_state(loaded.model, trained_only=loaded.adapter is not None)
     saved: dict[str, Tensor] = {}
-
-    def write() -> None:
-        with written_aside(target) as temporary:
-            settings: dict[str, Any] = {"state": state, "dtype": dtype, "turn_end": turn_end}
-            saved.update(_write_model(loaded, tokenizer, temporary, card(), **settings))
-
     with ranks.first_goes_first():
-        ranks.only_first_does(write)
+        ranks.only_first_does(
+            lambda: saved.update(_write_model(loaded, tokenizer, target, card(), **settings))
+        )
     return saved
 
 
 def _write_model(
-    loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, card: str, **settings: Any
+    loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, target: Path, card: str, **settings: Any
 ) -> dict[str, Tensor]:
-    """Creates and fills `directory`; `settings` are those of `save_model`."""
-    directory.mkdir()
-    saved = save_model(loaded, tokenizer, directory, **settings)
-    card = card.replace("AutoModelForCausalLM", _auto_class(loaded))
-    if needs_transformers_5(directory):
-        card = card.replace("# pip install transformers", '# pip install "transformers>=5"', 1)
-    (directory / "README.md").write_text(card, encoding="utf-8")
-    for weights in directory.glob("*.safetensors"):
-        # safetensors lets only the owner read its files. Users who may read the card may read the weights.
-        with dispensable("chmod"):
-            shutil.copymode(directory / "README.md", weights)
+    """`settings` are those of `save_model`."""
+    with written_aside(target) as directory:
+        directory.mkdir()
+        saved = save_model(loaded, tokenizer, directory, **settings)
+        card = card.replace("AutoModelForCausalLM", _auto_class(loaded))
+        if needs_transformers_5(directory):
+            card = card.replace("# pip install transformers", '# pip install "transformers>=5"', 1)
+        (directory / "README.md").write_text(card, encoding="utf-8")
+        for weights in directory.glob("*.safetensors"):
+            # safetensors lets only the owner read its files. Who may read the card may read the weights.
+            with dispensable("chmod"):
+                shutil.copymode(directory / "README.md", weights)
     return saved
 
 
@@ -480,9 +477,8 @@ def merge_adapter(
         needs_peft=False,
         needs_code=trust_remote_code,
     )
-    with written_aside(target) as temporary:
-        card = _merged_card(adapter, f"{example}\n{note}.\n" if note else example)
-        _write_model(merged, tokenizer, temporary, card, dtype=rounded, turn_end=turn_end)
+    card = _merged_card(adapter, f"{example}\n{note}.\n" if note else example)
+    _write_model(merged, tokenizer, target, card, dtype=rounded, turn_end=turn_end)
     return adapter, lines
 
 

@@ -97,12 +97,12 @@ EXPORTED = (
 )
 FAILURES = {
     **{f"a full disk at {name}": (export, "save_model", full_at(name), ()) for name in EXPORTED},
-    "a full disk": (export, "_write_model", raising(FULL), ()),
+    "a full disk": (export, "save_model", raising(FULL), ()),
     "a library's error": (export, "save_model", raising(ValueError("no such type")), ()),
     "the last pairs": (records.PairLog, "_write", raising(FULL, where=once), ()),
     "the last word on the run": (RunDir, "update", FINISHED, ()),
     "load_best": (checkpoint, "load_trained", raising(RunError("it cannot be read")), BEST),
-    "a full disk after load_best": (export, "_write_model", raising(FULL), BEST),
+    "a full disk after load_best": (export, "save_model", raising(FULL), BEST),
 }
 
 

@@ -23,6 +23,7 @@ from dpo_pack.model.attention import ATTENTION_NAME
 from dpo_pack.model.saving import save_model
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import Recipe, dump_recipe, parse_recipe
+from dpo_pack.run import export
 from dpo_pack.run.export import export_model, model_card
 from dpo_pack.run.samples import Sample
 from dpo_pack.system.errors import CacheError
@@ -145,12 +146,16 @@ def test_whoever_may_read_the_config_may_read_the_weights(exported: tuple[Loaded
     assert "model.safetensors" in modes and len(set(modes.values())) == 1, modes
 
 
-def test_nothing_is_left_when_exporting_fails(exported: tuple[LoadedModel, Path], tmp_path: Path) -> None:
-    def fail() -> str:
+def test_nothing_is_left_when_exporting_fails(
+    exported: tuple[LoadedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(loaded: LoadedModel, tokenizer: Any, directory: Path, **settings: Any) -> None:
+        (directory / "model.safetensors").write_text("half")
         raise RuntimeError("a bug")
 
+    monkeypatch.setattr(export, "save_model", fail)
     with pytest.raises(RuntimeError):
-        export_model(exported[0], tiny_tokenizer(), tmp_path / "other" / "model", card=fail)
+        export_model(exported[0], tiny_tokenizer(), tmp_path / "other" / "model", card=str)
     assert list((tmp_path / "other").iterdir()) == []
 
 

@@ -149,9 +149,8 @@ def test_what_cannot_be_merged_is_one_line_and_writes_nothing(
     merge(tmp_path / "adapter", tmp_path / "merged", base=str(trained / "model"))
 
     def full_disk(*arguments: Any, **settings: Any) -> None:
-        arguments[2].mkdir()
         (arguments[2] / "model.safetensors").write_text("half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "_write_model", full_disk)
+    monkeypatch.setattr(export, "save_model", full_disk)
     assert "No space left" in refusal(trained / "run", CacheError)
