@@ -393,7 +393,7 @@ class Trainer:
         if ranks.num_ranks() > 1:
             ranks.require_shared(self.run.root, "output_dir")
         if self.recipe.logging.trackers:
-            self.log.start_trackers(self.state.step)
+            self.log.begin_tracking(self.state.step)
 
     def write_first_files(self) -> None:
         """Writes the files that describe the run, and cuts off what an earlier process wrote later than the

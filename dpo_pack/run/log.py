@@ -60,7 +60,7 @@ class RunLog:
         with contextlib.closing(log) as self.file, self.lines.moving():
             yield
 
-    def start_trackers(self, step: int) -> None:
+    def begin_tracking(self, step: int) -> None:
         """Starts the recipe's trackers, or goes on with those of the run that resumes after `step`."""
         run, recipe = self.run, self.setup.recipe
         if "tracking_id" not in run.info:  # it stays the same each time the run resumes
