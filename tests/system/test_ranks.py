@@ -107,18 +107,18 @@ def _of_node(directory: Path) -> list[Any]:
         return [
             *(np.array_equal(array, np.arange(len(array))) for array in (value[0], *value[2:4], later)),
             value[1]["again"] is value[0] and value[4] == 0 and not value[0].flags.writeable,
-            str(file) in Path("/proc/self/maps").read_text().splitlines()[_line_of(value[2])],
-            "(deleted)" in Path("/proc/self/maps").read_text().splitlines()[_line_of(value[0])],
+            str(file) in _map_of(value[2]),
+            "(deleted)" in _map_of(value[0]),
             not list(directory.glob("dpo_pack-*")),
         ]
 
 
-def _line_of(array: Any) -> int:
-    """Returns the line of /proc/self/maps that has the array's memory."""
-    for number, line in enumerate(Path("/proc/self/maps").read_text().splitlines()):
+def _map_of(array: Any) -> str:
+    """Returns the line of /proc/self/maps that has the array's memory. To read the file may add a line."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(part, 16) for part in line.split()[0].split("-"))
         if begin <= array.ctypes.data < end:
-            return number
+            return line
     raise AssertionError
 
 
