@@ -16,7 +16,7 @@ from functools import cache
 from itertools import chain
 from typing import Any, Literal
 
-from dpo_pack.recipe.data import FIELDS_OF_FORMAT, SourceRecipe
+from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 
 Message = dict[str, Any]
 Answers = tuple[list[Message], list[Message]]  # chosen and rejected
@@ -60,13 +60,8 @@ class Format:
     prompt_column: str | None = "prompt"  # the column that the prompt is read from; None: no column is it
     infers_prompts: bool = False  # without prompt_column, the common beginning of the texts is the prompt
     known_columns: tuple[Mapping[str, str], ...] = ()  # our names of columns -> those of known data sets
-    options: tuple[str, ...] = ()  # SourceRecipe's keys that `pair`, `prompt` get as keyword arguments
-    pair: Callable[..., Pair]  # makes the pair of a row (at most one); raises BadRow
-    prompt: Callable[..., Pair]  # makes a Pair without completions; raises BadRow
-
-    def options_of(self, source: SourceRecipe) -> dict[str, Any]:
-        """Returns the values of the format's options in the recipe of a source."""
-        return {option: getattr(source, option) for option in self.options}
+    pair: Callable[[Row], Pair]  # makes the pair of a row (at most one); raises BadRow
+    prompt: Callable[[Row], Pair]  # makes a Pair without completions; raises BadRow
 
 
 class BadRow(Exception):
@@ -113,11 +108,10 @@ def transcript(row: Row) -> Pair:
     return _pair(row, prompts[0], completions[0], completions[1])
 
 
-def conversational(row: Row, *, names_system: bool = False) -> Pair:
+def conversational(row: Row) -> Pair:
     """Reads lists of `{role, content}` messages. The column `prompt` may be missing, or be in chosen and
     rejected once more: a text as one of their user messages (UltraFeedback binarized), a list as their
-    beginning."""
-    # Without `names_system` the column system is not read: stores of earlier versions have the same names.
+    beginning. Unless the recipe names the column `system`, it is not read: see `with_system`."""
     chosen, rejected = _messages(row, "chosen"), _messages(row, "rejected")
     common = _implicit_prompt_length(chosen, rejected)
     prompt = chosen[:common]
@@ -129,8 +123,7 @@ def conversational(row: Row, *, names_system: bool = False) -> Pair:
             raise BadRow("prompt_mismatch", detail)
         prompt = _messages(row, "prompt")
         common = len(prompt) if chosen[: len(prompt)] == prompt == rejected[: len(prompt)] else 0
-    pair = _pair(row, prompt, chosen[common:], rejected[common:])
-    return _with_system(row, pair) if names_system else pair
+    return _pair(row, prompt, chosen[common:], rejected[common:])
 
 
 def openai(row: Row) -> Row:
@@ -272,13 +265,12 @@ def preference_prompt(row: Row) -> Pair:
     return Pair(prompt=preference(row).prompt, has_inferred_prompt=True)
 
 
-def conversational_prompt(row: Row, *, names_system: bool = False) -> Pair:
+def conversational_prompt(row: Row) -> Pair:
     """Reads the column `prompt` if it has messages. Else the prompt is the completions' common beginning."""
     value = row.get("prompt")
     has_messages = _holds_messages(value) if isinstance(value, str) else isinstance(_as_list(value), list)
     prompt = _messages(row, "prompt") if has_messages else conversational(row).prompt
-    pair = Pair(prompt=prompt, template_options=_template_options(row))
-    return _with_system(row, pair) if names_system else pair
+    return Pair(prompt=prompt, template_options=_template_options(row))
 
 
 def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
@@ -370,7 +362,8 @@ def with_system_message(prompt: list[Any], content: str) -> list[Any]:
     return [{"role": "system", "content": content}, *prompt]
 
 
-def _with_system(row: Row, pair: Pair) -> Pair:
+def with_system(row: Row, pair: Pair) -> Pair:
+    """Returns the pair with the text of the column `system` as system message. Raises BadRow."""
     system, prompt = row.get("system"), pair.prompt
     if not isinstance(system, str | None):
         raise BadRow("wrong_type", f"system is {_kind(system)}, not text")
@@ -386,24 +379,24 @@ def _with_system(row: Row, pair: Pair) -> Pair:
 
 def _as_messages(
     prompt: Callable[[Row], list[Message] | None],
-    completions: Callable[..., Answers] = lambda row: (_answer(row, "chosen"), _answer(row, "rejected")),
+    completions: Callable[[Row], Answers] = lambda row: (_answer(row, "chosen"), _answer(row, "rejected")),
 ) -> dict[str, Any]:
-    """Makes the functions of a `Format` whose parts become messages. Only `completions` gets its options;
-    `prompt` returns None if the completions begin with the prompt."""
+    """Makes the functions of a `Format` whose parts become messages. `prompt` returns None if the completions
+    begin with the prompt."""
 
-    def read_pair(row: Row, **options: Any) -> Pair:
-        chosen, rejected = completions(row, **options)
+    def read_pair(row: Row) -> Pair:
+        chosen, rejected = completions(row)
         messages = {"chosen": chosen, "rejected": rejected}
         if (asked := prompt(row)) is not None:
             messages["prompt"] = asked
-        pair = conversational({**row, **messages}, names_system=True)
+        pair = with_system(row, conversational({**row, **messages}))
         check_last_turn(pair, continues=True, is_asked=asked is not None)
         return pair
 
-    def read_prompt(row: Row, **options: Any) -> Pair:
+    def read_prompt(row: Row) -> Pair:
         if (asked := prompt(row)) is None:
-            return replace(read_pair(row, **options), chosen="", rejected="")
-        return conversational_prompt({**row, "prompt": asked}, names_system=True)
+            return replace(read_pair(row), chosen="", rejected="")
+        return with_system(row, conversational_prompt({**row, "prompt": asked}))
 
     return {"pair": read_pair, "prompt": read_prompt}
 
@@ -773,18 +766,18 @@ FORMATS: dict[str, Format] = {
         pair=tokenized,
         prompt=lambda row: Pair(prompt=_token_ids(row, "prompt_ids")),
     ),
-    "conversational": Format(options=("names_system",), pair=conversational, prompt=conversational_prompt),
+    "conversational": Format(pair=conversational, prompt=conversational_prompt),
     "openai": Format(
         completion_columns=("preferred_output", "non_preferred_output"),
         prompt_column="input",
-        pair=lambda row: conversational(openai(row), names_system=True),
-        prompt=lambda row: conversational_prompt(openai({**_NO_OUTPUTS, **row}), names_system=True),
+        pair=lambda row: with_system(row, conversational(openai(row))),
+        prompt=lambda row: with_system(row, conversational_prompt(openai({**_NO_OUTPUTS, **row}))),
     ),
     "swift": Format(
         completion_columns=("messages", "rejected_response"),
         prompt_column="messages",
-        pair=lambda row: conversational(swift(row), names_system=True),
-        prompt=lambda row: conversational_prompt(swift({"rejected_response": "", **row}), names_system=True),
+        pair=lambda row: with_system(row, conversational(swift(row))),
+        prompt=lambda row: with_system(row, conversational_prompt(swift({"rejected_response": "", **row}))),
     ),
     "transcript": Format(
         content="text",
@@ -816,6 +809,3 @@ _IN_ONE_OF_TWO = FORMATS.keys() ^ FIELDS_OF_FORMAT.keys()
 assert not _IN_ONE_OF_TWO, (
     f"{_IN_ONE_OF_TWO} must be in FORMATS (data/formats.py) and in FIELDS_OF_FORMAT (recipe/data.py)"
 )
-_SOURCE_KEYS = {*SourceRecipe.model_fields, *vars(SourceRecipe)}  # with properties such as names_system
-_UNKNOWN_OPTIONS = {option for format in FORMATS.values() for option in format.options} - _SOURCE_KEYS
-assert not _UNKNOWN_OPTIONS, f"add {_UNKNOWN_OPTIONS} to SourceRecipe in recipe/data.py"

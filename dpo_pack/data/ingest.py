@@ -19,6 +19,7 @@ from dpo_pack.data.formats import (
     check_last_turn,
     possible_formats,
     texts_of_columns,
+    with_system,
 )
 from dpo_pack.data.images import ImageProcessor, ImageReader
 from dpo_pack.data.readers import FIRST_ROWS, TAKEN_ONCE, ColumnNames, NumberedRow, OpenRows, missing_column
@@ -116,7 +117,7 @@ class Ingestion:
                 system_prompt=self.data.system_prompt,
                 scored_turns=self.data.scored_turns,
                 completion_tokens=self.completion_tokens,
-                format_options=FORMATS[self.format].options_of(self.source),
+                names_system="system" in self.source.columns,
                 template_options={**self.data.chat_template_kwargs, **self.source.chat_template_kwargs},
                 continues_turns=self.data.continue_final_message,
                 images=None if self.images is None else self._image_reader(self.images),
@@ -228,9 +229,9 @@ class Ingestion:
                 likely, format = likely or name, FORMATS[name]
                 read = format.pair if self.completion_tokens is None else format.prompt
                 with suppress(BadRow):
-                    pair = read(row, **format.options_of(self.source))
+                    pair = read(row)
                     check_last_turn(pair)
-                    pairs[name] = pair
+                    pairs[name] = with_system(row, pair) if "system" in self.source.columns else pair
             if not pairs:
                 continue
             first, *others = pairs
@@ -274,7 +275,7 @@ class Ingestion:
         """The fields that the format reads, and the source's names of their columns."""
         mapping = self.opened.mapping
         skipped = TAKEN_ONCE.intersection(mapping.values()).difference(mapping)
-        if self.format == "conversational" and not self.source.names_system:
+        if self.format == "conversational" and "system" not in self.source.columns:
             skipped.add("system")
         if named := {field for field in IMAGE_FIELDS if self.source.columns.get(field) is not None}:
             skipped.update({*IMAGE_FIELDS} - named)

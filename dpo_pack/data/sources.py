@@ -395,8 +395,6 @@ def _has_ranges(ingestion: Ingestion) -> bool:
 def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]:
     """Returns all that decides the token ids of given rows; a store's name is a hash of this and of rows."""
     data, format = ingestion.data, FORMATS[ingestion.format]
-    # A new option of one format leaves the stores of other formats valid.
-    others = {option for other in FORMATS.values() for option in other.options} - {*format.options}
     of_content: dict[str, Any] = {}
     if format.content == "messages":
         of_content = {
@@ -412,7 +410,7 @@ def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]
         **of_content,
         "version": TOKENIZATION_VERSION,
         "tokenizer": tokenizer_key,
-        **ingestion.source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS | others),
+        **ingestion.source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS),
         **data.model_dump(mode="json", exclude=_DATA_KEYS_BESIDE_TOKENS),
         "found_format": ingestion.format,
     }

@@ -27,7 +27,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from dpo_pack.data.formats import FORMATS, BadRow, Message, Pair, check_last_turn, with_system_message
+from dpo_pack.data.formats import (
+    FORMATS,
+    BadRow,
+    Message,
+    Pair,
+    check_last_turn,
+    with_system,
+    with_system_message,
+)
 from dpo_pack.data.images import ImageReader, ReadImage
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.store import (
@@ -90,7 +98,7 @@ class TokenizationSettings:
     system_prompt: str | None = None
     scored_turns: str = "assistant"  # or "all"; of conversations
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
-    format_options: Mapping[str, Any] = field(default_factory=dict)  # see Format.options
+    names_system: bool = False  # the recipe names the column with system messages
     template_options: Mapping[str, Any] = field(default_factory=dict)  # of the recipe; those of a row win
     continues_turns: bool = False  # data.continue_final_message
     images: ImageReader | None = None  # None: rows with images are bad rows
@@ -277,7 +285,8 @@ def read_row(
     if isinstance(row, BadRow):
         raise row
     format, is_pair = FORMATS[settings.format], settings.completion_tokens is None
-    pair = (format.pair if is_pair else format.prompt)(row, **settings.format_options)
+    pair = (format.pair if is_pair else format.prompt)(row)
+    pair = with_system(row, pair) if settings.names_system else pair
     images: tuple[ReadImage, ...] = ()
     if settings.images is not None and format.content == "messages":
         pair, images = settings.images.of_pair(pair, row["images"])

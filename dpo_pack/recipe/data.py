@@ -83,11 +83,6 @@ class SourceRecipe(types.Section):
     """How often an epoch has the source's pairs (training only): each pair floor(weight) times, and a random
     part of the pairs once more, drawn anew each epoch; 2.5: twice, and half of them a third time."""
 
-    @property
-    def names_system(self) -> bool:
-        """True if `columns` names a column with system prompts."""
-        return "system" in self.columns
-
     def broken_rules(self) -> Iterator[types.Problem]:
         yield from _wrong_options(self.chat_template_kwargs)
         columns = list(self.columns.values())

@@ -14,10 +14,7 @@ from support.rows import assistant, said, user
 from dpo_pack.data.formats import (
     FORMATS,
     BadRow,
-    Message,
     Pair,
-    Row,
-    _as_messages,
     is_media_name,
     possible_formats,
 )
@@ -332,13 +329,3 @@ def test_every_reason_for_a_bad_row_has_a_row_in_the_docs() -> None:
             match node:
                 case ast.Call(func=ast.Name(id="BadRow"), args=[ast.Constant(value=reason), *_]):
                     assert reason in documented, f"docs/data.md has no row for {reason!r} ({file.name})"
-
-
-def test_a_format_made_by_as_messages_may_have_options_of_its_completions() -> None:
-    def completions(row: Row, *, good: str) -> tuple[list[Message], list[Message]]:
-        return [assistant(good)], [assistant("bad")]
-
-    functions = _as_messages(lambda row: [user(row["question"])], completions)
-    pair = functions["pair"]({"question": "q"}, good="fine")
-    assert parts(pair) == ([user("q")], [assistant("fine")], [assistant("bad")])
-    assert functions["prompt"]({"question": "q"}, good="fine").prompt == [user("q")]

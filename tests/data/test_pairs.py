@@ -6,8 +6,6 @@ import io
 import json
 import re
 import tracemalloc
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,11 @@ from support.rows import write_rows as write
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data import ingest, sources
-from dpo_pack.data.formats import FORMATS, Pair, Row
 from dpo_pack.data.ingest import Ingestion
 from dpo_pack.data.sources import Data, load_data, locate_source, split_by_prompt
 from dpo_pack.data.store import content_key
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
-from dpo_pack.recipe.types import Problem
 from dpo_pack.run import setup
 from dpo_pack.run.setup import prepare_data
 from dpo_pack.system.errors import CacheError, DataError
@@ -146,33 +142,6 @@ def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_one_that_ch
             "system_prompt": None,
         }
     )
-
-
-def test_a_format_gets_the_options_that_it_names_and_another_value_is_tokenised_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class PrefixedSource(SourceRecipe):
-        prefix: str = ""
-
-        def broken_rules(self) -> Iterator[Problem]:
-            yield from super().broken_rules()
-            if self.prefix and self.format != "preference":
-                yield "prefix", "needs format: preference"
-
-    def prefixed(row: Row, *, prefix: str) -> Pair:
-        return Pair(prompt=prefix + row["prompt"], chosen=row["chosen"], rejected=row["rejected"])
-
-    format = replace(FORMATS["preference"], options=("prefix",), pair=prefixed)
-    monkeypatch.setitem(FORMATS, "preference", format)
-    path = write(tmp_path / "a.jsonl", rows(0))
-    prompts = []
-    for prefix in ("Q: ", "Ask: "):
-        data = DataRecipe(train=(PrefixedSource(path=path, format="preference", prefix=prefix),))
-        splits = load_data(data, tokenizer=TOKENIZER, seed=0, cache_dir=tmp_path / "cache")
-        prompts.append(TOKENIZER.decode(splits.train.group(0).context))
-    assert prompts == ["Q: q0", "Ask: q0"]
-    with pytest.raises(ValueError, match="needs format: preference"):
-        PrefixedSource(path=path, format="alpaca", prefix="Q: ")
 
 
 def test_another_system_prompt_is_tokenised_anew(tmp_path: Path) -> None:
