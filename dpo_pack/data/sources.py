@@ -6,7 +6,7 @@ Prompts are kept in memory only, because judges read their text, which a store d
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -122,23 +122,31 @@ def load_data(
     for part, of_part in (("train", data.train), ("eval", data.eval_sources)):
         stores = [load(source, f"data.{part}.{number}") for number, source in enumerate(of_part)]
         loaded[part] = dict(zip(source_names(of_part), stores, strict=True))
-    sources, eval_sources = loaded["train"], loaded["eval"]
+    weights = np.array([source.weight for source in data.train], dtype=np.float64)
+    return _divided(loaded["train"], loaded["eval"], data.eval, seed, weights, max_new_tokens is None)
+
+
+def _divided(
+    sources: dict[str, LoadedSource],
+    eval_sources: dict[str, LoadedSource],
+    held_out: EvalFraction | tuple[SourceRecipe, ...],
+    seed: int,
+    source_weights: NDArray[np.float64],
+    is_pairs: bool,
+) -> Data:
+    """Divides the sources into training data and held-out sets, and reports on both."""
     train = PairTable.of([source.store for source in sources.values()])
+    evals = {name: PairTable.of([source.store]) for name, source in eval_sources.items()}
     prompts = tuple(prompt for source in sources.values() for prompt in source.prompts)
-    is_pairs, held_out_by = max_new_tokens is None, None
-    numbers = _number(train)
+    eval_prompts = {name: source.prompts for name, source in eval_sources.items()}
+    numbers, held_out_by = _number(train), None
     described = [_describe(train, is_pairs, numbers)]  # of all pairs, then of those that are trained on
-    if isinstance(data.eval, EvalFraction):
-        *parts, held_out_by = _split(train, sources, data.eval.fraction, seed, numbers[0])
-        train, held_out = (train.select(part) for part in parts)
-        numbers = numbers[:, parts[0]]
-        described.append(_describe(train, is_pairs, numbers))
-        prompts, held_out_prompts = (tuple(prompts[n] for n in part) if prompts else () for part in parts)
-        evals, eval_prompts = {HELD_OUT: held_out}, {HELD_OUT: held_out_prompts}
-    else:
-        evals = {name: PairTable.of([source.store]) for name, source in eval_sources.items()}
-        eval_prompts = {name: source.prompts for name, source in eval_sources.items()}
-    source_weights = np.array([source.weight for source in data.train], dtype=np.float64)
+    if isinstance(held_out, EvalFraction):
+        *parts, held_out_by = _split(train, sources, held_out.fraction, seed, numbers[0])
+        train, evals[HELD_OUT] = (train.select(part) for part in parts)
+        described.append(_describe(train, is_pairs, numbers[:, parts[0]]))
+        if not is_pairs:
+            prompts, eval_prompts[HELD_OUT] = (tuple(prompts[n] for n in part) for part in parts)
     of_sources = np.bincount(train.source_indices, minlength=len(source_weights))
     if (of_sources * source_weights < 0.5).all():  # as `epoch_order` rounds
         raise DataError(
@@ -149,9 +157,7 @@ def load_data(
         train=train,
         eval=evals if is_pairs else {},
         source_weights=source_weights,
-        report=_report(
-            train, evals, sources, eval_sources, held_out_by, described, numbers[0], is_pairs=is_pairs
-        ),
+        report=_report(train, evals, sources, eval_sources, held_out_by, described, is_pairs=is_pairs),
         fingerprint=weighted if is_pairs else train.fingerprint,
         eval_fingerprint=content_key([[name, table.fingerprint] for name, table in evals.items()]),
         prompts=prompts,
@@ -243,11 +249,10 @@ def _report(
     eval_sources: dict[str, LoadedSource],
     held_out_by: str | None,
     described: Sequence[dict[str, Any]],
-    prompt_numbers: Positions,
     *,
     is_pairs: bool,
 ) -> dict[str, Any]:
-    """described: of all training sources, then of the training pairs; prompt_numbers: of these."""
+    """described: of all training sources, then of the training pairs."""
     of_one = described[0] if len(sources) == 1 else None
     of_sources = [_source_report(name, source, is_pairs, of_one) for name, source in sources.items()]
     report: dict[str, Any] = {
@@ -261,25 +266,31 @@ def _report(
     for name, source in eval_sources.items():
         report["eval"][name]["source"] = _source_report(name, source, is_pairs)
     if is_pairs:
+        keys, swapped = (_pair_keys(train, is_swapped=swaps) for swaps in (False, True))
+        report["train_pairs_contradicted"] = len(_found_in(keys, [swapped]))
         report["train_pairs_in_eval"] = report["train_prompts_in_eval"] = 0
         if evals:
-            pairs = _are_in(_pair_keys(train), [_pair_keys(table) for table in evals.values()])
-            report["train_pairs_in_eval"] = int(pairs.sum())
-            prompts = _are_in(train.whole_prompt_keys, [table.whole_prompt_keys for table in evals.values()])
-            report["train_prompts_in_eval"] = len(np.unique(prompt_numbers[prompts]))
+            report["train_pairs_in_eval"] = len(_found_in(keys, map(_pair_keys, evals.values())))
+            held_out = (table.whole_prompt_keys for table in evals.values())
+            prompts = _found_in(train.whole_prompt_keys, held_out)
+            report["train_prompts_in_eval"] = len(np.unique(prompts))
         every = (*sources.values(), *eval_sources.values())
         report["rows_tokenized"] = sum(source.rows_tokenized for source in every)
     return report
 
 
-def _are_in(keys: NDArray[np.uint8], others: Sequence[NDArray[np.uint8]]) -> NDArray[np.bool_]:
+def _found_in(keys: NDArray[np.uint8], others: Iterable[NDArray[np.uint8]]) -> Positions:
+    """Returns numbers of those keys that `others` have too; equal keys have equal numbers."""
     _, numbers = distinct_keys(np.concatenate((keys, *others)))
-    return np.isin(numbers[: len(keys)], numbers[len(keys) :])
+    own = numbers[: len(keys)]
+    return own[np.isin(own, numbers[len(keys) :])]
 
 
-def _pair_keys(pairs: PairTable) -> NDArray[np.uint8]:
-    """Returns [P, 16] keys: sums of hashes, which are as seldom equal by chance."""
-    chosen, rejected = (np.ascontiguousarray(k).view("<u8") for k in (pairs.chosen_keys, pairs.rejected_keys))
+def _pair_keys(pairs: PairTable, *, is_swapped: bool = False) -> NDArray[np.uint8]:
+    """Returns [P, 16] keys: sums of hashes, which are as seldom equal by chance. Swapped: those of the pairs
+    with the other preference."""
+    sides = (pairs.chosen_keys, pairs.rejected_keys)[:: -1 if is_swapped else 1]
+    chosen, rejected = (np.ascontiguousarray(keys).view("<u8") for keys in sides)
     keys: NDArray[np.uint8] = (chosen + 3 * rejected).view(np.uint8)
     return keys
 

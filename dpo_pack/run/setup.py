@@ -218,6 +218,13 @@ def _print_data(data: Data, console: Console, scored_turns: str, *, seconds: flo
         )
     if num_copies >= FEW * num_pairs > 0:
         console.print(f"  Warning: {num_copies:,} of {num_pairs:,} training pairs repeat another one")
+    if contradicted := data.report.get("train_pairs_contradicted"):
+        console.print(
+            f"  Warning: {contradicted:,} of {num_pairs:,} training pairs are contradicted: another pair has "
+            "the same prompt and answers, and prefers the other one"
+        )
+    if not (data.prompts or data.train.weights.any()):
+        console.print("  Warning: all training pairs have the weight 0 (column weight), so none is learned")
     of_eval = (held["source"] for held in data.report["eval"].values() if "source" in held)
     not_read: dict[str, list[str]] = {}  # the sources that have the same columns
     for source in (*data.report["train"]["sources"], *of_eval):

@@ -524,6 +524,35 @@ def test_a_start_warns_of_pairs_that_are_held_out_too_and_of_copies(tmp_path: Pa
     ]
 
 
+def test_a_start_warns_of_pairs_that_contradict_each_other_and_of_weights_that_are_all_0(
+    tmp_path: Path, console: Console
+) -> None:
+    first, *others = [{**row, "weight": 0} for row in rows(0, 1, 2)]
+    swapped = {**first, "chosen": first["rejected"], "rejected": first["chosen"]}
+    same_answers = write(tmp_path / "same.jsonl", [{**swapped, "prompt": "q1"}, *rows(3)])
+    train = [write(tmp_path / "a.jsonl", [first, *others]), write(tmp_path / "b.jsonl", [first, swapped])]
+    settings: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "model": {"path": str(tmp_path / "no")}}
+    assert isinstance(console.file, io.StringIO)
+    is_0 = "  Warning: all training pairs have the weight 0 (column weight)"
+    for some, warnings in (
+        (train[:1], [is_0]),
+        ([train[0], same_answers], []),
+        (
+            train[1:],
+            ["  Warning: 2 of 2 training pairs are contradicted: another pair has the same prompt", is_0],
+        ),
+        (
+            train,
+            ["  Warning: 3 of 5 training pairs are contradicted: another pair has the same prompt", is_0],
+        ),
+    ):
+        prepare_data(parse_recipe({**settings, "data": {"train": some}}), TOKENIZER, console)
+        lines = [line for line in console.file.getvalue().splitlines() if "Warning" in line]
+        told = [re.split(",| and ", line)[0] for line in lines if "repeat" not in line]
+        assert told == warnings
+        console.file.truncate(console.file.seek(0))
+
+
 def test_the_format_is_detected_past_bad_rows_and_reported(tmp_path: Path) -> None:
     turns = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}
     path = write(tmp_path / "a.jsonl", [{"text": "?"}, turns])
@@ -561,6 +590,7 @@ def test_repetitions_and_leaks_are_counted(tmp_path: Path) -> None:
     report = load(tmp_path, train, eval=[dev]).report
     assert (report["train"]["pairs"], report["train"]["prompts"]) == (5, 4)
     assert report["train"]["duplicate_pairs"] == 1
+    assert report["train_pairs_contradicted"] == 0
     assert report["train_pairs_in_eval"] == 2  # both copies of pair 1
     assert report["train_prompts_in_eval"] == 2  # q0 and q1
     assert report["eval"]["dev"]["duplicate_pairs"] == 0
