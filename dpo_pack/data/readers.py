@@ -63,14 +63,16 @@ class ColumnNames:
 
     def completed(self, present: Sequence[str]) -> Mapping[str, str | None]:
         """Returns the mapping with the columns of the known data set that has all the columns in `present`.
-        Raises DataError if two known ones differ in which answer is better, or if each row has one answer and
-        a label (KTO), unless only prompts are read."""
+        Raises DataError, see `_completed_as_known`."""
         columns = frozenset(present)  # a set, because a row can have very many columns
         if any(theirs is not None and theirs not in columns for theirs in self.mapping.values()):
             return self.mapping  # `rename` and `select` name the column that is missing
         there = {ours for ours in (*columns, *self.mapping) if self.mapping.get(ours, ours) in columns}
-        if there.issuperset(("chosen", "rejected")):
-            return self.mapping
+        return self.mapping if there >= {"chosen", "rejected"} else self._completed_as_known(columns, there)
+
+    def _completed_as_known(self, columns: frozenset[str], there: set[str]) -> Mapping[str, str | None]:
+        """`there`: our names of columns. Raises DataError if two known data sets differ in which answer is
+        better, or if each row has one answer and a label (KTO), unless only prompts are read."""
         if {"completion", "label"} <= there and not self.prompts_suffice:
             raise DataError(
                 f"{self.label}: each row has one answer (completion) and a label, as KTO takes them, and a "

@@ -264,7 +264,7 @@ def _report(
         "held_out_by": held_out_by,
     }
     for name, source in eval_sources.items():
-        report["eval"][name]["source"] = _source_report(name, source, is_pairs)
+        report["eval"][name]["source"] = _source_report(name, source, is_pairs, report["eval"][name])
     if is_pairs:
         keys, swapped = (_pair_keys(train, is_swapped=swaps) for swaps in (False, True))
         report["train_pairs_contradicted"] = len(_found_in(keys, [swapped]))

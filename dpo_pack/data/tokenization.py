@@ -300,11 +300,8 @@ def read_row(
     else:
         if settings.system_prompt is not None:
             pair = replace(pair, prompt=with_system_message(pair.prompt, settings.system_prompt))
-        for name, value in pair.template_options.items():
-            is_known = name == "tools" or name in template_names(str(tokenizer.chat_template))
-            if not is_known and value not in (None, "", [], {}):
-                detail = f"the row's chat_template_kwargs has {name}, which the chat template does not have"
-                raise BadRow("unknown_option", detail)
+        if pair.template_options:
+            _check_options(pair, tokenizer)
         if settings.template_options:
             pair = replace(pair, template_options={**settings.template_options, **pair.template_options})
         check_last_turn(pair, continues=settings.continues_turns)
@@ -347,6 +344,14 @@ def _read_texts(
     if settings.format == "preference" and begin_of_turn(tokenizer) not in prompt:
         counts["prompts_without_template"] = 1
     return ReadRow(number, pair, pair, tuple(texts), counts)
+
+
+def _check_options(pair: Pair, tokenizer: Tokenizer) -> None:
+    known = {"tools", *template_names(str(tokenizer.chat_template))}
+    for name, value in pair.template_options.items():
+        if name not in known and value not in (None, "", [], {}):
+            detail = f"the row's chat_template_kwargs has {name}, which the chat template does not have"
+            raise BadRow("unknown_option", detail)
 
 
 def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
