@@ -122,8 +122,7 @@ def load_data(
     for part, of_part in (("train", data.train), ("eval", data.eval_sources)):
         stores = [load(source, f"data.{part}.{number}") for number, source in enumerate(of_part)]
         loaded[part] = dict(zip(source_names(of_part), stores, strict=True))
-    weights = np.array([source.weight for source in data.train], dtype=np.float64)
-    return _divided(loaded["train"], loaded["eval"], data.eval, seed, weights, max_new_tokens is None)
+    return _divided(loaded["train"], loaded["eval"], data.eval, seed, is_pairs=max_new_tokens is None)
 
 
 def _divided(
@@ -131,7 +130,7 @@ def _divided(
     eval_sources: dict[str, LoadedSource],
     held_out: EvalFraction | tuple[SourceRecipe, ...],
     seed: int,
-    source_weights: NDArray[np.float64],
+    *,
     is_pairs: bool,
 ) -> Data:
     """Divides the sources into training data and held-out sets, and reports on both."""
@@ -147,12 +146,14 @@ def _divided(
         described.append(_describe(train, is_pairs, numbers[:, parts[0]]))
         if not is_pairs:
             prompts, eval_prompts[HELD_OUT] = (tuple(prompts[n] for n in part) for part in parts)
+    weights = [source.recipe.weight for source in sources.values()]
+    source_weights = np.array(weights, dtype=np.float64)
     of_sources = np.bincount(train.source_indices, minlength=len(source_weights))
     if (of_sources * source_weights < 0.5).all():  # as `epoch_order` rounds
         raise DataError(
             "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
         )
-    weighted = content_key([train.fingerprint, source_weights.tolist()])
+    weighted = content_key([train.fingerprint, weights])
     return Data(
         train=train,
         eval=evals if is_pairs else {},
