@@ -395,7 +395,8 @@ def _as_messages(
 
     def read_prompt(row: Row) -> Pair:
         if (asked := prompt(row)) is None:
-            return replace(read_pair(row), chosen="", rejected="")
+            read = read_pair(row)
+            return Pair(prompt=read.prompt, template_options=read.template_options)
         return with_system(row, conversational_prompt({**row, "prompt": asked}))
 
     return {"pair": read_pair, "prompt": read_prompt}

@@ -223,7 +223,7 @@ def _print_data(data: Data, console: Console, scored_turns: str, *, seconds: flo
             f"  Warning: {contradicted:,} of {num_pairs:,} training pairs are contradicted: another pair has "
             "the same prompt and answers, and prefers the other one"
         )
-    if not (data.prompts or data.train.weights.any()):
+    if not data.train.weights.any():
         console.print("  Warning: all training pairs have the weight 0 (column weight), so none is learned")
     of_eval = (held["source"] for held in data.report["eval"].values() if "source" in held)
     not_read: dict[str, list[str]] = {}  # the sources that have the same columns

@@ -58,12 +58,16 @@ def test_weights_that_leave_no_prompt_of_an_epoch_are_refused(tmp_path: Path) ->
         ({"prompt": "how are you", "chosen": [*USER, assistant("a")],
           "rejected": [*USER, assistant("b")]},
          "<s>user\nhow are you</s>\n<s>assistant\n"),
+        ({"first": [*USER, assistant("a")], "second": [*USER, assistant("b")], "better": 0, "weight": 0},
+         "<s>user\nhow are you</s>\n<s>assistant\n"),
         ({"prompt_ids": [5, 6, 7]}, tiny_tokenizer().decode([5, 6, 7])),
         ({"prompt_ids": [5]}, tiny_tokenizer().decode([5])),
     ],
 )  # fmt: skip
 def test_a_prompt_is_read_from_every_kind_of_row(row: dict[str, Any], text: str, tmp_path: Path) -> None:
-    (prompt,) = train_prompts(prompts(tmp_path, [row]))
+    data = prompts(tmp_path, [row])
+    (prompt,) = train_prompts(data)
+    assert data.train.weights == 1  # a weight is one of a pair, which a prompt is not
     assert prompt.text == text and prompt.row_number == 1
     assert prompt.ids.tolist() == (row.get("prompt_ids") or tiny_tokenizer()(text)["input_ids"])
     assert (prompt.messages is None) == ("how are you" not in text)
