@@ -204,27 +204,8 @@ def _print_data(data: Data, console: Console, scored_turns: str, *, seconds: flo
         f", {size} held out{'' if name == HELD_OUT else f' ({name})'}" for name, size in sizes.items()
     )
     console.print(f"Data: {what}{held_out}; {format_seconds(seconds)}")
-    shared = data.report["held_out_by"]
-    if shared not in (None, "prompt", "image"):
-        console.print(
-            f"  no column has the prompts: pairs with the same {shared} are all held out or all trained on; "
-            "for a split by prompt, name the column in data.train.*.columns.prompt"
-        )
-    num_pairs, num_copies = data.train.num_pairs, data.report["train"].get("duplicate_pairs", 0)
-    if both := data.report.get("train_pairs_in_eval"):
-        console.print(
-            f"  Warning: {both:,} of {num_pairs:,} training pairs are held out too, so held-out metrics do "
-            "not show what the model does with new pairs"
-        )
-    if num_copies >= FEW * num_pairs > 0:
-        console.print(f"  Warning: {num_copies:,} of {num_pairs:,} training pairs repeat another one")
-    if contradicted := data.report.get("train_pairs_contradicted"):
-        console.print(
-            f"  Warning: {contradicted:,} of {num_pairs:,} training pairs are contradicted: another pair has "
-            "the same prompt and answers, and prefers the other one"
-        )
-    if not data.train.weights.any():
-        console.print("  Warning: all training pairs have the weight 0 (column weight), so none is learned")
+    for note in _notes_on_all(data):
+        console.print(f"  {note}")
     of_eval = (held["source"] for held in data.report["eval"].values() if "source" in held)
     not_read: dict[str, list[str]] = {}  # the sources that have the same columns
     for source in (*data.report["train"]["sources"], *of_eval):
@@ -241,6 +222,31 @@ def _print_data(data: Data, console: Console, scored_turns: str, *, seconds: flo
     for columns, names in not_read.items():
         if columns:
             console.print(f"  columns of {', '.join(dict.fromkeys(names))} that are not read: {columns}")
+
+
+def _notes_on_all(data: Data) -> Iterator[str]:
+    """Yields what a user should know of the pairs of all sources together."""
+    shared = data.report["held_out_by"]
+    if shared not in (None, "prompt", "image"):
+        yield (
+            f"no column has the prompts: pairs with the same {shared} are all held out or all trained on; "
+            "for a split by prompt, name the column in data.train.*.columns.prompt"
+        )
+    num_pairs, num_copies = data.train.num_pairs, data.report["train"].get("duplicate_pairs", 0)
+    if both := data.report.get("train_pairs_in_eval"):
+        yield (
+            f"Warning: {both:,} of {num_pairs:,} training pairs are held out too, so held-out metrics do "
+            "not show what the model does with new pairs"
+        )
+    if num_copies >= FEW * num_pairs > 0:
+        yield f"Warning: {num_copies:,} of {num_pairs:,} training pairs repeat another one"
+    if contradicted := data.report.get("train_pairs_contradicted"):
+        yield (
+            f"Warning: {contradicted:,} of {num_pairs:,} training pairs are contradicted: another pair has "
+            "the same prompt and answers, and prefers the other one"
+        )
+    if not data.train.weights.any():
+        yield "Warning: all training pairs have the weight 0 (column weight), so none is learned"
 
 
 def prepare(
