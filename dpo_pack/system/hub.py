@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import re
 import shlex
 import sys
@@ -29,9 +30,11 @@ def check_model(path: str, revision: str | None, recipe_key: str) -> None:
     """Raises ModelError if `path` is a hub id without cached files and the hub cannot be reached."""
     from huggingface_hub import try_to_load_from_cache
 
+    if os.path.exists(path):
+        return
     if remedy := instead_of_url(path):
         raise ModelError(f"{recipe_key}: no directory and no hub id: {path}{remedy}")
-    if _may_be_hub_id(path):
+    if HUB_ID.fullmatch(path) is not None:
         cached = try_to_load_from_cache(path, "config.json", revision=revision)
         obstacle = None if isinstance(cached, str) else _obstacle("model", path, recipe_key)
         if obstacle is not None:
