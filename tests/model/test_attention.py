@@ -46,9 +46,11 @@ PLAIN = AttentionNeeds(
 )
 
 
-def make_segments(device: torch.device, *, repeats: int = 1) -> RowSegments:
-    """Three groups, so often: a long prompt, a one-token tail, and one with three branches."""
-    return segments_of(random_groups((37, 5, 20), (3, 8, 1), (12, 4, 9, 6)) * repeats, device=device)
+def make_segments(device: torch.device, *, repeats: int = 1, gathers: bool = False) -> RowSegments:
+    """Three groups, so often: a long prompt, a one-token tail, and one with three branches. Without
+    `gathers`, backends get the keys of all segments."""
+    segments = segments_of(random_groups((37, 5, 20), (3, 8, 1), (12, 4, 9, 6)) * repeats, device=device)
+    return segments if gathers else replace(segments, kv_gather=None)
 
 
 def test_the_mask_is_causal_aligned_bottom_right_and_counts_the_query_in_its_window() -> None:
@@ -121,6 +123,31 @@ def test_attention_by_sdpa_equals_a_softmax_written_out(
     # Sinks are summed in fp32, as their models do; the rest is float64 throughout.
     bound = 1e-5 if special in ("sinks", "softcap") else 1e-12
     assert_as_written_out("sdpa", window, special, dtype=torch.float64, size=8, bound=bound)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_each_backend_gathers_the_keys_and_values_that_segments_share(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_stand_ins(monkeypatch)
+    segments, options = (
+        make_segments(CPU, gathers=True),
+        AttentionOptions(scale=0.5, window=None, softcap=None, sinks=None),
+    )
+    assert segments.kv_gather is not None
+    torch.manual_seed(0)
+    has_gradient = name != "flex"  # torch has none of it on a CPU
+    states = torch.randn(3, sum(segments.query_lengths), 2, 8).bfloat16().requires_grad_(has_gradient)
+    query, key, value = states
+    ours = BACKENDS[name](query, key, value, segments, options)
+    alone = replace(segments, kv_gather=None)
+    gathered = BACKENDS[name](query, *map(segments.kv_gather, (key, value)), alone, options)
+    assert torch.equal(ours, gathered)
+    if has_gradient:
+        weights = torch.randn(ours.shape).bfloat16()
+        mine, other = (torch.autograd.grad(out, states, weights)[0] for out in (ours, gathered))
+        assert torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])
@@ -376,7 +403,7 @@ def test_torch_s_operators_take_what_they_are_given_and_return_what_compiled_cod
 ) -> None:
     """By their own rules for tensors without values, in each release of torch. Heads may lie before tokens in
     memory, as in latent attention; compiled code checks the order of what it gets."""
-    segments = make_segments(torch.device("meta"))
+    segments = make_segments(torch.device("meta"), gathers=gathers)
 
     def states(lengths: tuple[int, ...], heads: int) -> Tensor:
         shape = (heads, sum(lengths), 8) if heads_first else (sum(lengths), heads, 8)
@@ -385,7 +412,7 @@ def test_torch_s_operators_take_what_they_are_given_and_return_what_compiled_cod
 
     keys = states(segments.query_lengths if gathers else segments.key_lengths, 2)
     inputs = states(segments.query_lengths, 4), keys, keys
-    asked = (segments.number, gathers, 0.5, flash._neighbours(window)[0])
+    asked = (segments.number, 0.5, flash._neighbours(window)[0])
     out, normalizers = flash._attend._init_fn(*inputs, *asked)
     grads = flash._attend_backward._init_fn(out, *inputs, out, normalizers, *asked)
     expected = flash._attend(*inputs, *asked)

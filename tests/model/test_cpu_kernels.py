@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def num_threads() -> Iterator[None]:
 
 def make_segments(*lengths: tuple[int, int, int]) -> RowSegments:
     """One group of each (prompt, chosen, rejected)."""
-    return segments_of(random_groups(*lengths))
+    return replace(segments_of(random_groups(*lengths)), kv_gather=None)  # keys are gathered
 
 
 def states(

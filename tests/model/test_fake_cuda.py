@@ -140,12 +140,13 @@ def test_the_operator_of_attention_waits_for_nothing(gathers: bool) -> None:
     """Its code, which fake tensors do not reach elsewhere: gathers, kernels, and the gathers' gradients."""
     segments = make_row().segments
     assert segments is not None and segments.kv_gather is not None
+    segments = segments if gathers else replace(segments, kv_gather=None)
     num_keys = sum(segments.query_lengths if gathers else segments.key_lengths)
     queries, keys = (
         torch.zeros(tokens, heads, 8, device=CUDA, dtype=torch.bfloat16)
         for tokens, heads in ((sum(segments.query_lengths), 4), (num_keys, 2))
     )
-    asked = (segments.number, gathers, 0.5, -1)
+    asked = (segments.number, 0.5, -1)
     with Counting() as forward:
         results = flash._attend._init_fn(queries, keys, keys, *asked)
     with Counting() as backward:

@@ -119,9 +119,7 @@ def whole_row(
     query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
     """Ignores where sequences begin: causal over everything in the row."""
-    if segments.kv_gather is not None:
-        key, value = (states.index_select(0, segments.kv_gather.first) for states in (key, value))
-    one = replace(segments, query_lengths=(len(query),), key_lengths=(len(key),))
+    one = replace(segments, query_lengths=(len(query),), key_lengths=(len(key),), kv_gather=None)
     return sdpa_attention(query, key, value, one, replace(options, window=None))
 
 

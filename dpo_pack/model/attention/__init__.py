@@ -33,7 +33,8 @@ from dpo_pack.system.errors import UnsupportedModelError, first_line, is_out_of_
 # Names containing "flash", "sdpa", "flex_attention", "/" or "paged|" have a meaning in transformers.
 ATTENTION_NAME = "dpo_pack_rows"
 
-# (queries [T, H, D], keys [K, H_kv, D], values [K, H_kv, D_v], segments, options) -> [T, H, D_v]
+# (queries [T, H, D], keys [T, H_kv, D], values [T, H_kv, D_v], segments, options) -> [T, H, D_v]. It gathers
+# keys and values; where segments have no `kv_gather`, it gets them gathered, [K, ...].
 AttentionBackend = Callable[..., Tensor]
 
 
@@ -101,11 +102,6 @@ def row_attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    if row_backend is torch_varlen_attention:  # its operator gathers
-        out = torch_varlen_attention(query, key, value, row_segments, options, gathers=True)
-        return out.unsqueeze(0), None
-    if row_segments.kv_gather is not None:
-        key, value = row_segments.kv_gather(key), row_segments.kv_gather(value)
     return row_backend(query, key, value, row_segments, options).unsqueeze(0), None
 
 

@@ -31,6 +31,8 @@ def flash_attn_attention(
     from flash_attn import flash_attn_varlen_func
 
     assert options.sinks is None  # select_backend refuses these models
+    if segments.kv_gather is not None:
+        key, value = map(segments.kv_gather, (key, value))
     out: Tensor = flash_attn_varlen_func(
         *as_autocast(query, key, _as_wide(value, query)),
         segments.cu_seqlens_q,
@@ -47,21 +49,13 @@ def flash_attn_attention(
 
 
 def torch_varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: RowSegments,
-    options: AttentionOptions,
-    *,
-    gathers: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
-    """The backend "torch_varlen", which calls torch's own kernel. For torch.compile it is one operator.
-
-    With `gathers` keys and values are those of the row's T tokens, and the operator gathers them.
-    """
+    """The backend "torch_varlen", which calls torch's own kernel. For torch.compile it is one operator, which
+    also gathers."""
     assert options.softcap is None and options.sinks is None  # select_backend refuses these models
     states = as_autocast(query, key, _as_wide(value, query))
-    out, _ = _attend(*states, segments.number, gathers, options.scale, _neighbours(options.window)[0])
+    out, _ = _attend(*states, segments.number, options.scale, _neighbours(options.window)[0])
     attended: Tensor = out[..., : value.shape[-1]]
     return attended
 
@@ -77,15 +71,14 @@ def _as_wide(value: Tensor, query: Tensor) -> Tensor:
 @torch.library.custom_op(
     "dpo_pack::attend",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, SymInt row, bool gathers, float scale, SymInt left)"
+    schema="(Tensor query, Tensor key, Tensor value, SymInt row, float scale, SymInt left)"
     " -> (Tensor, Tensor)",
 )
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, row: int, gathers: bool, scale: float, left: int
+    query: Tensor, key: Tensor, value: Tensor, row: int, scale: float, left: int
 ) -> tuple[Tensor, Tensor]:
     segments = numbered(row)
-    arguments, options = _kernel_arguments(segments, scale, left)
-    states = query, *_gathered(segments, gathers, key, value)
+    states, arguments, options = _kernel_arguments(segments, query, key, value, scale, left)
     out, normalizers, *_ = _operators._flash_attention_forward(*states, *arguments, False, **options)
     return out, normalizers
 
@@ -94,7 +87,7 @@ def _attend(
     "dpo_pack::attend_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor normalizers,"
-    " SymInt row, bool gathers, float scale, SymInt left) -> (Tensor, Tensor, Tensor)",
+    " SymInt row, float scale, SymInt left) -> (Tensor, Tensor, Tensor)",
 )
 def _attend_backward(
     grad: Tensor,
@@ -104,19 +97,17 @@ def _attend_backward(
     out: Tensor,
     normalizers: Tensor,
     row: int,
-    gathers: bool,
     scale: float,
     left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     segments = numbered(row)
-    arguments, options = _kernel_arguments(segments, scale, left)
-    states = query, *_gathered(segments, gathers, key, value)
+    states, arguments, options = _kernel_arguments(segments, query, key, value, scale, left)
     state = grad.new_empty(2, dtype=torch.uint64)  # which only dropout needs
     with _deterministic():
         of_query, of_key, of_value = _operators._flash_attention_backward(
             grad, *states, out, normalizers, *arguments, state, state, **options
         )
-    if gathers and segments.kv_gather is not None:
+    if segments.kv_gather is not None:
         of_key, of_value = map(segments.kv_gather.gradient, (of_key, of_value))
     return of_query, of_key.contiguous(), of_value.contiguous()  # whether gathered or not
 
@@ -138,22 +129,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Any, ...]:
-    return (*_attend_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 4)
+    return (*_attend_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 3)
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
 
 
-def _kernel_arguments(segments: RowSegments, scale: float, left: int) -> tuple[list[Any], dict[str, Any]]:
+def _kernel_arguments(
+    segments: RowSegments, query: Tensor, key: Tensor, value: Tensor, scale: float, left: int
+) -> tuple[tuple[Tensor, ...], list[Any], dict[str, Any]]:
+    if segments.kv_gather is not None:
+        key, value = map(segments.kv_gather.take, (key, value))
     longest = max(segments.query_lengths), max(segments.key_lengths)
     is_causal, dropout = left < 0, 0.0  # with `is_causal` the kernel takes no window
     arguments = [segments.cu_seqlens_q, segments.cu_seqlens_k, *longest, dropout, is_causal]
-    return arguments, {"scale": scale, "window_size_left": left, "window_size_right": 0}
-
-
-def _gathered(segments: RowSegments, gathers: bool, *states: Tensor) -> tuple[Tensor, ...]:
-    gather = segments.kv_gather
-    return states if gather is None or not gathers else tuple(map(gather.take, states))
+    return (query, key, value), arguments, {"scale": scale, "window_size_left": left, "window_size_right": 0}
 
 
 @contextlib.contextmanager

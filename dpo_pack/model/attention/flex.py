@@ -32,7 +32,7 @@ _BLOCK = 128
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
-    """The backend "flex": queries [T, H, D], keys [K, H_kv, D], values [K, H_kv, D_v] -> [T, H, D_v]."""
+    """The backend "flex": queries [T, H, D], keys [T, H_kv, D], values [T, H_kv, D_v] -> [T, H, D_v]."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     def score(logit: Tensor, batch: Tensor, head: Tensor, at: Tensor, key_at: Tensor) -> Tensor:
@@ -40,6 +40,8 @@ def flex_attention(
         return softcap * torch.tanh(logit / softcap)
 
     softcap, window = options.softcap, options.window
+    if segments.kv_gather is not None:
+        key, value = map(segments.kv_gather, (key, value))
     query, key, value = as_autocast(query, key, value)
     block_mask = segments.once(("flex", window), lambda: _block_mask(segments, window, query.device))
     out, aux = _kernel(query.device.type)(

@@ -30,10 +30,12 @@ from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, as_
 def sdpa_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
-    """The backend "sdpa": queries [T, H, D], keys [K, H_kv, D], values [K, H_kv, D_v] -> [T, H, D_v].
+    """The backend "sdpa": queries [T, H, D], keys [T, H_kv, D], values [T, H_kv, D_v] -> [T, H, D_v].
 
     Segments with logit softcaps (Gemma 2) or attention sinks (gpt-oss) get `_eager_attention`.
     """
+    if segments.kv_gather is not None:
+        key, value = map(segments.kv_gather, (key, value))
     num_groups = query.shape[1] // key.shape[1]
     if num_groups > 1:
         key = key.repeat_interleave(num_groups, dim=1)
