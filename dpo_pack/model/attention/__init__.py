@@ -139,20 +139,18 @@ def select_backend(
 ) -> BackendChoice:
     """Returns the requested backend, or for "auto" the first of `BACKENDS` that computes the model exactly in
     activations of `dtype`. Raises UnsupportedModelError when the requested backend cannot."""
-    if requested != "auto":
-        obstacle = backend_obstacle(requested, needs, device=device, dtype=dtype)
-        if obstacle is not None:
-            raise UnsupportedModelError(
-                f"model.attention: {requested} cannot be used here: {obstacle}; use model.attention: auto"
-            )
-        return BackendChoice(name=requested, reason="set by model.attention")
     obstacles: list[str] = []
-    for name in BACKENDS:
+    for name in BACKENDS if requested == "auto" else (requested,):
         obstacle = backend_obstacle(name, needs, device=device, dtype=dtype)
         if obstacle is None:
-            return BackendChoice(name=name, reason="; ".join(obstacles) or "the fastest backend")
+            reason = "; ".join(obstacles) or "the fastest backend"
+            return BackendChoice(
+                name=name, reason=reason if requested == "auto" else "set by model.attention"
+            )
         obstacles.append(f"not {name}: {obstacle}")
-    raise AssertionError("the sdpa backend takes every model")
+    raise UnsupportedModelError(
+        f"model.attention: {requested} cannot be used here: {obstacle}; use model.attention: auto"
+    )
 
 
 def backend_obstacle(

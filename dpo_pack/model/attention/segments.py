@@ -69,11 +69,9 @@ class RowSegments:
         """
         name = ("mask", num_queries, num_keys, window)
         if name not in self.kept:
-            device = self.cu_seqlens_q.device
-            query_at = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
-            key_at = torch.arange(num_keys, device=device)[None, :]
-            allowed = key_at <= query_at
-            self.kept[name] = allowed if window is None else allowed & (key_at > query_at - window)
+            device, last = self.cu_seqlens_q.device, num_keys - num_queries  # key that the first query sees
+            allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(last)
+            self.kept[name] = allowed if window is None else allowed.triu(last - window + 1)
         mask: Tensor = self.kept[name]
         return mask
 
