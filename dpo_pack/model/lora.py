@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dpo_pack.model.compiling import tower_parameters
 from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import read_json
 from dpo_pack.system.hub import is_adapter
@@ -290,18 +291,12 @@ def _attach_new(model: PreTrainedModel, settings: LoraSettings) -> tuple[PeftMod
 
 def _towers(model: PreTrainedModel) -> list[str]:
     """Returns the names of the outermost modules that are no part of the language model."""
-    if model.config.get_text_config() is model.config:
-        return []
-    parts: Any = (model.get_decoder(), model.get_output_embeddings())
-    own = [name for name, module in model.named_modules() if any(module is part for part in parts)]
-    if "" in own:
-        return []
-    outside = [
-        name
-        for name, _ in model.named_modules()
-        if not _is_in(own, name) and not any(_is_in([name], inner) for inner in ("", *own))
-    ]
-    return [name for name in outside if not _is_in(outside, name.rpartition(".")[0])]
+    frozen, found = tower_parameters(model), list[str]()
+    for name, module in model.named_modules():  # a module comes before its parts
+        own = set(module.parameters())
+        if own and own <= frozen and not _is_in(found, name):
+            found.append(name)
+    return found
 
 
 def _is_in(modules: Sequence[str], name: str) -> bool:
