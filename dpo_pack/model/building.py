@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ from dpo_pack.model.loading import (
     whole_reports,
 )
 from dpo_pack.model.logps import WantedStatistics, compile_head
-from dpo_pack.model.lora import LoraSettings, attach_adapter
+from dpo_pack.model.lora import Adapter, LoraSettings, attach_adapter
 from dpo_pack.model.parallel import ALONE, Strategy, shard_model
 from dpo_pack.model.quantize import compute_restored, quantization_settings
 from dpo_pack.model.recurrence import wrap_recurrent_layers
@@ -125,16 +126,7 @@ def _load(
         for parameter in tower_parameters(model):
             parameter.requires_grad_(False)
     if adapter is not None:
-        with quiet_transformers() as more:
-            attached = attach_adapter(
-                model,
-                adapter,
-                base=facts.path,
-                revision=facts.revision,
-                recipe_key=facts.recipe_key,
-                reads_weights=weights_on.type != "meta",
-            )
-        said += more
+        attached = _attach(facts, model, adapter, weights_on, said)
     processor = facts.processor
     vision = None if processor is None else VisionInputs(processor=processor, family=vision_family(config))
     scorer = CompletionLogps(
@@ -150,6 +142,26 @@ def _load(
     if tensors is None and (facts.compile is True or (facts.compile == "auto" and device.type == "cuda")):
         _compile(facts, scorer, device)
     return LoadedModel(scorer=scorer, attention=choice, replaced=replaced, notes=notes + said)
+
+
+def _attach(
+    facts: ModelFacts,
+    model: PreTrainedModel,
+    adapter: LoraSettings | Path,
+    weights_on: torch.device,
+    said: list[str],
+) -> Adapter:
+    with quiet_transformers() as more:
+        attached = attach_adapter(
+            model,
+            adapter,
+            base=facts.path,
+            revision=facts.revision,
+            recipe_key=facts.recipe_key,
+            reads_weights=weights_on.type != "meta",
+        )
+    said += more
+    return attached
 
 
 def _change_layers(

@@ -147,18 +147,22 @@ def load_errors(path: str, recipe_key: str) -> Iterator[None]:
     except DpoPackError:
         raise
     except Exception as error:  # the user's files decide the class
-        reason = first_line(error).rstrip(".")
-        if is_out_of_memory(error):
-            raise ModelError(
-                f"{recipe_key}: {path} does not fit in memory ({reason}); set "
-                "model.dtype=bfloat16, train an adapter (model.lora), or shard the model over several devices"
-            ) from error
-        remedy = "give a directory with config.json, safetensors weights and tokenizer files, or a hub id"
-        if is_on_hub(path):
-            remedy = "if it is a hub id: connect to the network, unset HF_HUB_OFFLINE, or run 'hf auth login'"
-        if isinstance(error, StrictDataclassError):
-            remedy = "correct its config.json"
-        raise ModelError(f"{recipe_key}: cannot load {path}: {reason}; {remedy}") from error
+        raise ModelError(f"{recipe_key}: {_why_not_loaded(path, error)}") from error
+
+
+def _why_not_loaded(path: str, error: Exception) -> str:
+    reason = first_line(error).rstrip(".")
+    if is_out_of_memory(error):
+        return (
+            f"{path} does not fit in memory ({reason}); set model.dtype=bfloat16, train an adapter "
+            "(model.lora), or shard the model over several devices"
+        )
+    remedy = "give a directory with config.json, safetensors weights and tokenizer files, or a hub id"
+    if is_on_hub(path):
+        remedy = "if it is a hub id: connect to the network, unset HF_HUB_OFFLINE, or run 'hf auth login'"
+    if isinstance(error, StrictDataclassError):
+        remedy = "correct its config.json"
+    return f"cannot load {path}: {reason}; {remedy}"
 
 
 @contextlib.contextmanager
