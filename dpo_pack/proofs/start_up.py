@@ -276,29 +276,27 @@ def distance_from_stock(
     numbers = {"max error": largest, "mean error a token": mean}
     if scorer.compute_dtype == torch.float32 and largest <= FLOAT32_BOUND:
         return numbers, True
-    changes = []
-    for _ in range(_NUM_DRAWS):
-        with _rounded_otherwise(scorer.model, torch.finfo(scorer.compute_dtype).eps):
-            changes.append((compute_alone() - alone).abs())
-    moved = torch.stack(changes)  # [draws, S]
+    moved = (_rounded_otherwise(scorer, compute_alone) - alone).abs()
     by_rounding = float((moved / tokens).mean(dim=1).max())
     is_rounding = math.isfinite(largest) and mean <= 3 * by_rounding
     return {**numbers, "rounding a token": by_rounding, "rounding": float(moved.max())}, is_rounding
 
 
-@contextlib.contextmanager
-def _rounded_otherwise(model: PreTrainedModel, eps: float) -> Iterator[None]:
-    """In this context embeddings and each layer's output get random relative errors of up to `eps` / 2."""
+def _rounded_otherwise(scorer: CompletionLogps, compute_alone: Callable[[], Tensor]) -> Tensor:
+    """Returns [draws, S] results where embeddings and each layer's output get random relative errors of up to
+    half the dtype's epsilon."""
+    eps = torch.finfo(scorer.compute_dtype).eps
 
     def perturb(module: nn.Module, inputs: Any, output: Any) -> Any:
         if isinstance(output, tuple):
             return (perturb(module, inputs, output[0]), *output[1:])
         return output * (1 + eps * (torch.rand_like(output) - 0.5))
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    hooks = [module.register_forward_hook(perturb) for module in (model.get_input_embeddings(), *layers)]
+    layers = [module for module in scorer.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    changed = (scorer.model.get_input_embeddings(), *layers)
+    hooks = [module.register_forward_hook(perturb) for module in changed]
     try:
-        yield
+        return torch.stack([compute_alone() for _ in range(_NUM_DRAWS)])
     finally:
         for hook in hooks:
             hook.remove()
