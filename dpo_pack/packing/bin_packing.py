@@ -182,7 +182,14 @@ def split_over_ranks(costs: FloatArray, num_ranks: int, *, equal_counts: bool = 
     each rank gets n / R items, rounded up or down."""
     if num_ranks == 1:
         return [np.arange(len(costs))]
-    most = -(-len(costs) // num_ranks) if equal_counts else len(costs)
+    rank_of = _costliest_first(costs, num_ranks, -(-len(costs) // num_ranks) if equal_counts else len(costs))
+    while _improve(costs, rank_of, num_ranks, may_move=not equal_counts):
+        pass
+    return [np.flatnonzero(rank_of == rank) for rank in range(num_ranks)]
+
+
+def _costliest_first(costs: FloatArray, num_ranks: int, most: int) -> IntArray:
+    """Returns the rank of each item, [n]; no rank gets more than `most` items."""
     rank_of = np.zeros(len(costs), dtype=np.int64)
     counts = [0] * num_ranks
     loads = [(0.0, rank) for rank in range(num_ranks)]  # ascending, so already a heap
@@ -194,9 +201,7 @@ def split_over_ranks(costs: FloatArray, num_ranks: int, *, equal_counts: bool = 
         rank_of[position] = rank
         counts[rank] += 1
         heapreplace(loads, (load + cost, rank))
-    while _improve(costs, rank_of, num_ranks, may_move=not equal_counts):
-        pass
-    return [np.flatnonzero(rank_of == rank) for rank in range(num_ranks)]
+    return rank_of
 
 
 def _improve(costs: FloatArray, rank_of: IntArray, num_ranks: int, *, may_move: bool) -> bool:

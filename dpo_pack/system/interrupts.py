@@ -72,18 +72,24 @@ class Interruption:
 
         If not `at_once`, several ranks exchange signals only about once in POLL_SECONDS.
         """
-        from dpo_pack.system.ranks import every_rank_says, num_ranks  # imports torch
+        from dpo_pack.system.ranks import num_ranks  # imports torch
+
+        signum = self.signum if num_ranks() == 1 else self._of_any_rank(at_once)
+        if signum:
+            raise Interrupted(signum)
+
+    def _of_any_rank(self, at_once: bool) -> int:
+        from dpo_pack.system.ranks import every_rank_says
 
         self._calls += not at_once
-        if not at_once and num_ranks() > 1 and self._calls < self._next_exchange:
-            return
+        if not at_once and self._calls < self._next_exchange:
+            return 0
         seconds_a_call = (self.clock() - self.polled) / max(1, self._calls)
         signum, slowest = map(max, zip(*every_rank_says((self.signum or 0, seconds_a_call)), strict=True))
-        if signum:
-            raise Interrupted(int(signum))
         # The number is the same on all ranks, so all exchange at the same call.
         self._next_exchange = max(1, int(POLL_SECONDS / max(slowest, 1e-6)))
         self._calls, self.polled = 0, self.clock()
+        return int(signum)
 
 
 @contextlib.contextmanager

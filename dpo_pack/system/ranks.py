@@ -185,12 +185,16 @@ def wait_for_all() -> None:
         dist.barrier(group=host_group())
 
 
-@contextlib.contextmanager
-def first_goes_first() -> Iterator[None]:
+def first_goes_first() -> contextlib.AbstractContextManager[None]:
     """Rank 0 runs the `with` block first; then the other ranks run it, or raise rank 0's DpoPackError.
 
     Of another error of rank 0 they raise a RunError, and the error has `on_all_ranks`.
     """
+    return contextlib.nullcontext() if num_ranks() == 1 else _others_behind_first()
+
+
+@contextlib.contextmanager
+def _others_behind_first() -> Iterator[None]:
     failure: DpoPackError | None = None if is_first() else first_says(None)
     if failure is not None:
         raise failure
@@ -252,8 +256,13 @@ def require_shared(directory: Path, recipe_key: str) -> None:
 
 def gather_over_ranks(rows: Tensor) -> Tensor:
     """Returns the rows of all ranks, [sum of n over ranks, ...]; rows: [n, ...]. Waits for the device."""
+    return rows if num_ranks() == 1 else gather_and_place(rows)[0]
+
+
+def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
+    """Returns `gather_over_ranks(rows)`, and the slice that selects this rank's own rows in it."""
     if num_ranks() == 1:
-        return rows
+        return rows, slice(0, len(rows))
     counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(num_ranks())]
     dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
     sizes: list[int] = torch.cat(counts).tolist()  # ranks may have different numbers of rows
@@ -261,13 +270,9 @@ def gather_over_ranks(rows: Tensor) -> Tensor:
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded)
-    return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
-
-
-def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
-    """Returns `gather_over_ranks(rows)`, and the slice that selects this rank's own rows in it."""
-    first = sum(every_rank_says(len(rows))[: rank()])
-    return gather_over_ranks(rows), slice(first, first + len(rows))
+    first = sum(sizes[: rank()])
+    own = slice(first, first + len(rows))
+    return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)]), own
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
