@@ -164,12 +164,15 @@ class PairSizes:
         """Returns the items of `pairs`. Pairs of one prompt stay one item if the item fits the budget."""
         if self.merging is None:
             return Items(pairs=pairs, groups=None, tokens=self.tokens[pairs], costs=self.costs[pairs])
+        return self._groups_of(pairs, token_budget, self.merging)
+
+    def _groups_of(self, pairs: IntArray, token_budget: int, merging: PromptMerging) -> Items:
         groups: list[CutGroup] = []
-        for positions in self.merging.groups_of(pairs):
+        for positions in merging.groups_of(pairs):
             group = pairs[positions]
             tokens = self._measure(group).tokens
             fits = len(group) == 1 or tokens <= token_budget
-            groups += [CutGroup(group, tokens)] if fits else self.merging.cut(group, token_budget)
+            groups += [CutGroup(group, tokens)] if fits else merging.cut(group, token_budget)
         return Items(
             pairs=pairs,
             groups=[group.pairs for group in groups],
@@ -317,10 +320,10 @@ def padded_flops(
     num_sequences: AnyIntArray,
     *,
     scored_tokens: IntArray | None = None,
-    passes: float = TRAINING_PASSES,
 ) -> float:
-    """Returns the FLOPs of n right-padded batches, all together. longest: [n] the longest sequence of each
-    batch. num_sequences, scored_tokens: [n]; without `scored_tokens` every position runs through the head."""
+    """Returns the FLOPs of training n right-padded batches, all together. longest: [n] the longest sequence
+    of each. num_sequences, scored_tokens: [n]; without `scored_tokens` every position runs through the head.
+    """
     tokens = longest.astype(np.float64) * num_sequences
     forward = sequence_flops(
         shape,
@@ -328,4 +331,4 @@ def padded_flops(
         scored_tokens=tokens if scored_tokens is None else scored_tokens,
         areas=[num_sequences * causal_area(longest, kind.window) for kind in shape.attention],
     )
-    return passes * float(forward.sum())
+    return TRAINING_PASSES * float(forward.sum())

@@ -60,7 +60,9 @@ class PackingPlan:
         In scope epoch each finished row goes to one rank. But if the ranks are uneven and packing the step's
         pairs again makes the slowest rank faster, they are packed again. This can only cost more rows."""
         pairs = self.pairs(step)
-        rows = [] if self.row_begins is None else self._finished_rows(step)
+        return self._pack(pairs) if self.row_begins is None else self._deal(pairs, self._finished_rows(step))
+
+    def _deal(self, pairs: IntArray, rows: list[IntArray]) -> StepRows:
         if len(rows) < self.num_ranks or (self.equal_rows and len(rows) % self.num_ranks > 0):
             return self._pack(pairs)
         costs = np.array([self.sizes.of_row(row).cost for row in rows])
@@ -201,16 +203,21 @@ def epoch_order(
         np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, epoch))) for stream in (0, 1)
     )
     order = np.arange(num_pairs, dtype=np.int64)
-    if source_indices is not None and source_weights is not None:
-        assert len(source_weights) and np.all(np.asarray(source_weights) >= 0), source_weights
-        copies = np.floor(source_weights).astype(np.int64)[source_indices]  # [P]
+    if source_indices is not None and source_weights is not None and np.any(np.asarray(source_weights) != 1):
         keys = mixture_stream.random_raw(num_pairs)
-        for source, weight in enumerate(source_weights):
-            pairs = np.flatnonzero(source_indices == source)
-            num_drawn = int(np.floor(len(pairs) * (weight - np.floor(weight)) + 0.5))
-            if num_drawn:
-                copies[pairs[np.argsort(keys[pairs], kind="stable")[:num_drawn]]] += 1
-        order = np.repeat(order, copies)
+        order = np.repeat(order, _copies(keys, source_indices, source_weights))
     if shuffle:
         order = order[np.argsort(shuffle_stream.random_raw(len(order)), kind="stable")]
     return order
+
+
+def _copies(keys: AnyIntArray, sources: AnyIntArray, weights: FloatArray) -> IntArray:
+    """Returns how often each pair occurs, [P]: of a source once more if its key is one of the smallest."""
+    assert np.all(np.asarray(weights) >= 0), weights
+    copies = np.floor(weights).astype(np.int64)[sources]
+    for source, weight in enumerate(weights):
+        pairs = np.flatnonzero(sources == source)
+        num_drawn = int(np.floor(len(pairs) * (weight - np.floor(weight)) + 0.5))
+        if num_drawn:
+            copies[pairs[np.argsort(keys[pairs], kind="stable")[:num_drawn]]] += 1
+    return copies
