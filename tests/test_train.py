@@ -319,6 +319,7 @@ def test_a_line_has_seconds_by_phase_that_add_up_and_the_part_of_the_peak(straig
     assert 0 < totals["mfu"] < 1 and totals["mfu"] == pytest.approx(part, rel=1e-10, abs=0)
     # Each second is counted once: a step's time has no evaluation in it, and no other step.
     parts = totals["startup_seconds"] + totals["train_seconds"] + totals["eval_seconds"]
+    assert min(totals["startup_seconds"], totals["train_seconds"], totals["eval_seconds"]) > 0
     assert parts <= totals["seconds"]
 
 

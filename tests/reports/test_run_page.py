@@ -148,7 +148,9 @@ def test_a_page_of_2000_steps_and_100_long_pairs_is_below_one_and_a_half_megabyt
 
 
 def test_more_than_2000_lines_become_means_of_successive_lines_and_the_page_says_so(tmp_path: Path) -> None:
-    page = run_page([write_run(tmp_path / "run", num_steps=4100)])
+    long = write_run(tmp_path / "run", num_steps=4100)
+    assert "Each point is the mean of" in said(run_page([write_run(tmp_path / "short"), long]))
+    page = run_page([long])
     assert len(drawn(page)["steps"][0]) == 1367
     assert "Each point is the mean of 3 logged steps" in said(page)
     lines: list[Row] = [

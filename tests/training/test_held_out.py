@@ -16,7 +16,7 @@ from torch import Tensor
 import dpo_pack.training.held_out as held_out
 from dpo_pack.losses import LOSSES, Objective
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.packing.bin_packing import pack_sequences_longest_first
+from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.training.batches import PairReference, RowBuilder
 from dpo_pack.training.held_out import (
     LENGTH_BUCKETS,
@@ -75,6 +75,15 @@ def test_values_are_in_the_table_s_order_and_do_not_depend_on_rows(
     assert torch.allclose(evaluate(policy, token_budget=10_000), values, atol=1e-4)
     padded = evaluate(load_scorer(model_path, packed=False), packed=False)
     assert torch.allclose(padded, values, atol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_are_packed_as_the_builder_says(packed: bool, model_path: Path) -> None:
+    builder, in_rows = make_builder(packed=packed), list[int]()
+    policy = load_scorer(model_path, packed=packed)
+    evaluate_pairs(policy, builder, OBJECTIVE, token_budget=128, progress=in_rows.append)
+    build_rows = pack_sequences_longest_first if packed else padded_rows
+    assert in_rows == [len(row) for row in build_rows(builder.row_tokens(), 128)]
 
 
 @pytest.mark.multiprocess
