@@ -127,7 +127,7 @@ Comments in the recipe say how each key was translated:
 - No counterpart: the list at the top of the recipe says what is different, or what to do instead.
 - Not needed: the list at the end of the recipe says why.
 
-Check four things in the new recipe first.
+Check five things in the new recipe first.
 
 - **Devices.** `packing.pairs_per_step` is the batch of all devices together: the batch of one device x
   accumulation steps x devices. If the settings do not say how many devices there were, one is assumed, and
@@ -136,6 +136,9 @@ Check four things in the new recipe first.
   of their own. `dpopack show` prints the tokens.
 - **Length.** `data.truncation: completion_right` cuts completions as TRL does. A pair whose prompt alone is
   too long is left out. dpo-pack's default leaves out all pairs that are too long.
+  `prompt_left` cuts as TRL's `keep_end`, but both sequences of a pair keep the same prompt.
+- **Label smoothing.** TRL's `sigmoid` ignores it, so a recipe from TRL leaves it out. Here `sigmoid` with
+  `loss.label_smoothing` is cDPO.
 - **Precision.** TRL trains the weights in the type in which they were loaded. Here they are float32, or
   bfloat16 with float32 master weights, see [memory.md](memory.md).
 

@@ -50,11 +50,12 @@ def rows_of(peer: str) -> Mapping[str, PeerKey]:
     for name, ours in table["renamed"].items():
         rows[name] = PeerKey(name=name, kind="renamed", ours=(ours,))
     for kind in ("keys", "keys if on"):
-        for names, (ours, how, *remark) in table[kind].items():
+        for names, row in table[kind].items():
+            ours, how, remark = row if len(row) == 3 else (*row, "")
             for name in names.split():
                 described = {"reader": how} if isinstance(how, str) else {"values": how}
                 rows[name] = PeerKey(
-                    name=name, kind=kind, ours=tuple(ours.split()), remark="".join(remark), **described
+                    name=name, kind=kind, ours=tuple(ours.split()), remark=remark, **described
                 )
     for kind in ("not needed", "no counterpart"):
         for why, names in table[kind].items():
@@ -162,6 +163,18 @@ def trl_loss(value: Any, settings: Settings) -> Any:
     weighted = [*zip(names, weights, strict=False), ("sft", settings.get("rpo_alpha"))]
     terms = [{"type": known.get(name, name), "weight": float(part)} for name, part in weighted if part]
     return terms[0]["type"] if len(terms) == 1 and terms[0]["weight"] == 1.0 else terms
+
+
+def smoothing(value: Any, settings: Settings) -> Any:
+    """Reads TRL's label_smoothing, which sigmoid ignores there and not here."""
+    names = _listed(settings["loss_type"])
+    if value and not {"robust", "exo_pair", "aot", "aot_pair", "aot_unpaired"}.intersection(names):
+        what = f"TRL's {' and '.join(names)} ignores it; for cDPO set loss.label_smoothing"
+        return Outcome(absent=what)
+    mixed = "sigmoid" in names and value
+    return Outcome(
+        values={"": value}, remark="TRL's sigmoid ignores it; here it has it, too" if mixed else ""
+    )
 
 
 def axolotl_loss(value: Any, settings: Settings) -> Any:
@@ -293,7 +306,7 @@ _TRACKERS = {
     "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow", "use_comet": "comet_ml",
     "use_tensorboard": "tensorboard", "use_trackio": "trackio", "use_swanlab": "swanlab",
 }  # fmt: skip
-_NAMED = (batch, schedule, lora, dtype, trl_loss, axolotl_loss, llamafactory_loss)
+_NAMED = (batch, schedule, lora, dtype, smoothing, trl_loss, axolotl_loss, llamafactory_loss)
 READERS: dict[str, Callable[[Any, Settings], Any]] = {
     "part": lambda value, s: Outcome(),
     **{reader.__name__: reader for reader in (*_NAMED, trl_sources, mixture, mixer, axolotl_sources)},
