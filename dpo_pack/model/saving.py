@@ -72,7 +72,7 @@ def save_model(
         if generation is not None:
             generation = copy.deepcopy(generation)
             if turn_end is not None:
-                generation.eos_token_id = [turn_end, *sorted(eos_tokens(model, tokenizer))]
+                generation.eos_token_id = [turn_end, *sorted(eos_tokens(model, tokenizer) - {turn_end})]
             generation.to_json_file(target / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
         # Training switched dropout off; the saved config has the model's own settings.
         config = copy.deepcopy(model.config)
@@ -89,9 +89,11 @@ def save_model(
     return saved
 
 
-def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Returns the ends that a model's files name; some families have one in the generation config only."""
-    named: list[Any] = [tokenizer.eos_token_id, model.config.get_text_config().eos_token_id]
+def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> set[int]:
+    """Returns the ends that a model's files name; some families have one in the generation config only.
+    With a tokenizer also its EOS, at which transformers does not stop by itself."""
+    named: list[Any] = [model.config.get_text_config().eos_token_id]
+    named.append(tokenizer and tokenizer.eos_token_id)
     if model.can_generate():  # other models have no generation config
         named.append(model.generation_config.eos_token_id)
     return {end for ends in named for end in ([ends] if isinstance(ends, int) else ends or ())}

@@ -119,12 +119,18 @@ def name_turn_end(
 
     `seen`: tokens at the ends of trained answers; None: unknown. The line is empty where nothing is to say.
     """
-    turn_end, known = end_of_turn(tokenizer), eos_tokens(loaded.model, tokenizer)
-    if turn_end in (None, tokenizer.eos_token_id) or (seen is not None and turn_end not in seen):
+    turn_end, known = end_of_turn(tokenizer), eos_tokens(loaded.model)
+    is_eos = turn_end == tokenizer.eos_token_id
+    if turn_end is None or (seen is not None and turn_end not in seen):
         return None, ""
-    token, eos = tokenizer.convert_ids_to_tokens(turn_end), tokenizer.eos_token
+    if is_eos and (turn_end in known or not known):
+        return None, ""
+    token = tokenizer.convert_ids_to_tokens(turn_end)
     if turn_end in known:
-        return None, f"Answers end with {token}. GGUF files name one end only, the tokenizer's: {eos}"
+        gguf = f"GGUF files name one end only, the tokenizer's: {tokenizer.eos_token}"
+        return None, f"Answers end with {token}. {gguf}"
+    others = sorted(known | ({tokenizer.eos_token_id} - {turn_end, None}))
+    eos = ", ".join(map(str, tokenizer.convert_ids_to_tokens(others)))
     if loaded.adapter is not None:
         return None, (
             f"Answers end with {token}, and an adapter has no file that says so: add it to the ends of the "

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 from dpo_pack.data.tokenizer import end_of_turn
 from dpo_pack.model.fingerprint import stored_dtype
 from dpo_pack.model.saving import _complete_config, find_beyond, is_tied, save_model
+from dpo_pack.run.export import name_turn_end
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -50,6 +51,21 @@ def test_what_readers_find_in_a_saved_model(tmp_path: Path) -> None:
     assert generation["eos_token_id"] == [turn_end, tokenizer.eos_token_id]
     assert settings["eos_token"] == "<|im_end|>" and not {"is_local", "local_files_only"} & settings.keys()
     assert {t.dtype for t in load_file(tmp_path / "saved" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_an_end_that_only_the_tokenizer_names_is_written_for_generation(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(chat_template=True)
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = tiny_model("llama", eos_token_id=5)  # its template ends answers with the tokenizer's EOS
+    model.save_pretrained(tmp_path / "model")
+    loaded = load_usual(tmp_path / "model")
+    turn_end, line = name_turn_end(loaded, tokenizer)
+    assert turn_end == tokenizer.eos_token_id and line.startswith("Answers end with </s>: the model's files")
+    save_model(loaded, tokenizer, tmp_path / "saved", turn_end=turn_end)
+    generation = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [turn_end, 5]
+    loaded = load_usual(tmp_path / "saved")
+    assert name_turn_end(loaded, tokenizer) == (None, "")
 
 
 def test_a_template_that_the_recipe_names_takes_the_place_of_several(tmp_path: Path) -> None:
