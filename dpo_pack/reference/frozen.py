@@ -112,7 +112,8 @@ class FrozenReference:
         """Returns the values of the table's pairs. Raises CacheError if a sequence has no value here."""
         places, tokens = self._places(table), self.tokens
         if places is None:
-            raise CacheError("this run's reference.parquet belongs to other data; use another output_dir")
+            what = "reference.parquet in output_dir does not have all pairs of data.train and data.eval"
+            raise CacheError(f"{what}; use another output_dir, or --overwrite")
         sums = self.sums[places]  # [P, (chosen, rejected)]
         for pair in np.flatnonzero(table.has_token_weights).tolist():
             for side, weights in enumerate(table.token_weights(pair)):
