@@ -19,6 +19,12 @@ Finding = tuple[str, Any]  # the name of a fault, and what `explain` needs besid
 _QUOTED_CHARACTERS = 40
 _LEAST_PROMPT_CHARACTERS = 8  # a shorter prompt may be in an answer by chance
 _EDGE_TOKENS = 4  # BOS and EOS at an edge are among so many tokens: a template may write line breaks there
+# Marks of turns in popular chat templates, and what texts with one of them have, which is found faster.
+_MARKS = [
+    *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|eot_id|>", "<|user|>", "<|assistant|>"),
+    *("<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"),
+]
+_OF_MARKS = ("<|", "_of_turn>", "INST]")
 FEW = 0.1  # of a source's pairs or rows: what fewer have may be right
 
 
@@ -36,6 +42,7 @@ class Origin:
     begins_with_bos: bool  # plain texts do, because the tokenizer adds it
     controls: re.Pattern[str]  # finds special tokens in a text
     controls_begin: frozenset[str]  # with these characters; empty: text never becomes such tokens
+    foreign_marks: tuple[str, ...]  # of `_MARKS`, those that are plain text for this tokenizer and template
     num_positions: int | None  # that the model computes exactly; None: not known
     opens_turn: dict[str, bool] = field(default_factory=dict)  # `template_opens_turn`, by role of the end
 
@@ -46,6 +53,7 @@ class Origin:
         tokens = tokenizer.added_tokens_decoder.values() if not tokenizer.split_special_tokens else ()
         special = [str(token.content) for token in tokens if token.special]
         controls = [token for token in special if token.strip() and not THINKING.fullmatch(token)]
+        own = (*map(str, tokenizer.added_tokens_decoder.values()), str(tokenizer.chat_template))
         bos, first = tokenizer.bos_token_id, tokenizer(["a"], verbose=False)["input_ids"][0][:1]
         return Origin(
             key=key,
@@ -58,6 +66,7 @@ class Origin:
             begins_with_bos=first == [bos],
             controls=re.compile("|".join(map(re.escape, controls))),
             controls_begin=frozenset(token[0] for token in controls),
+            foreign_marks=tuple(mark for mark in _MARKS if not any(mark in text for text in own)),
             num_positions=num_positions,
         )
 
@@ -126,6 +135,8 @@ def find_in(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
         hits = zip(("prompt", *SIDES), map(origin.controls.search, parts), strict=True)
         if found := [(part, hit[0]) for part, hit in hits if hit is not None]:
             yield "control_tokens_in_text", found[0]
+    if any([sign in prompt for sign in _OF_MARKS]):
+        yield from [("foreign_marks", mark) for mark in origin.foreign_marks if mark in prompt][:1]
     if "tools_not_written" in pair.row.counts:
         yield "tools_not_written", None
     if origin.is_chat and (answer := answers[0].strip()[:_QUOTED_CHARACTERS]):
@@ -197,7 +208,9 @@ def source_notes(summary: Mapping[str, Any], *, names_left_out: bool = True) -> 
         if keys := [key.removeprefix(begin) for key in summary if key.startswith(begin)]:
             yield f"of the {part} the chat template leaves out the keys {', '.join(sorted(keys))}"
     if texts := summary.get("prompts_without_template"):
+        is_rendered = summary.get("faults", {}).get("foreign_marks", {}).get("pairs", 0) >= FEW * kept
         how = "for a chat model, columns: {instruction: prompt} makes messages of them"
+        how = "they have those of another template" if is_rendered else how
         yield f"{texts:,} of {kept:,} {what} are texts without the marks of the chat template; {how}"
     if unknown := summary.get("unknown_tokens"):
         yield f"Warning: {unknown:,} tokens stand for texts that this tokenizer does not know, and are lost"
@@ -255,6 +268,12 @@ def explain(name: str, evidence: Any, pair: TokenizedPair, origin: Origin) -> tu
     if name == "control_tokens_in_text":
         note = f"a text of {evidence[0]} has the special token {quoted(evidence[1])}"
         return note, "remove it from the texts: the chat template writes the special tokens"
+    if name == "foreign_marks":
+        note = f"the prompt has {quoted(evidence)}, which this tokenizer reads as plain text"
+        return note, (
+            "give messages in place of texts with marks, which get the model's own template; or take the "
+            "model that the texts were written for"
+        )
     if name == "tools_not_written":
         note = "the chat template leaves out names or descriptions of the row's tools"
         return (
@@ -347,6 +366,8 @@ SENTENCES = {
     "eos_inside": "EOS is twice in an answer or before its end, so what follows it is scored in vain",
     "control_tokens_in_text": "what somebody wrote has special tokens, which the model reads as the marks of "
     "turns",
+    "foreign_marks": "prompts have the marks of another model's chat template, which are plain text for this "
+    "one",
     "tools_not_written": "the chat template does not write the tools, so the model does not know them",
     "prompt_cut": "the beginning of the prompt is cut off (data.truncation: prompt_left), so the model does "
     "not see what was said first",

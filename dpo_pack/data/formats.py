@@ -122,7 +122,11 @@ def conversational(row: Row) -> Pair:
             detail = "prompt is text, but chosen and rejected do not both begin with a user message of it"
             raise BadRow("prompt_mismatch", detail)
         prompt = _messages(row, "prompt")
-        common = len(prompt) if chosen[: len(prompt)] == prompt == rejected[: len(prompt)] else 0
+        repeats = [side[: len(prompt)] == prompt for side in (chosen, rejected)]
+        if repeats[0] != repeats[1]:
+            detail = f"only {'chosen' if repeats[0] else 'rejected'} begins with the messages of the prompt"
+            raise BadRow("prompt_mismatch", detail)
+        common = len(prompt) if all(repeats) else 0
     return _pair(row, prompt, chosen[common:], rejected[common:])
 
 

@@ -61,7 +61,7 @@ from dpo_pack.packing.lengths import AnyIntArray, Group, common_prefix_length
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
-TOKENIZATION_VERSION = 6
+TOKENIZATION_VERSION = 7
 
 # The tokenizer gets about so many characters in one call. Its encodings take some hundred bytes a token.
 _ENCODE_CHARS = 1 << 21

@@ -80,7 +80,9 @@ def sections(shown: ShownRecipe, *, is_page: bool, lists_dropped: bool) -> Itera
     for view in shown.sources:
         yield from (_fault_lines("WARNING ", fault, view) for fault in view.warnings)
     if not shown.warnings:
-        yield [_line("No common fault was found." if shown.pairs else "No pair is left.")]
+        is_all = not any(view.left_out for view in shown.sources)
+        found = "No common fault was found" + ("." if is_all else " in these pairs; other rows are left out.")
+        yield [_line(found if shown.pairs else "No pair is left.")]
     if shown.pairs and (shown.asked or not lists_dropped):
         ids = "Hold the pointer over a token to see its id" if is_page else "| is between two tokens"
         yield [

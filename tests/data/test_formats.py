@@ -134,7 +134,7 @@ def test_names_of_images_are_told_from_names_that_hold_the_word() -> None:
 def test_keys_that_hold_null_are_as_good_as_absent_at_any_depth() -> None:
     call = {"function": {"name": "f", "arguments": {"city": "Paris", "expr": None, "days": [1, None]}}}
     row: dict[str, Any] = {
-        "prompt": [{**user("hi"), "tool_calls": None}],
+        "prompt": [{**user("hello"), "tool_calls": None}],
         "chosen": [user("hi"), {"role": "assistant", "content": None, "name": None, "tool_calls": [call]}],
         "rejected": [{"role": "user", "content": [{"type": "text", "text": "hi", "image": None}]}],
         "tools": [{"name": "f", "parameters": {"city": {"type": "string", "enum": None}}}],
@@ -142,7 +142,7 @@ def test_keys_that_hold_null_are_as_good_as_absent_at_any_depth() -> None:
     }
     pair = FORMATS["conversational"].pair(row)
     plain = {"function": {"name": "f", "arguments": {"city": "Paris", "days": [1, None]}}}
-    assert pair.prompt == [user("hi")]
+    assert pair.prompt == [user("hello")]
     assert pair.chosen == [user("hi"), {"role": "assistant", "content": None, "tool_calls": [plain]}]
     assert pair.rejected == [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     assert pair.template_options == {
@@ -244,6 +244,8 @@ BAD_ROWS = [
         )
     ),
     ("conversational", {"prompt": "something else", **DIALOGUES}, "prompt_mismatch"),
+    ("conversational", {**MESSAGES, "chosen": [user("q"), assistant("a")]}, "prompt_mismatch"),
+    ("conversational", {**MESSAGES, "rejected": [user("q"), assistant("b")]}, "prompt_mismatch"),
     # TRL's loop looks at the last character here and takes all of " " but that for the prompt.
     ("preference", {"chosen": "yes ", "rejected": "no"}, "no_common_prompt"),
     *(

@@ -125,6 +125,7 @@ CUT_RIGHT = ["data.truncation=completion_right", "data.max_length=32"]
 MOVED = {"prompt": "The answer is ", "chosen": "better", "rejected": "helpful"}
 IDS = {"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [9, 2]}
 SPECIAL = {**CHAT, "prompt": [user("What is </s> for?")]}
+FOREIGN = {**PAIR, "prompt": "<|im_start|>user\nWhich?<|im_end|>\n<|im_start|>assistant\n"}
 TOOLS = {**CHAT, "tools": [{"type": "function", "function": {"name": "weather"}}]}
 INSIDE = {**IDS, "chosen_ids": [7, 2, 7, 8, 7, 8, 2], "rejected_ids": [9, 2]}
 TWO_BOS = "<s><s>" + CHAT_TEMPLATE
@@ -148,6 +149,7 @@ FAULTS: list[tuple[list[Row], list[str], str, str, str, str]] = [
     ([PAIR, EMPTY], [], CHAT_TEMPLATE, "empty_completion", r"1 of 2 rows \(line 2\)",
      r"data\.train\.0\.columns"),
     ([SPECIAL], [], CHAT_TEMPLATE, "control_tokens_in_text", "1 of 1 pair", "remove it from the texts"),
+    ([FOREIGN] * 3, [], CHAT_TEMPLATE, "foreign_marks", "3 of 3 pairs", "give messages in place of texts"),
     ([TOOLS], [], CHAT_TEMPLATE.replace("if tools", "if false"), "tools_not_written", "1 of 1 pair",
      r"tokenizer\.chat_template"),
     ([INSIDE], [], CHAT_TEMPLATE, "eos_inside", "1 of 1 pair", "leave EOS out"),
