@@ -112,7 +112,7 @@ class FrozenReference:
         """Returns the values of the table's pairs. Raises CacheError if a sequence has no value here."""
         places, tokens = self._places(table), self.tokens
         if places is None:
-            what = "reference.parquet in output_dir does not have all pairs of data.train and data.eval"
+            what = "reference.parquet in output_dir is of other pairs than data.train and data.eval are now"
             raise CacheError(f"{what}; use another output_dir, or --overwrite")
         sums = self.sums[places]  # [P, (chosen, rejected)]
         for pair in np.flatnonzero(table.has_token_weights).tolist():
