@@ -89,6 +89,7 @@ def test_the_types_of_parameters_autocast_and_gathered_shards_are_part_of_the_na
     ]
     precisions.append(Precision(parameters=torch.float32, autocast=None, gathered=torch.bfloat16))
     assert len({digest(model, precision=precision) for precision in precisions}) == 7
+    assert "gathered" not in facts_of(model, precision=precisions[0]).namespace  # as before it was there
 
 
 @pytest.mark.parametrize(

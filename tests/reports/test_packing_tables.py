@@ -171,8 +171,8 @@ def test_the_best_budget_is_the_smallest_that_is_about_as_fast() -> None:
 def test_a_budget_that_holds_every_pair_is_preferred() -> None:
     report = inspect(budgets=(20, 30, 64), pairs_per_step=4)
     assert [outcome.token_budget for outcome in report.sweep if outcome.is_best] == [64]
-    wide = inspect(budgets=(64, 65, 66), pairs_per_step=4)
-    assert [outcome.token_budget for outcome in wide.sweep if outcome.is_best] == [64]
+    near = inspect(token_budget=60, budgets=(59,), pairs_per_step=4)  # one pair has 60 tokens
+    assert [outcome.token_budget for outcome in near.sweep if outcome.is_best] == [60]
     tight = inspect(token_budget=30, budgets=(20,), pairs_per_step=4).sweep
     assert [outcome.num_oversize_pairs for outcome in tight] == [2, 1]
     # Rows of 16, 28, 11 and 60 tokens: what is above the budget of 20 fills one row, not more.
