@@ -21,13 +21,13 @@ from rich.text import Text
 
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import writing
-from dpo_pack.system.process import printable, unguarded, wrapped
+from dpo_pack.system.process import printable, wrapped
 
 
 def make_console(*, quiet: bool = False, verbose: bool = False) -> Console:
     """Returns the console of a command. Only rank 0 prints; all other ranks are `quiet`."""
     copy = _Console(file=io.StringIO(), width=120, color_system=None, force_terminal=False)
-    return _Console(file=unguarded(sys.stdout), quiet=quiet, verbose=verbose, copy=copy)
+    return _Console(file=sys.stdout, quiet=quiet, verbose=verbose, copy=copy)
 
 
 def print_detail(console: Console, text: str) -> None:

@@ -1,8 +1,7 @@
 """This process: its place among the ranks, output that is safe to print, and quick imports.
 
 Variables of torchrun, accelerate or SLURM give the place. Control characters in names of files or in models'
-answers never reach a terminal or a log: `say` (stdout), `complain` (stderr) and console.py print our lines,
-`guard_output` guards what others print.
+answers never reach a terminal or a log: `say` (stdout), `complain` (stderr) and console.py print our lines.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from dpo_pack.system.errors import RecipeError, one_line
 
 KEY = "distributed.num_processes"
 _LAUNCHERS = "start the processes with dpopack itself, torchrun, accelerate launch or srun"
-_OF_PROGRESS_BARS = re.compile(r"(\x1b\[A|[\n\r\t])")  # what progress bars of libraries need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,37 +167,11 @@ def complain(line: str) -> None:
 
 
 def guard_output() -> None:
-    """From now on, escapes control characters, and those that the encoding lacks, in stdout and stderr."""
+    """From now on, stdout prints escapes for characters that its encoding lacks."""
     # transformers imports bitsandbytes if it is installed; it warns of kernels that dpo-pack does not call.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    stdout = unguarded(sys.stdout)
-    if isinstance(stdout, io.TextIOWrapper):
-        stdout.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = _Guarded(stdout), _Guarded(unguarded(sys.stderr))
-
-
-def unguarded(stream: Any) -> Any:
-    """Returns the stream that takes control characters, such as those of colours."""
-    return stream.stream if isinstance(stream, _Guarded) else stream
-
-
-@dataclass(frozen=True, slots=True)
-class _Guarded:
-    """A text stream that writes control characters as escapes."""
-
-    stream: Any
-
-    def write(self, text: str) -> int:
-        pieces = _OF_PROGRESS_BARS.split(text)  # every second piece is what the pattern matched
-        pieces[::2] = map(printable, pieces[::2])
-        self.stream.write("".join(pieces))
-        return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        self.write("".join(lines))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
