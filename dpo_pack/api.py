@@ -230,7 +230,9 @@ def evaluate(
     """
     if model is not None and compare is not None:
         raise RecipeError("evaluate: give --model or --compare, not both")
-    with _on_every_rank(recipe, overrides, command, quiet=quiet) as (loaded, console):
+    with _on_every_rank(recipe, overrides, command, quiet=quiet, lenient=True) as (loaded, console):
+        for line in loaded.dropped:
+            console.print(f"Note: evaluated without {line}")
         from dpo_pack.reports import evaluation_tables as tables
         from dpo_pack.run.checkpoint import model_of
         from dpo_pack.run.evaluate import compare_models, evaluate_models
@@ -420,9 +422,10 @@ def _on_every_rank(
     trains: bool = False,
     quiet: bool = False,
     verbose: bool = False,
+    lenient: bool = False,
 ) -> Iterator[tuple[Recipe, Console]]:
     """Loads the recipe and runs the body on every rank, with a console that prints on rank 0."""
-    loaded = load(recipe, overrides, trains=trains)
+    loaded = load(recipe, overrides, trains=trains, lenient=lenient)
     with many_imports():
         from dpo_pack.system.launch import on_every_rank
     number, settings = loaded.distributed.num_processes, loaded.model_dump(mode="json")
@@ -437,7 +440,9 @@ def _on_every_rank(
         raise
 
 
-def load(recipe: AnyRecipe, overrides: Mapping[str, Any] = {}, *, trains: bool = False) -> Recipe:
+def load(
+    recipe: AnyRecipe, overrides: Mapping[str, Any] = {}, *, trains: bool = False, lenient: bool = False
+) -> Recipe:
     """Makes a Recipe from a caller's arguments. Raises RecipeError, also if this machine lacks what it needs.
 
     Call this before torch is imported: it lets torch's CUDA allocator enlarge its blocks (segments), so rows
@@ -448,7 +453,7 @@ def load(recipe: AnyRecipe, overrides: Mapping[str, Any] = {}, *, trains: bool =
 
     texts = [f"{key}={json.dumps(_as_yaml(value, key))}" for key, value in overrides.items()]
     if isinstance(recipe, str | os.PathLike):
-        loaded = load_recipe(Path(recipe), texts)
+        loaded = load_recipe(Path(recipe), texts, lenient=lenient)
     elif isinstance(recipe, Mapping):
         loaded = parse_recipe(_as_yaml(recipe, "recipe"), texts)
     else:

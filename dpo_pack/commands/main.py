@@ -122,10 +122,10 @@ def _place_among_ranks() -> Placement | None:
     return None
 
 
-def _load(file: Path, overrides: list[str] | None) -> Recipe:
+def _load(file: Path, overrides: list[str] | None, *, lenient: bool = False) -> Recipe:
     from dpo_pack.recipe.load import load_recipe
 
-    return load_recipe(file, overrides or ())
+    return load_recipe(file, overrides or (), lenient=lenient)
 
 
 def _own_command() -> list[str]:
@@ -292,7 +292,7 @@ def evaluate(
     Rewards and KL are relative to the recipe's reference model. Each number has a 95 % interval.
     Tables also show accuracy and margin for each source and for each length ratio of the two completions.
     """
-    loaded, command = _load(recipe, overrides), _own_command()
+    loaded, command = _load(recipe, overrides, lenient=True), _own_command()
     found = api.evaluate(loaded, model, compare=compare, quiet=json_file == Path("-"), command=command)
     place = _place_among_ranks()
     if place is None or place.rank == 0:

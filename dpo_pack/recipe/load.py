@@ -23,6 +23,10 @@ __all__ = ["Recipe", "source_names"]  # besides what is defined here
 
 MAX_RECIPE_BYTES = 1 << 17  # PyYAML takes some seconds for so many bytes
 RECIPE_FILE, INFO_FILE = "recipe.yaml", "run.json"  # of a run, in its output_dir
+# Keys and losses of earlier releases. Of a key: the values that changed no step, which are dropped without a
+# word (None: all values are), and what to do about another value.
+REMOVED_KEYS: dict[str, tuple[tuple[object, ...] | None, str]] = {}
+REMOVED_LOSSES: dict[str, str] = {}
 MODEL_FILES = ("config.json", "adapter_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -31,9 +35,13 @@ def has_tokenizer(directory: str | Path) -> bool:
     return any(os.path.isfile(os.path.join(directory, name)) for name in TOKENIZER_FILES)
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: Path, overrides: Sequence[str] = (), *, lenient: bool = False) -> Recipe:
     """Reads a recipe file, or that of a run's directory, wherever it is now, and applies `key=value`
-    overrides, the last one of a key. Raises RecipeError."""
+    overrides, the last one of a key. Raises RecipeError.
+
+    lenient: values of a run that no longer exist are dropped, too, as nothing is trained; `Recipe.dropped`
+    names them.
+    """
     begin, run = "'dpopack recipe --defaults' prints one to begin with", path
     if path.is_dir():
         path = run / RECIPE_FILE
@@ -59,7 +67,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             tree["checkpoint"]["resume"] = "auto"  # another value was for the start that wrote this file
         if run.resolve() != Path(str(tree.get("output_dir"))).resolve():
             tree["output_dir"] = str(run)
-    return parse_recipe(tree, overrides, recipe_dir=path.parent)
+    dropped: list[Problem] = []
+    if lenient and run is not path:
+        tree, dropped = _without_removed(tree)
+    recipe = parse_recipe(tree, overrides, recipe_dir=path.parent)
+    recipe.dropped.extend(f"{key}: {what}" for key, what in dropped)
+    return recipe
 
 
 def parse_recipe(
@@ -69,11 +82,34 @@ def parse_recipe(
     tree = _without_shorthands(tree)
     for override in overrides:
         tree = _without_shorthands(apply_override(tree, override))
+    tree, removed = _without_removed(tree)
+    _fail_if_any(removed)
     try:
         return Recipe.model_validate(tree, context={"recipe_dir": os.path.abspath(recipe_dir)})
     except ValidationError as invalid:
         _fail_if_any(recipe_problems(invalid.errors(include_url=False), tree))
         raise
+
+
+def _without_removed(tree: Tree) -> tuple[Tree, list[Problem]]:
+    """Drops what earlier releases had. Yields a problem for each value that made another training."""
+    problems: list[Problem] = []
+    tree = {name: dict(part) if isinstance(part, dict) else part for name, part in tree.items()}
+    for key, (harmless, remedy) in REMOVED_KEYS.items():
+        section, _, name = key.partition(".")
+        if isinstance(tree.get(section), dict) and name in tree[section]:
+            value = tree[section].pop(name)
+            if harmless is not None and value not in harmless:
+                problems.append((key, f"dpo-pack no longer has it, and it is {show(value)} here; {remedy}"))
+    loss = tree.get("loss")
+    if isinstance(loss, dict) and "type" in loss:
+        terms = loss["type"] if isinstance(loss["type"], list) else [{"type": loss["type"]}]
+        names = [term.get("type") if isinstance(term, dict) else None for term in terms]
+        for name in (name for name in REMOVED_LOSSES if name in names):
+            problems.append(("loss.type", f"dpo-pack no longer has {name}; {REMOVED_LOSSES[name]}"))
+            rest = [term for term, other in zip(terms, names, strict=True) if other not in REMOVED_LOSSES]
+            loss["type"] = rest or "sigmoid"
+    return tree, problems
 
 
 def _fail_if_any(problems: Iterable[Problem]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import BeforeValidator, Field, PrivateAttr, Strict
 
 from dpo_pack.recipe import types
 from dpo_pack.recipe.data import IMAGE_FIELDS, DataRecipe, EvalFraction, PackingRecipe, SourceRecipe
@@ -220,6 +220,12 @@ class Recipe(types.Section):
     distributed: DistributedRecipe = Field(default_factory=DistributedRecipe)
     online: OnlineRecipe | None = None
     """Train on pairs of the policy's own completions; null: on pairs from data."""
+    _dropped: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def dropped(self) -> list[str]:
+        """Lines about values of an earlier release that the run had and this recipe lacks."""
+        return self._dropped
 
     @property
     def shares_prompts(self) -> bool:

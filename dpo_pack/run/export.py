@@ -470,7 +470,8 @@ def merge_adapter(
         setup, known = None, list[float]()
         run = directory.parent if directory.name == MODEL else directory
         with contextlib.suppress(DpoPackError):  # its data may be gone
-            recipe = load_recipe(run, ["distributed.num_processes=auto", "logging.trackers=[]"])
+            overrides = ["distributed.num_processes=auto", "logging.trackers=[]"]
+            recipe = load_recipe(run, overrides, lenient=True)
             setup = prepare(recipe, make_console(quiet=True), takes_prompts=True)
             evaluations = (read_json(run / INFO_FILE) or {}).get("evaluation", {}).values()
             known = [one["rewards/margins"] for one in evaluations if "rewards/margins" in one]

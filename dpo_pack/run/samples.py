@@ -292,7 +292,7 @@ def _models_and_recipe(
             plain = {"output_dir": "unused", "model": {"path": name}, "data": {"train": "unused"}}
             models[name] = (recipe or parse_recipe(plain, ["packing.mode=padded"]), name)
             continue
-        own, trained = load_recipe(run), Path(paths.get(name, run / "model"))
+        own, trained = load_recipe(run, lenient=True), Path(paths.get(name, run / "model"))
         models |= {own.model.path: (own, None), str(trained): (own, str(trained))}
         recipe = recipe or own
     return models, recipe

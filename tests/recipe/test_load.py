@@ -1,16 +1,19 @@
 """Recipes: values and defaults, paths, what is generated from the schema, and running again."""
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny_recipe import KEYS, SMALLEST, changed_keys, load
+from support.tiny_recipe import KEYS, SMALLEST, changed_keys, load, message_of
 
+from dpo_pack.recipe import load as loading
 from dpo_pack.recipe.changes import NEUTRAL_KEYS, ROW_LAYOUT_KEYS
 from dpo_pack.recipe.data import EvalFraction, SourceRecipe
 from dpo_pack.recipe.load import load_recipe, recipe_defaults, recipe_schema, source_names
+from dpo_pack.recipe.training import LOSS_DECLARATIONS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -153,6 +156,51 @@ def test_the_reference_in_docs_is_up_to_date() -> None:
     for name, text in module.pages().items():
         written = (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
         assert written == text, f"run python {script.relative_to(REPOSITORY)}"
+
+
+# --------------------------------------------------------------------------------------- earlier releases
+
+
+@pytest.fixture
+def removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands for a release that lacks these keys and this loss."""
+    gone = {"packing.shape": (("flat", None), "leave it out"), "logging.colours": (None, "")}
+    monkeypatch.setattr(loading, "REMOVED_KEYS", gone)
+    monkeypatch.setattr(loading, "REMOVED_LOSSES", {"ot": "take ipo"})
+
+
+def test_nothing_that_was_removed_is_a_key_or_a_loss() -> None:
+    assert not loading.REMOVED_KEYS.keys() & set(KEYS)
+    assert not loading.REMOVED_LOSSES.keys() & LOSS_DECLARATIONS.keys()
+
+
+@pytest.mark.usefixtures("removed")
+def test_a_removed_key_is_dropped_where_it_changed_no_step_and_refused_else() -> None:
+    assert load("packing.shape=flat", "logging.colours=[1]", "packing={shape: null}") == load()
+    assert load(text=SMALLEST + "packing: {shape: flat}\nlogging: {colours: 3}\n") == load()
+    text = SMALLEST + "packing: {shape: round}\n"
+    for refused in (lambda: load(text=text), lambda: load("packing.shape=round")):
+        message = message_of(refused)
+        assert message.startswith("packing.shape: ") and "leave it out" in message
+    assert load("packing.shape=flat", text=text) == load()
+    for loss in ("ot", "[{type: sigmoid}, {type: ot}]"):
+        message = message_of(functools.partial(load, f"loss.type={loss}"))
+        assert message.startswith("loss.type: ") and "take ipo" in message
+
+
+@pytest.mark.usefixtures("removed")
+def test_of_a_run_that_is_only_read_removed_values_are_dropped_and_named(tmp_path: Path) -> None:
+    loss = "loss: {type: [{type: ot}, {type: sft, weight: 2}]}\n"
+    (tmp_path / "recipe.yaml").write_text(SMALLEST + loss + "packing: {shape: round}\n")
+    (tmp_path / "run.json").write_text("{}")
+    recipe = load_recipe(tmp_path, lenient=True)
+    assert recipe.loss.terms == (("sft", 2.0),)
+    assert [line.partition(":")[0] for line in recipe.dropped] == ["packing.shape", "loss.type"]
+    message_of(lambda: load_recipe(tmp_path))
+    message_of(lambda: load_recipe(tmp_path / "recipe.yaml", lenient=True))
+    message_of(lambda: load_recipe(tmp_path, ["packing.shape=round"], lenient=True))
+    (tmp_path / "recipe.yaml").write_text(SMALLEST + "loss: {type: ot}\n")
+    assert load_recipe(tmp_path, lenient=True).loss.type == "sigmoid"
 
 
 # ----------------------------------------------------------------------------------------- running again
