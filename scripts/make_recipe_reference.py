@@ -29,11 +29,10 @@ data:
 ```
 
 `dpopack recipe --defaults` prints a short recipe, with `--all` one with every key, its meaning and its
-default. `dpopack recipe --template NAME` prints one for a known model and machine (`--template list` prints
-the names), and `dpopack recipe --from` translates the files of other projects, see
-[from-peers.md](from-peers.md). `dpopack recipe --check FILE` checks a recipe. An unknown key, a value out of
-range, an option that the chosen loss does not use, a missing file: each is an error before any model is
-loaded, in one line that names the key.
+default. `configs/` has recipes for some models and machines, and `dpopack recipe --from` translates the
+files of other projects, see [from-peers.md](from-peers.md). `dpopack recipe --check FILE` checks a recipe. An
+unknown key, a value out of range, an option that the chosen loss does not use, a missing file: each is an
+error before any model is loaded, in one line that names the key.
 
 ## Overriding keys
 

@@ -48,12 +48,6 @@ class _Commands(TyperGroup):
             raise
 
 
-def _complete_template(incomplete: str) -> list[str]:
-    from dpo_pack.recipe.templates import TEMPLATES
-
-    return [name for name in TEMPLATES if name.startswith(incomplete)]
-
-
 def _complete_key(incomplete: str) -> list[str]:
     from dpo_pack.recipe.mistakes import recipe_fields
 
@@ -419,14 +413,6 @@ def recipe_command(
     every_key: Annotated[
         bool, typer.Option("--all", help="With --defaults: every key, its meaning and its default.")
     ] = False,
-    template: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Print a recipe for a known model and machine; 'list' prints the names.",
-            autocompletion=_complete_template,
-        ),
-    ] = None,
     peer: Annotated[
         tuple[str, Path] | None,
         typer.Option("--from", metavar="PEER FILE", help="Translate a file of trl, axolotl or llamafactory."),
@@ -442,21 +428,13 @@ def recipe_command(
     --from reads a config or a command line of TRL, or a config of axolotl or LLaMA-Factory. The recipe says
     what became of each key.
     """
-    from dpo_pack.recipe.load import recipe_defaults, recipe_schema
-    from dpo_pack.recipe.templates import BEGINNING, MODELS, TEMPLATES, recipe_template
+    from dpo_pack.recipe.load import BEGINNING, recipe_defaults, recipe_schema
 
-    if sum((defaults, schema, check is not None, template is not None, peer is not None)) != 1:
-        raise RecipeError(
-            "recipe: give one of --defaults, --template NAME, --from PEER FILE, --schema and --check FILE"
-        )
+    if sum((defaults, schema, check is not None, peer is not None)) != 1:
+        raise RecipeError("recipe: give one of --defaults, --from PEER FILE, --schema and --check FILE")
     if every_key and not defaults:
         raise RecipeError("recipe: --all is an option of --defaults; give both")
-    if template == "list":
-        for model in MODELS:
-            say(" ".join(name for name in TEMPLATES if TEMPLATES[name][0] is MODELS[model]))
-    elif template is not None:
-        print(recipe_template(template), end="")
-    elif peer is not None:
+    if peer is not None:
         from dpo_pack.recipe.peers.translate import NO_COUNTERPART, translate
 
         translated = translate(*peer)

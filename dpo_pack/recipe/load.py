@@ -27,6 +27,25 @@ RECIPE_FILE, INFO_FILE = "recipe.yaml", "run.json"  # of a run, in its output_di
 # word (None: all values are), and what to do about another value.
 REMOVED_KEYS: dict[str, tuple[tuple[object, ...] | None, str]] = {}
 REMOVED_LOSSES: dict[str, str] = {}
+# What `dpopack recipe --defaults` prints.
+BEGINNING = """\
+# A dpo-pack recipe: DPO of all parameters. Start it with: dpopack train RECIPE
+output_dir: runs/my-run
+model:
+  path: Qwen/Qwen3-0.6B          # a hub id or a directory
+  # lora: {r: 16, alpha: 32}     # train an adapter instead; then lr: 5.0e-6
+data:
+  train: pairs.jsonl             # prompt, chosen, rejected; docs/data.md has all formats
+  eval: {fraction: 0.02}         # held out of training, to measure
+  max_length: 2048               # tokens of prompt and one completion; longer pairs are left out
+packing:
+  token_budget: 8192             # tokens in one forward pass: as many as fit in memory
+  pairs_per_step: 64             # the batch, of all GPUs together
+loss: {type: sigmoid, beta: 0.1}
+optim: {lr: 5.0e-7, schedule: linear, warmup_ratio: 0.1}
+train: {epochs: 1}               # checkpoint: {every_steps: 100} lets a run that was killed go on
+# All keys: dpopack recipe --defaults --all
+"""
 MODEL_FILES = ("config.json", "adapter_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

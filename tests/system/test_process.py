@@ -174,7 +174,6 @@ def test_the_package_prints_in_one_place_and_elsewhere_only_json_and_recipes() -
                     "json.dumps",
                     "to_json",
                     "recipe_defaults",
-                    "recipe_template",
                     "translated",
                 ), f"{file.name}:{node.lineno}"
 
