@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from dpo_pack.online.interface import Failure
+from dpo_pack.recipe.online import EndpointRecipe
 from dpo_pack.system.errors import RunError
 
 Answer = TypeVar("Answer")
@@ -31,14 +32,9 @@ _MOST_SHOWN = 300  # characters of a server's text that an error message quotes
 class Endpoint:
     """A server that answers requests, and the limits on time, retries and parallel requests."""
 
-    url: str  # up to /v1
-    model: str
+    settings: EndpointRecipe
     api_key: str | None = field(repr=False)
-    timeout_seconds: float  # for a whole request
-    retries: int
-    concurrency: int
     recipe_key: str  # error messages name this key of the recipe
-    extra_body: Mapping[str, Any] = field(default_factory=dict)  # more fields of requests; they replace ours
     console: Console = field(default_factory=partial(Console, quiet=True), repr=False)
     refused: dict[str, str | None] = field(default_factory=dict)  # by the server; see `Renamed`
 
@@ -56,7 +52,10 @@ class Endpoint:
         the request is repeated without them, or with their other names; if that succeeds, they are never sent
         again, and a warning says so. Raises RunError if no request can succeed."""
         before = set(self.refused)
-        with self._client(read) as client, ThreadPool(min(self.concurrency, len(bodies)) or 1) as pool:
+        with (
+            self._client(read) as client,
+            ThreadPool(min(self.settings.concurrency, len(bodies)) or 1) as pool,
+        ):
             answers = list(pool.imap(lambda body: self._ask(client, path, body, optional), bodies))
         if left_out := sorted(name for name in self.refused.keys() - before if not self.refused[name]):
             self.console.print(
@@ -70,19 +69,19 @@ class Endpoint:
         from openai import APIConnectionError, APIStatusError
 
         body = _without(body, self.refused)
-        sent = {"model": self.model, **body, **self.extra_body}
+        sent = {"model": self.settings.model, **body, **self.settings.extra_body}
         try:
             response = client.post(path, cast_to=httpx2.Response, body=sent)
             return response.extensions["answer"]
         except APIConnectionError as error:
-            return Failure(reason=f"{self.url}: {self._quoted(str(error.__cause__))}")
+            return Failure(reason=f"{self.settings.url}: {self._quoted(str(error.__cause__))}")
         except APIStatusError as error:
             status, refusal = error.status_code, error.response
         text = refusal.headers.get("location") or refusal.text or refusal.reason_phrase
-        reason = f"{self.url}: HTTP {status}: {self._quoted(text)}"
+        reason = f"{self.settings.url}: HTTP {status}: {self._quoted(text)}"
         if status < 400 or status in (401, 403, 404):  # below 400: a redirect, which is not followed
             raise RunError(f"{self.recipe_key}: {reason}; correct url, model or api_key_env")
-        named = set(re.findall(r"\w+", text)) - self.extra_body.keys()
+        named = set(re.findall(r"\w+", text)) - self.settings.extra_body.keys()
         unknown = {name: other for name, other in optional.items() if name in body.keys() & named}
         if status not in (400, 422) or not unknown:
             return Failure(reason=reason)
@@ -96,7 +95,7 @@ class Endpoint:
         import httpx2
         from openai import DefaultHttpxClient, OpenAI
 
-        seconds = self.timeout_seconds
+        seconds = self.settings.timeout_seconds
         # All headers of a request. Those that the package takes from variables OPENAI_* are not among them.
         key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         headers = {"Content-Type": "application/json", **key}
@@ -134,9 +133,14 @@ class Endpoint:
 
         http = Bounded(timeout=seconds)
         try:
-            return OpenAI(base_url=self.url, api_key="unused", max_retries=self.retries, http_client=http)
+            return OpenAI(
+                base_url=self.settings.url,
+                api_key="unused",
+                max_retries=self.settings.retries,
+                http_client=http,
+            )
         except httpx2.InvalidURL as error:
-            raise RunError(f"{self.recipe_key}.url: {error}; correct {self.url}") from error
+            raise RunError(f"{self.recipe_key}.url: {error}; correct {self.settings.url}") from error
 
     def _quoted(self, text: str) -> str:
         """Returns the beginning of a server's text. The API key is replaced, also with backslashes in it."""

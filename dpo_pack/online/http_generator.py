@@ -120,7 +120,7 @@ class HttpGenerator:
                     ids.append(eos)
             if not 1 <= len(ids) <= (most := self.sampling.max_new_tokens):
                 reason = f"a completion has {len(ids)} tokens, not 1 to {most}"
-                return Failure(reason=f"{self.endpoint.url}: {reason}")
+                return Failure(reason=f"{self.endpoint.settings.url}: {reason}")
             completions.append(
                 Completion(ids=np.array(ids, dtype=np.int32), text=text, is_finished=is_finished)
             )

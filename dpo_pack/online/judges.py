@@ -14,6 +14,7 @@ import numpy as np
 from dpo_pack.data.written import CHANGES
 from dpo_pack.online.endpoint import Endpoint
 from dpo_pack.online.interface import Failure, Judge, Rollout, Scores
+from dpo_pack.recipe.online import JudgeRecipe
 from dpo_pack.system.errors import RunError, one_line
 
 
@@ -183,11 +184,8 @@ class LlmJudge:
     completions is compared in both orders."""
 
     endpoint: Endpoint
+    settings: JudgeRecipe
     recipe_key: str  # error messages name this key of the recipe
-    instructions: str = INSTRUCTIONS
-    verdict: re.Pattern[str] | None = None  # a regular expression, see `read_verdict`
-    max_new_tokens: int | None = None  # None: the request has no limit
-    temperature: float | None = 0.0  # None: the server's
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
         comparisons = [
@@ -200,7 +198,7 @@ class LlmJudge:
         ]
         bodies = [self._body(rollouts[place], first, second) for place, first, second in comparisons]
         optional = {"max_tokens": "max_completion_tokens"} | (
-            {} if self.temperature else {"temperature": None}
+            {} if self.settings.temperature else {"temperature": None}
         )
         verdicts = self.endpoint.ask_all("/chat/completions", bodies, self._read, optional=optional)
         if unusable := [verdict for verdict in verdicts if isinstance(verdict, Failure)]:
@@ -235,10 +233,13 @@ class LlmJudge:
         question = _QUESTION.format(
             prompt=text, first=rollout.completions[first].text, second=rollout.completions[second].text
         )
-        limits = {"temperature": self.temperature, "max_tokens": self.max_new_tokens}
+        limits = {"temperature": self.settings.temperature, "max_tokens": self.settings.max_new_tokens}
         return {
             "messages": [
-                {"role": "system", "content": _SYSTEM.format(instructions=self.instructions)},
+                {
+                    "role": "system",
+                    "content": _SYSTEM.format(instructions=self.settings.instructions or INSTRUCTIONS),
+                },
                 {"role": "user", "content": question},
             ],
             **{name: value for name, value in limits.items() if value is not None},
@@ -260,7 +261,7 @@ class LlmJudge:
                 f"the model gave its reasoning but no answer (finish_reason: {reason}); raise or "
                 f"leave out {self.recipe_key}.max_new_tokens, or use endpoint.extra_body to think less"
             )
-        verdict = read_verdict(text, self.verdict)
+        verdict = read_verdict(text, self.settings.verdict)
         if verdict is None:
             raise ValueError(
                 f"the answer is neither A, B nor T: {_SHORT.repr(text or content)}; finish_reason {reason}; "

@@ -11,18 +11,9 @@ from itertools import combinations
 import numpy as np
 
 from dpo_pack.online.interface import Completion, Scores
+from dpo_pack.recipe.online import PairingRecipe
 
 Position = tuple[int, int]  # (better, worse): positions in a prompt's completions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairingSettings:
-    """The rules by which completions become pairs."""
-
-    method: str  # a name in METHODS
-    min_margin: float = 0.0  # a pair whose scores do not differ by more than this is a tie
-    missing_eos_penalty: float = 0.0  # subtracted from the score of a completion that max_new_tokens cut
-    seed: int = 0  # for the method `random`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +27,22 @@ class Pairing:
 
 
 def make_pairs(
-    completions: Sequence[Completion], scores: Scores, settings: PairingSettings, *, draw_number: int
+    completions: Sequence[Completion], scores: Scores, rules: PairingRecipe, *, seed: int, draw_number: int
 ) -> Pairing:
-    """Returns the pairs of a prompt's completions, without those that equal an earlier one. scores: [n]."""
+    """Returns the pairs of a prompt's completions, without those that equal an earlier one. scores: [n].
+
+    The method `random` draws with `seed` and `draw_number`."""
     assert scores.shape == (len(completions),)
     is_finished = np.array([completion.is_finished for completion in completions])
-    scores = scores - settings.missing_eos_penalty * ~is_finished
+    scores = scores - rules.missing_eos_penalty * ~is_finished
     first_places: dict[bytes, int] = {}
     for position, completion in enumerate(completions):
         first_places.setdefault(completion.ids.tobytes(), position)
     distinct = list(first_places.values())
-    rng = np.random.default_rng([settings.seed, draw_number])
-    proposed = METHODS[settings.method](scores, distinct, rng) if len(distinct) > 1 else []
+    rng = np.random.default_rng([seed, draw_number])
+    proposed = METHODS[rules.type](scores, distinct, rng) if len(distinct) > 1 else []
     ordered = [(one, other) if scores[one] >= scores[other] else (other, one) for one, other in proposed]
-    pairs = tuple(pair for pair in ordered if scores[pair[0]] - scores[pair[1]] > settings.min_margin)
+    pairs = tuple(pair for pair in ordered if scores[pair[0]] - scores[pair[1]] > rules.min_margin)
     return Pairing(
         pairs=pairs,
         scores=scores,

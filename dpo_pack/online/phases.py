@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import torch
 
 from dpo_pack.online.interface import Completion, Draw, Failure, Generator, Judge, Rollout, Scores
-from dpo_pack.online.pairing import Pairing, PairingSettings, make_pairs
+from dpo_pack.online.pairing import Pairing, make_pairs
 from dpo_pack.packing.lengths import Group
+from dpo_pack.recipe.online import PairingRecipe
 from dpo_pack.system.files import written_aside
 
 
@@ -30,7 +31,7 @@ class Outcome:
 
 
 def run_phase(
-    draws: Sequence[Draw], generator: Generator, judge: Judge, pairing: PairingSettings
+    draws: Sequence[Draw], generator: Generator, judge: Judge, rules: PairingRecipe, *, seed: int
 ) -> list[Outcome]:
     outcomes = []
     answers = generator.generate(draws)
@@ -39,7 +40,7 @@ def run_phase(
         if isinstance(scores, Failure):
             outcomes.append(Outcome(draw=draw, completions=completions, failure=scores.reason))
         else:
-            pairs = make_pairs(completions, scores, pairing, draw_number=draw.number)
+            pairs = make_pairs(completions, scores, rules, seed=seed, draw_number=draw.number)
             outcomes.append(Outcome(draw=draw, completions=completions, pairing=pairs))
     return outcomes
 

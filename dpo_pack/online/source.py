@@ -18,7 +18,6 @@ from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.sources import Data
 from dpo_pack.data.store import PairTable, content_key, join_pairs, pair_lengths
 from dpo_pack.online.interface import Draw, Generator, Judge
-from dpo_pack.online.pairing import PairingSettings
 from dpo_pack.online.phases import (
     Outcome,
     PendingPair,
@@ -32,6 +31,7 @@ from dpo_pack.online.phases import (
 )
 from dpo_pack.packing.lengths import IntArray, ModelShape, pair_flops
 from dpo_pack.packing.plan import PlanSettings, epoch_order
+from dpo_pack.recipe.online import PairingRecipe
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError
 from dpo_pack.training.batches import GlobalBatch, RowBuilder, global_batch
@@ -58,7 +58,7 @@ class OnlineSource:
     _: KW_ONLY
     generator: Generator
     judge: Judge
-    pairing: PairingSettings
+    pairing: PairingRecipe
     settings: OnlineSettings
     plan: PlanSettings
     builder: Callable[[PairTable], RowBuilder]
@@ -148,7 +148,8 @@ class OnlineSource:
             index = int(order[place])
             draws.append(Draw(number=number, prompt_index=index, prompt=self.data.prompts[index]))
         outcomes = ranks.share_out(
-            draws, lambda mine: run_phase(mine, self.generator, self.judge, self.pairing)
+            draws,
+            lambda mine: run_phase(mine, self.generator, self.judge, self.pairing, seed=self.settings.seed),
         )
         self.tally.add(outcomes)
         if self.log is not None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.online.endpoint import Endpoint, api_key
 from dpo_pack.online.http_generator import HttpGenerator
 from dpo_pack.online.interface import Generator, Judge, SamplingSettings
-from dpo_pack.online.judges import INSTRUCTIONS, FunctionJudge, LlmJudge, WeightedJudges
-from dpo_pack.online.pairing import PairingSettings
+from dpo_pack.online.judges import FunctionJudge, LlmJudge, WeightedJudges
 from dpo_pack.online.phases import RolloutLog
 from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model, prove_reward_model
 from dpo_pack.online.source import OnlineSettings, OnlineSource
@@ -21,7 +19,7 @@ from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.online.vllm_generator import KEY, VllmGenerator, check_installed, prove_agreement, start_engine
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.online.win_rate import WinRate
-from dpo_pack.recipe.online import OnlineRecipe
+from dpo_pack.recipe.online import EndpointRecipe, OnlineRecipe
 from dpo_pack.run.models import check_quantised_files
 from dpo_pack.run.pairs import plan_settings, row_builder
 from dpo_pack.run.setup import Setup, load_moving_reference, load_second_model
@@ -46,12 +44,7 @@ def build_online(
         setup.data,
         generator=_generator(setup, loaded),
         judge=judge,
-        pairing=PairingSettings(
-            method=online.pairing.type,
-            min_margin=online.pairing.min_margin,
-            missing_eos_penalty=online.pairing.missing_eos_penalty,
-            seed=seed,
-        ),
+        pairing=online.pairing,
         settings=OnlineSettings(
             pairs_per_step=recipe.packing.pairs_per_step,
             rollouts_per_update=online.rollouts_per_update,
@@ -93,7 +86,7 @@ def _generator(setup: Setup, loaded: LoadedModel) -> Generator:
         return _vllm_generator(setup, loaded)
     if online.generator.endpoint is not None:
         return HttpGenerator(
-            endpoint=_endpoint(setup, online.generator.endpoint.model_dump(), "online.generator.endpoint"),
+            endpoint=_endpoint(setup, online.generator.endpoint, "online.generator.endpoint"),
             tokenizer=setup.tokenizer,
             sampling=_sampling(setup),
             seed=setup.recipe.seed,
@@ -165,14 +158,8 @@ def build_judge(setup: Setup) -> Judge:
                 judge = _reward_model(setup, settings.path, f"{key}.path")
             else:
                 assert settings.type == "llm" and settings.endpoint is not None
-                judge = LlmJudge(
-                    endpoint=_endpoint(setup, settings.endpoint.model_dump(), f"{key}.endpoint"),
-                    recipe_key=key,
-                    instructions=settings.instructions or INSTRUCTIONS,
-                    verdict=settings.verdict,
-                    max_new_tokens=settings.max_new_tokens,
-                    temperature=settings.temperature,
-                )
+                endpoint = _endpoint(setup, settings.endpoint, f"{key}.endpoint")
+                judge = LlmJudge(endpoint=endpoint, settings=settings, recipe_key=key)
             judges.append((judge, settings.weight))
     return WeightedJudges(judges=tuple(judges))
 
@@ -209,9 +196,9 @@ def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
     return judge
 
 
-def _endpoint(setup: Setup, settings: dict[str, Any], key: str) -> Endpoint:
-    key_of_api = api_key(settings.pop("api_key_env"), f"{key}.api_key_env")
-    return Endpoint(**settings, api_key=key_of_api, recipe_key=key, console=setup.console)
+def _endpoint(setup: Setup, settings: EndpointRecipe, key: str) -> Endpoint:
+    secret = api_key(settings.api_key_env, f"{key}.api_key_env")
+    return Endpoint(settings=settings, api_key=secret, recipe_key=key, console=setup.console)
 
 
 def live_reference(setup: Setup, loaded: LoadedModel) -> LiveReference:

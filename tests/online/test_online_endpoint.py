@@ -30,6 +30,7 @@ from dpo_pack.online.endpoint import Endpoint, api_key
 from dpo_pack.online.http_generator import HttpGenerator
 from dpo_pack.online.interface import Completion, Failure, SamplingSettings
 from dpo_pack.online.judges import LlmJudge
+from dpo_pack.recipe.online import EndpointRecipe, JudgeRecipe
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.interrupts import Interrupted, interruptible
 from dpo_pack.trainer import train
@@ -50,18 +51,21 @@ def words(seed: int, number: int) -> str:
 
 
 def endpoint(
-    stub: Stub, *, timeout_seconds: float = 5.0, retries: int = 3, concurrency: int = 4, **settings: Any
+    stub: Stub, api_key: str | None = "secret", console: Console | None = None, **settings: Any
 ) -> Endpoint:
+    usual = {"url": stub.url, "model": "served", "timeout_seconds": 5.0, "retries": 3, "concurrency": 4}
     return Endpoint(
-        url=stub.url,
-        model="served",
-        api_key="secret",
-        timeout_seconds=timeout_seconds,
-        retries=retries,
-        concurrency=concurrency,
+        settings=EndpointRecipe.model_validate(usual | settings),
+        api_key=api_key,
         recipe_key="online.generator.endpoint",
-        **settings,
+        console=console or Console(quiet=True),
     )
+
+
+def judge_of(endpoint: Endpoint, **settings: Any) -> LlmJudge:
+    usual = {"type": "llm", "endpoint": {"url": endpoint.settings.url, "model": "served"}}
+    judge = JudgeRecipe.model_validate(usual | settings)
+    return LlmJudge(endpoint=endpoint, settings=judge, recipe_key="online.judges.0")
 
 
 def generator(
@@ -272,9 +276,10 @@ ASKING = """
 import sys
 from dpo_pack.system.interrupts import Interrupted, interruptible
 from dpo_pack.online.endpoint import Endpoint
+from dpo_pack.recipe.online import EndpointRecipe
 
-served = {"url": sys.argv[1], "model": "m", "api_key": None, "recipe_key": "online.generator.endpoint"}
-endpoint = Endpoint(**served, timeout_seconds=60.0, retries=9, concurrency=2)
+server = EndpointRecipe(url=sys.argv[1], model="m", timeout_seconds=60.0, retries=9, concurrency=2)
+endpoint = Endpoint(settings=server, api_key=None, recipe_key="online.generator.endpoint")
 try:
     with interruptible():
         endpoint.ask_all("/completions", [{}, {}], lambda answer: answer)
@@ -309,9 +314,7 @@ def longer(first: str, second: str) -> str:
 
 def judged(says: Callable[[str, str], str]) -> tuple[list[Any], Stub]:
     with serving(Stub(verdicts(says))) as stub:
-        return LlmJudge(endpoint=endpoint(stub), recipe_key="online.judges.0", instructions="Be kind.").score(
-            ROLLOUTS
-        ), stub
+        return judge_of(endpoint(stub), instructions="Be kind.").score(ROLLOUTS), stub
 
 
 def test_a_completion_scores_the_part_of_its_comparisons_it_wins_in_both_orders() -> None:
@@ -330,9 +333,7 @@ def test_a_judge_that_looks_at_the_order_only_prefers_nothing(habit: str) -> Non
 
 def test_equal_answers_are_a_tie_without_asking() -> None:
     with serving(Stub(verdicts(longer))) as stub:
-        (scores,) = LlmJudge(endpoint=endpoint(stub), recipe_key="online.judges.0").score(
-            [rollout("x", "aa", "aa", "b")]
-        )
+        (scores,) = judge_of(endpoint(stub)).score([rollout("x", "aa", "aa", "b")])
     assert not isinstance(scores, Failure) and scores.tolist() == [0.75, 0.75, 0.0]
     assert len(stub.requests) == 4
 
@@ -358,7 +359,7 @@ def test_a_judge_sends_what_the_recipe_says_and_leaves_out_what_the_server_refus
 
     with serving(Stub(reasoning)) as stub:
         asking = endpoint(stub, console=console, extra_body={"reasoning_effort": "low"})
-        judge = LlmJudge(endpoint=asking, recipe_key="online.judges.0", max_new_tokens=500)
+        judge = judge_of(asking, max_new_tokens=500)
         assert not any(isinstance(scores, Failure) for scores in judge.score(ROLLOUTS))
         num_requests, last = len(stub.requests), stub.requests[-1]
         judge.score(ROLLOUTS)
@@ -367,13 +368,11 @@ def test_a_judge_sends_what_the_recipe_says_and_leaves_out_what_the_server_refus
         assert said.count("the server refuses the fields temperature; ") == 1
         assert last["max_completion_tokens"] == 500 and last["reasoning_effort"] == "low"
         assert not {"max_tokens", "temperature"} & last.keys()
-        unlike = replace(
-            judge, temperature=0.5, endpoint=endpoint(stub)
-        )  # not given up: the recipe asks for it
+        unlike = judge_of(endpoint(stub), temperature=0.5)  # not given up: the recipe asks for it
         (failed,) = unlike.score(ROLLOUTS[:1])
     assert isinstance(failed, Failure) and "'temperature' does not support" in failed.reason
     with serving(Stub(verdicts(longer))) as stub:
-        LlmJudge(endpoint=endpoint(stub), recipe_key="j", temperature=None).score(ROLLOUTS[:1])
+        judge_of(endpoint(stub), temperature=None).score(ROLLOUTS[:1])
     assert not {"max_tokens", "temperature"} & stub.requests[0].keys()
 
 

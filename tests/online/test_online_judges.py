@@ -36,7 +36,7 @@ from dpo_pack.online.reward_model import (
     prove_reward_model,
     without_padding,
 )
-from dpo_pack.recipe.online import JudgeRecipe
+from dpo_pack.recipe.online import EndpointRecipe, JudgeRecipe
 from dpo_pack.run.rollouts import build_judge
 from dpo_pack.run.setup import check_recipe, prepare
 from dpo_pack.system.errors import ModelError, RunError
@@ -177,7 +177,8 @@ def test_a_language_model_judges_all_that_a_prompt_says() -> None:
         {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "content": "21 degrees"},
     )
-    judge = LlmJudge(endpoint=None, recipe_key="online.judges.0")  # type: ignore[arg-type]
+    settings = JudgeRecipe(type="llm", endpoint=EndpointRecipe(url="http://x", model="m"))
+    judge = LlmJudge(endpoint=None, settings=settings, recipe_key="k")  # type: ignore[arg-type]
     one = rollout("warm?", " yes", " no", messages=messages, tools=TOOLS)
     asked = judge._body(one, 0, 1)["messages"][1]["content"]
     expected = f"tools: {json.dumps(TOOLS)}\n\n"

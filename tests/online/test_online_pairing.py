@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dpo_pack.online.interface import Completion
-from dpo_pack.online.pairing import METHODS, Pairing, PairingSettings, make_pairs
+from dpo_pack.online.pairing import METHODS, Pairing, make_pairs
+from dpo_pack.recipe.online import PairingRecipe
 
 
 def completions(*texts: str, unfinished: tuple[int, ...] = ()) -> list[Completion]:
@@ -21,9 +22,8 @@ def completions(*texts: str, unfinished: tuple[int, ...] = ()) -> list[Completio
 
 
 def pairing(answers: list[Completion], scores: list[float], method: str, **settings: float) -> Pairing:
-    return make_pairs(
-        answers, np.array(scores), PairingSettings(method=method, **settings), draw_number=3  # type: ignore[arg-type]
-    )  # fmt: skip
+    rules = PairingRecipe.model_validate({"type": method, **settings})
+    return make_pairs(answers, np.array(scores), rules, seed=0, draw_number=3)
 
 
 def test_best_vs_worst_takes_the_two_ends() -> None:
@@ -44,11 +44,11 @@ def test_a_pair_must_differ_by_more_than_the_margin() -> None:
 
 def test_random_draws_two_different_completions_by_seed_and_draw_number() -> None:
     answers, scores = completions("a", "b", "c", "d"), np.array([0.0, 1.0, 2.0, 3.0])
-    settings = PairingSettings(method="random", seed=5)
-    drawn = [make_pairs(answers, scores, settings, draw_number=number).pairs for number in range(50)]
+    rules = PairingRecipe(type="random")
+    drawn = [make_pairs(answers, scores, rules, seed=5, draw_number=number).pairs for number in range(50)]
     assert all(len(pairs) == 1 and pairs[0][0] > pairs[0][1] for pairs in drawn)
     assert len(set(drawn)) == 6  # of four completions, every two
-    again = [make_pairs(answers, scores, settings, draw_number=number).pairs for number in range(50)]
+    again = [make_pairs(answers, scores, rules, seed=5, draw_number=number).pairs for number in range(50)]
     assert drawn == again
 
 

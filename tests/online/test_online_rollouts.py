@@ -10,7 +10,6 @@ import pytest
 from test_online_judges import ROLLOUTS, Fixed
 
 from dpo_pack.online.interface import Completion, Draw, Failure
-from dpo_pack.online.pairing import PairingSettings
 from dpo_pack.online.phases import (
     SCHEMA,
     Outcome,
@@ -23,10 +22,11 @@ from dpo_pack.online.phases import (
     run_phase,
 )
 from dpo_pack.online.win_rate import FIRST_DRAW, WinRate
+from dpo_pack.recipe.online import PairingRecipe
 from dpo_pack.system.errors import CacheError
 
 DRAWS = [rollout.draw for rollout in ROLLOUTS]
-ALL_PAIRS = PairingSettings(method="all_pairs")
+ALL_PAIRS = PairingRecipe(type="all_pairs")
 
 
 class Canned:
@@ -48,9 +48,9 @@ class Canned:
 
 
 def phase(
-    scores: dict[int, list[float] | None], *fails: int, pairing: PairingSettings = ALL_PAIRS
+    scores: dict[int, list[float] | None], *fails: int, pairing: PairingRecipe = ALL_PAIRS
 ) -> list[Outcome]:
-    return run_phase(DRAWS, Canned(*fails), Fixed(scores, []), pairing)  # type: ignore[arg-type]
+    return run_phase(DRAWS, Canned(*fails), Fixed(scores, []), pairing, seed=0)  # type: ignore[arg-type]
 
 
 def test_every_prompt_is_counted_in_one_place() -> None:
@@ -67,9 +67,9 @@ def test_every_prompt_is_counted_in_one_place() -> None:
 
 def test_a_judge_is_not_asked_about_what_has_no_completions() -> None:
     judge = Fixed({1: [1, 0], 2: [0, 1]}, [])
-    outcomes = run_phase(DRAWS, Canned(0), judge, ALL_PAIRS)  # type: ignore[arg-type]
+    outcomes = run_phase(DRAWS, Canned(0), judge, ALL_PAIRS, seed=0)  # type: ignore[arg-type]
     assert judge.asked == [1, 2] and outcomes[0].failure == "down" and not outcomes[0].completions
-    nobody = run_phase(DRAWS, Canned(0, 1, 2), judge, ALL_PAIRS)  # type: ignore[arg-type]
+    nobody = run_phase(DRAWS, Canned(0, 1, 2), judge, ALL_PAIRS, seed=0)  # type: ignore[arg-type]
     assert not any(outcome.completions for outcome in nobody) and phase_metrics(nobody) == {}
 
 

@@ -108,8 +108,8 @@ def test_a_judge_that_is_gone_costs_no_step_that_was_taken(
     recipe = online_recipe(assets, tmp_path / "run", f"data.eval={assets}/heldout.jsonl", **QUEUED)
     run_phase = phases.run_phase
 
-    def gone(draws: Sequence[Draw], *arguments: Any) -> Any:
-        outcomes = run_phase(draws, *arguments)
+    def gone(draws: Sequence[Draw], *arguments: Any, **named: Any) -> Any:
+        outcomes = run_phase(draws, *arguments, **named)
         if draws[0].number >= 5:
             raise RunError("online.judges.0.endpoint: the server says 401")
         return outcomes

@@ -8,6 +8,7 @@ import pytest
 
 from dpo_pack.online.endpoint import Endpoint
 from dpo_pack.online.judges import LlmJudge, read_verdict
+from dpo_pack.recipe.online import EndpointRecipe, JudgeRecipe
 
 A, B, TIE = 1.0, 0.0, 0.5
 REASONS = "Answer A is short and right. Answer B is long; it names Paris, as [Answer A] does.\n\n"
@@ -101,10 +102,10 @@ THINKING = "<think>\nBoth are polite. Winner: A\n</think>\n\n"
     ],
 )
 def test_reasoning_is_no_verdict(message: dict[str, object], verdict: float | str) -> None:
-    endpoint = Endpoint(
-        url="http://x", model="m", api_key=None, timeout_seconds=1.0, retries=0, concurrency=1, recipe_key="k"
-    )
-    judge = LlmJudge(endpoint=endpoint, recipe_key="online.judges.0")
+    server = EndpointRecipe(url="http://x", model="m", retries=0)
+    endpoint = Endpoint(settings=server, api_key=None, recipe_key="k")
+    settings = JudgeRecipe(type="llm", endpoint=server)
+    judge = LlmJudge(endpoint=endpoint, settings=settings, recipe_key="online.judges.0")
     answer = {"choices": [{"message": message, "finish_reason": "length"}]}
     if isinstance(verdict, float):
         assert judge._read(answer) == verdict
