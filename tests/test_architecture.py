@@ -40,7 +40,7 @@ ROWS = ("model", "training")
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "numpy", "pyarrow"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST_CHAIN = 10  # rooms from __main__
-MOST_WITH_A_RECIPE = 25  # functions outside recipe/ and commands/ that take one or a section
+MOST_WITH_A_RECIPE = 21  # functions outside recipe/, commands/ and api.py that take a whole recipe
 MOST_ASKING_WHO_IS_FIRST = 0  # calls of `is_first` in run/
 MOST_OF_ONE_NAME = 0  # names that two files have
 MOST_FILES_OF_RUN = 14  # without `__init__.py`
@@ -99,23 +99,16 @@ def test_rooms_form_no_circle_and_no_long_chain() -> None:
     assert len(chains["__main__"]) <= LONGEST_CHAIN, chains["__main__"]
 
 
-def test_the_recipe_is_read_above_and_plain_arguments_go_down() -> None:
-    sections = {
-        node.name
-        for module, path in MODULES.items()
-        for node in ast.walk(tree_of(path))
-        if module.startswith("dpo_pack.recipe.") and isinstance(node, ast.ClassDef)
-        if {"Section", "types.Section", "BaseModel"} & {ast.unparse(base) for base in node.bases}
-    }
+def test_only_functions_of_a_whole_run_take_a_whole_recipe() -> None:
+    """A section is a value like others: what needs all of it may hold it, but for the innermost rooms."""
     found = [
         f"{module}.{node.name}"
         for module, path in MODULES.items()
         for node in ast.walk(tree_of(path))
-        if module != "dpo_pack" and room_of(module) not in ("recipe", "commands")
-        if isinstance(node, ast.FunctionDef)
-        if sections & set(re.findall(r"\w+", types_of(node.args)))
+        if module != "dpo_pack" and room_of(module) not in ("recipe", "commands", "api")
+        if isinstance(node, ast.FunctionDef) and re.search(r"\bRecipe\b", types_of(node.args))
     ]
-    assert "Recipe" in sections and len(found) <= MOST_WITH_A_RECIPE, found
+    assert 0 < len(found) <= MOST_WITH_A_RECIPE, found
 
 
 def types_of(arguments: ast.arguments) -> str:
@@ -154,6 +147,9 @@ def test_rooms_know_only_what_they_need() -> None:
     for room in ("packing", "losses", "recipe"):
         for path in (PACKAGE / room).rglob("*.py"):
             assert not any(name.startswith("dpo_pack.model") for name in imports(path)), path
+    for room in ("training", "packing", "losses"):
+        for path in (PACKAGE / room).rglob("*.py"):
+            assert not any(name.startswith("dpo_pack.recipe") for name in imports(path)), path
 
 
 def test_what_the_command_line_imports_at_once_is_light() -> None:
