@@ -169,7 +169,7 @@ def _plan_memory(
     with many_imports():
         import torch
 
-        from dpo_pack.run.memory_estimate import print_memory_estimate
+        from dpo_pack.run.memory_estimate import memory_report, print_memory_report
         from dpo_pack.run.pairs import offline_source
         from dpo_pack.run.setup import prepare
         from dpo_pack.system.console import make_console
@@ -180,7 +180,8 @@ def _plan_memory(
     if loaded.online is None:
         of_one = offline_source(loaded, setup.data, setup.policy_facts)
         plan = replace(of_one, num_ranks=devices).first_plan
-    print_memory_estimate(setup, plan, device_bytes=memory, num_devices=devices)
+    report = memory_report(setup, plan, device_bytes=memory, num_devices=devices)
+    print_memory_report(report, setup.console)
     return Run(path=Path(loaded.output_dir))
 
 

@@ -55,8 +55,9 @@ from dpo_pack.run.export import verify_model
 from dpo_pack.run.log import RunLog, describe_policy, describe_training, initial_loss
 from dpo_pack.run.memory_estimate import (
     largest_row,
+    memory_report,
     print_measured_memory,
-    print_memory_estimate,
+    print_memory_report,
     stays_gathered,
 )
 from dpo_pack.run.pairs import (
@@ -215,7 +216,7 @@ class Trainer:
         num_steps = recipe.train.max_steps if self.pairs is None else self.pairs.num_steps
         describe_training(setup, first_plan, num_steps=num_steps or 0)
         if dry_run:
-            print_memory_estimate(setup, first_plan)
+            print_memory_report(memory_report(setup, first_plan), console)
         gathers_once = shards and stays_gathered(setup, first_plan)
         # Model, proof that its packed rows are exact, and the reference's log-probs.
         seconds = self.load_online(dry_run) if self.pairs is None else self.load_offline(self.pairs, dry_run)

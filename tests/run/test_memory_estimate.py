@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -17,42 +15,40 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from support.live_bytes import LiveBytes
 from support.plans import make_plan
 from support.row_memory import AUTOCAST, BFLOAT16, SETTINGS, build_row, load
 from support.row_memory import memory_facts as facts_of
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_run import tiny_run
-from support.tiny_vision import StandIn, picture, vision_config
 from support.whole_runs import text
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 import dpo_pack.run.memory_estimate as memory
-from dpo_pack.model.compiling import tower_parameters
 from dpo_pack.model.facts import model_shape, without_weights
-from dpo_pack.model.loading import load_config
-from dpo_pack.model.scorer import LoadedModel, Precision, resolve_precision
+from dpo_pack.model.scorer import LoadedModel, resolve_precision
+from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.recipe.schema import DistributedRecipe, ModelRecipe
 from dpo_pack.run.memory_estimate import (
     GIB,
     MemoryFacts,
     MemoryShape,
     estimate_memory,
-    fitting_rows,
+    fitting_changes,
+    host_bytes,
     largest_row,
     layer_bytes,
+    memory_facts,
+    memory_report,
     memory_shape,
-    quantised_tower_weights,
     state_bytes,
-    tower_pass_bytes,
+    step_bytes,
 )
 from dpo_pack.run.models import STATE_SHARE, available_memory, training_bytes
 from dpo_pack.run.pairs import offline_source
-from dpo_pack.run.setup import prepare
+from dpo_pack.run.setup import Setup, prepare
 from dpo_pack.system import ranks
 from dpo_pack.system.machine import AvailableMemory
-from dpo_pack.trainer import train
 from dpo_pack.training.optim import build_optimizer
 
 CPU = torch.device("cpu")
@@ -130,13 +126,13 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(
     row = build_row(96, num_pairs=5, length=40)
     facts = facts_of(kind, loaded, row)
     estimate = estimate_memory(facts)["activations"]
-    if facts.gradient_checkpointing:
+    if facts.model.gradient_checkpointing:
         estimate -= layer_bytes(facts)  # of the layer that is recomputed, in the backward pass
     estimate += estimate_memory(facts)["weights cast"]
     measured = saved_bytes(loaded, row)
     record_property("memory", (family, kind, measured, estimate))
     # Of checkpointed layers next to nothing is kept, so that the final norm's part shows: gpt2 19 %.
-    tolerance = 0.22 if facts.gradient_checkpointing else WORST[family]
+    tolerance = 0.22 if facts.model.gradient_checkpointing else WORST[family]
     assert estimate == pytest.approx(measured, rel=tolerance)
 
 
@@ -152,65 +148,6 @@ def test_the_shape_of_a_model_is_read_off_its_config() -> None:
     assert shape.num_adapter_parameters(8) == 4 * 8 * inputs_and_outputs
 
 
-# ----------------------------------------------------------------------------------------------------- towers
-
-
-# Measured: qwen2_5_vl 5 % and mistral3 22 % too low, idefics3 15 % too high.
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3", "mistral3"])
-def test_the_tower_needs_the_memory_of_one_layer(family: str) -> None:
-    config = vision_config(family)
-    changes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 128}
-    for name, value in changes.items():
-        if hasattr(config.vision_config, name):
-            setattr(config.vision_config, name, value)
-    model: Any = AutoModelForImageTextToText.from_config(config)
-    inputs = StandIn(family).pixel_inputs([picture(1, 8, 8), picture(2, 8, 8)])
-    inputs.pop("rows", None)
-    live = LiveBytes([*model.parameters(), *model.buffers(), *inputs.values()])
-    with torch.no_grad(), live:
-        model.base_model.get_image_features(**inputs, return_dict=True)
-    pixels = inputs["pixel_values"].numel()
-    estimate = tower_pass_bytes(model, pixels, Precision(parameters=torch.float32, autocast=None))
-    assert estimate == pytest.approx(live.peak + 4 * pixels, rel=0.3)
-
-
-def test_a_tower_is_frozen_and_no_weight_of_text_tokens() -> None:
-    def facts(depth: int) -> MemoryFacts:
-        config = vision_config("llava")
-        config.vision_config.num_hidden_layers = depth
-        model = without_weights(config)
-        towers = sum(parameter.numel() for parameter in tower_parameters(model))
-        shape = memory_shape(config, model_shape(model), model.num_parameters() - towers)
-        return plain(shape, tower_parameters=towers)
-
-    small, large = facts(3), facts(30)
-    assert large.shape == small.shape and large.tower_parameters > 5 * small.tower_parameters
-    more = 4 * (large.tower_parameters - small.tower_parameters)
-    before = estimate_memory(small)
-    assert estimate_memory(large) == before | {"towers": before["towers"] + more}
-    in_shards = replace(small, num_shards=4, has_second_model=True)
-    assert estimate_memory(in_shards)["towers"] == before["towers"] / 2
-    assert estimate_memory(replace(in_shards, reads_images=True))["towers"] == 2 * before["towers"]
-    assert estimate_memory(replace(small, tower_pass=9e12))["working memory"] == 9e12
-    in_bits = estimate_memory(replace(small, bits=4.5, tower_linear=1000))["towers"]
-    assert in_bits == before["towers"] - 1000 * (4 - 4.5 / 8)
-
-
-@pytest.mark.parametrize("skipped", [None, ["model.vision_tower"], ["lm_head", "linear_1"]])
-def test_the_weights_of_a_tower_that_count_as_quantised_are_those_that_are(
-    skipped: list[str] | None, tmp_path: Path
-) -> None:
-    nn4bit = pytest.importorskip("bitsandbytes.nn").Linear4bit
-    config = vision_config("llava")
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
-    settings = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skipped)
-    model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path, quantization_config=settings)
-    text = {id(module) for module in (*model.get_decoder().modules(), model.lm_head)}
-    towers = [m for m in model.modules() if isinstance(m, nn4bit) and id(m) not in text]
-    expected = sum(m.in_features * m.out_features for m in towers)
-    assert quantised_tower_weights(without_weights(config), settings.to_dict()) == expected > 0
-
-
 # -------------------------------------------------------------------------------------------------- estimates
 
 
@@ -223,6 +160,7 @@ def plain(shape: MemoryShape, **changes: Any) -> MemoryFacts:
         row_scored=5_000,
         device=torch.device("cuda"),
         precision=AUTOCAST,
+        model=ModelRecipe(path="-"),
     )
     return replace(facts, **changes)
 
@@ -283,40 +221,45 @@ def test_the_optimizer_s_bytes_are_what_it_allocates(name: str, dtype: torch.dty
 def test_eight_billion_parameters_fit_one_device_of_140_gib_in_bfloat16_only(
     eight_billion: MemoryShape,
 ) -> None:
-    def needed(**changes: Any) -> float:
-        return sum(estimate_memory(plain(eight_billion, **changes)).values()) / GIB
+    def needed(recomputes: bool = False, **changes: Any) -> float:
+        facts = plain(eight_billion, **changes)
+        return step_bytes(facts.changed(gradient_checkpointing=recomputes)) / GIB
 
     bfloat16: dict[str, Any] = {"precision": BFLOAT16}
-    recompute: dict[str, Any] = {"gradient_checkpointing": True}
     assert needed() > 140
-    assert 100 < needed(**bfloat16, **recompute) < 125
+    assert 100 < needed(True, **bfloat16) < 125
     assert needed(**bfloat16, lora_rank=16) < 110
-    assert needed(**bfloat16, **recompute, lora_rank=16) < 30
-    assert needed(**recompute, num_shards=8) < 40
+    assert needed(True, **bfloat16, lora_rank=16) < 30
+    assert needed(True, num_shards=8) < 40
 
 
 def test_offloaded_state_is_in_the_host_s_memory(eight_billion: MemoryShape) -> None:
     facts = plain(eight_billion, num_shards=8)
-    offloads = replace(facts, cpu_offload=True)
-    shards, offloaded = estimate_memory(facts), estimate_memory(offloads)
+    offloads = replace(facts, distributed=DistributedRecipe(strategy="fsdp2", cpu_offload=True))
     in_host = sum(state_bytes(offloads))
+    assert (host_bytes(facts), host_bytes(offloads)) == (0, in_host)
     assert in_host == pytest.approx(2 * eight_billion.num_parameters)
-    assert sum(shards.values()) - sum(offloaded.values()) == pytest.approx(in_host)
-    kept_whole = estimate_memory(replace(offloads, accumulate_unsharded=True))
+    assert step_bytes(facts) - step_bytes(offloads) == pytest.approx(in_host)
+    whole = DistributedRecipe(strategy="fsdp2", cpu_offload=True, accumulate_unsharded=True)
+    kept_whole = estimate_memory(replace(facts, distributed=whole))
     gradients = 4 * eight_billion.num_parameters
     assert (kept_whole["parameters"], kept_whole["gradients"], kept_whole["optimizer"]) == (0, gradients, 0)
 
 
 def test_layers_inputs_of_a_long_row_are_in_the_host_s_memory(eight_billion: MemoryShape) -> None:
-    facts = plain(eight_billion, precision=BFLOAT16, row_tokens=132_072, activation_offload=True)
+    facts = plain(eight_billion, precision=BFLOAT16, row_tokens=132_072).changed(activation_offload=True)
     each = 2 * 132_072 * 4096  # a little more than 1 GiB: torch's pinned memory comes in powers of two
-    assert each > GIB and memory.host_bytes(facts) == {"model.activation_offload": 32 * 2 * GIB}
-    assert memory.host_bytes(replace(facts, row_tokens=131_072)) == {"model.activation_offload": 32 * GIB}
-    both = replace(facts, cpu_offload=True, num_shards=8)
-    assert memory.host_bytes(both) == {
-        "distributed.cpu_offload": 14 * eight_billion.num_parameters / 8,
-        "model.activation_offload": 32 * 2 * GIB,
-    }
+    assert each > GIB and host_bytes(facts) == 32 * 2 * GIB
+    assert host_bytes(replace(facts, row_tokens=131_072)) == 32 * GIB
+    assert host_bytes(replace(facts, device=CPU)) == 0
+
+
+def test_towers_are_frozen_and_whole_on_every_device_that_reads_images(eight_billion: MemoryShape) -> None:
+    before, facts = estimate_memory(plain(eight_billion)), plain(eight_billion, tower_parameters=1000)
+    assert estimate_memory(facts) == before | {"towers": 4000}
+    in_shards = replace(facts, num_shards=4, has_second_model=True)
+    assert estimate_memory(in_shards)["towers"] == 2000
+    assert estimate_memory(in_shards.changed(images=True))["towers"] == 8000
 
 
 @pytest.mark.parametrize(
@@ -345,7 +288,7 @@ def test_shards_stay_gathered_if_every_device_has_the_memory(
     eight_billion: MemoryShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = plain(eight_billion, num_shards=8)
-    needed = sum(estimate_memory(replace(facts, stays_gathered=True)).values())
+    needed = step_bytes(replace(facts, stays_gathered=True))
     for free, stays in ((1.34 * needed, True), (1.33 * needed, False)):
         found = AvailableMemory(free=int(free), total=1000 * GIB)
         monkeypatch.setattr(memory, "available_memory", lambda device: found)  # noqa: B023
@@ -367,137 +310,82 @@ def test_a_second_model_and_a_base_count_without_gradients(eight_billion: Memory
 # --------------------------------------------------------------------------------------------- what would fit
 
 
-def needed_by(facts: MemoryFacts, tokens: int) -> float:
-    keys, scored = (round(tokens / facts.row_tokens * size) for size in (facts.row_keys, facts.row_scored))
-    return sum(estimate_memory(replace(facts, row_tokens=tokens, row_keys=keys, row_scored=scored)).values())
+RECOMPUTE, SHARDS = "model.gradient_checkpointing=true", "distributed.strategy=fsdp2"
+OFFLOAD = f"{RECOMPUTE} model.activation_offload=true"
 
 
 def test_the_largest_budget_that_fits_is_told_and_that_checkpointing_is_enough(
     eight_billion: MemoryShape,
 ) -> None:
+    def needed(tokens: int) -> float:
+        keys, scored = (round(tokens / 8192 * size) for size in (11_000, 5_000))
+        return step_bytes(replace(facts, row_tokens=tokens, row_keys=keys, row_scored=scored))
+
     facts = plain(eight_billion)
-    rows, checkpointing = fitting_rows(facts, 1000, 150 * GIB, rows_per_step=None)
+    rows, recomputed, _ = fitting_changes(facts, 1000, 150 * GIB, 1)
     key, _, tokens = rows[0].partition("=")
     assert key == "packing.token_budget" and 1000 < int(tokens) < 8192
-    assert needed_by(facts, int(tokens)) == rows[1] <= 150 * GIB
-    assert needed_by(facts, int(tokens) + 1) > 150 * GIB
-    checkpointed = replace(facts, gradient_checkpointing=True)
-    assert checkpointing == ("model.gradient_checkpointing=true", needed_by(checkpointed, 8192))
+    assert needed(int(tokens)) == rows[1] <= 150 * GIB < needed(int(tokens) + 1)
+    assert recomputed == (RECOMPUTE, step_bytes(facts.changed(gradient_checkpointing=True)))
+
+
+LOW = f"{RECOMPUTE} model.dtype=bfloat16"
+LORA = f"{LOW} model.lora={{r: 16}}"
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "longest_pair", "gib", "expected"),
+    ("changes", "longest_pair", "gib", "num_devices", "expected"),
     [
         # A budget below the longest pair saves nothing.
-        (False, 8192, 140, ["model.gradient_checkpointing=true"]),
-        # Checkpointing alone is not enough: with the largest rows beside it.
-        (False, 1000, 131, ["model.gradient_checkpointing=true packing.token_budget=\\d+"]),
-        (True, 1000, 131, ["packing.token_budget=\\d+"]),
-        (True, 8192, 131, ["model.activation_offload=true"]),
-        (True, 8192, 126, []),
-        # A longer pair of another rank.
-        (False, 10_000, 140, ["model.gradient_checkpointing=true"]),
-        (False, 1000, 80, []),
+        ({}, 8192, 140, 1, [RECOMPUTE, OFFLOAD]),
+        ({}, 10_000, 140, 1, [RECOMPUTE, OFFLOAD]),  # a longer pair of another rank
+        ({}, 8192, 131, 1, [OFFLOAD, f"{OFFLOAD} model.mlp_tile_tokens=8192"]),
+        ({"device": CPU}, 8192, 131, 1, [LOW, LORA]),
+        ({}, 8192, 80, 1, [LORA, f"{RECOMPUTE} {SHARDS}, 4 devices"]),
+        ({}, 8192, 80, 8, [f"{RECOMPUTE} {SHARDS}", LORA]),
+        ({"optimizer": "adafactor"}, 8192, 30, 8, [LORA]),
+        ({"lora_rank": 16}, 8192, 30, 7, [f"{RECOMPUTE} {SHARDS}", LOW]),
+        ({}, 8192, 2, 1, []),
     ],
-)
-def test_of_shorter_rows_and_checkpointing_only_what_fits_is_told(
-    checkpoints: bool, longest_pair: int, gib: int, expected: list[str], eight_billion: MemoryShape
-) -> None:
-    facts = plain(eight_billion, gradient_checkpointing=checkpoints)
-    found = list(fitting_rows(facts, longest_pair, gib * GIB, rows_per_step=None))
-    assert len(found) == len(expected) and all(num_bytes <= gib * GIB for _, num_bytes in found)
-    assert all(re.fullmatch(form, told) for form, (told, _) in zip(expected, found, strict=True)), found
-
-
-@pytest.mark.parametrize(
-    ("gib", "expected"),
-    [
-        (141, ["model.gradient_checkpointing=true"]),
-        (80, ["model.gradient_checkpointing=true model.activation_offload=true"]),
-        (
-            48,
-            ["model.gradient_checkpointing=true model.activation_offload=true model.mlp_tile_tokens=8192"],
-        ),
-        (40, []),
-    ],
-)
-def test_a_pair_of_131072_tokens_that_does_not_fit_is_told_the_keys_for_long_pairs(
-    gib: int, expected: list[str], eight_billion: MemoryShape
-) -> None:
-    precision = Precision(parameters=torch.bfloat16, autocast=torch.bfloat16)
-    facts = plain(eight_billion, precision=precision, lora_rank=16)
-    facts = replace(facts, row_tokens=132_072, row_keys=262_144, row_scored=2000)
-    found = list(fitting_rows(facts, 132_072, gib * GIB))
-    assert [told for told, _ in found] == expected
-
-
-def test_what_saves_nothing_or_is_refused_is_not_offered(eight_billion: MemoryShape) -> None:
-    facts = plain(eight_billion, row_tokens=132_072, row_keys=262_144)
-
-    def offered(**changes: Any) -> str:
-        changed = replace(facts, **changes)
-        return " ".join(
-            told for free in range(40, 999, 20) for told, _ in fitting_rows(changed, 132_072, free * GIB)
-        )
-
-    assert "offload" in offered() and "tile" in offered()
-    assert "offload" in offered(can_tile=False) and "tile" not in offered(can_tile=False)
-    assert "offload" not in offered(device=CPU) and "tile" in offered(device=CPU)
-
-
-def test_in_scope_epoch_shorter_rows_come_with_more_of_them(eight_billion: MemoryShape) -> None:
-    (told, _), _ = fitting_rows(plain(eight_billion), 1000, 150 * GIB, rows_per_step=6)
-    budget, rows = (int(part.partition("=")[2]) for part in told.split())
-    assert told.split()[1].startswith("packing.rows_per_step=") and rows == round(6 * 8192 / budget) > 6
-
-
-@pytest.mark.parametrize(
-    ("num_devices", "expected"),
-    [
-        (1, ["model.lora={r: 16} model.dtype=bfloat16", "2 devices, distributed.strategy=fsdp2"]),
-        (8, ["distributed.strategy=fsdp2", "model.lora={r: 16} model.dtype=bfloat16", "16 devices"]),
-    ],
-)
-def test_of_smaller_states_the_cheapest_come_first(
-    num_devices: int, expected: list[str], eight_billion: MemoryShape
-) -> None:
-    found = list(memory._fitting_states(plain(eight_billion), 1000, 80 * GIB, num_devices))
-    assert len(found) == len(expected) and all(num_bytes <= 80 * GIB for _, num_bytes in found)
-    assert all(name.startswith(begin) for begin, (name, _) in zip(expected, found, strict=True)), found
+)  # fmt: skip
+def test_the_cheapest_changes_with_which_a_run_fits_are_told(
+    changes: dict[str, Any], longest_pair: int, gib: int, num_devices: int, expected: list[str],
+    eight_billion: MemoryShape,
+) -> None:  # fmt: skip
+    found = list(fitting_changes(plain(eight_billion, **changes), longest_pair, gib * GIB, num_devices))
+    assert [change for change, _ in found] == expected
+    assert all(num_bytes <= gib * GIB for _, num_bytes in found)
 
 
 # ------------------------------------------------------------------------------------------- what is reported
 
 
-def test_a_dry_run_says_what_the_run_will_take_and_that_it_fits(
-    recipe_path: Path, tmp_path: Path, console: Console
-) -> None:
-    train(load_recipe(recipe_path, (f"output_dir={tmp_path / 'run'}",)), console, dry_run=True)
-    said = text(console)
-    assert "Memory on one cpu device, estimated" in said and "It fits: " in said
-    assert "does not fit" not in said
-    assert "scores that" not in said
-    for line in ("parameters", "gradients", "optimizer", "activations", "a step"):
-        assert f"\n  {line} " in said
-    assert not (tmp_path / "run").exists()
+def prepared(recipe_path: Path, *overrides: str, **options: Any) -> tuple[Setup, PackingPlan]:
+    recipe = load_recipe(recipe_path, overrides)
+    setup = prepare(recipe, Console(quiet=True), **options)
+    return setup, offline_source(recipe, setup.data, setup.policy_facts).first_plan
 
 
-def test_a_dry_run_that_does_not_fit_says_so_first_and_what_would(
-    recipe_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_does_not_fit_is_told_with_what_would(
+    recipe_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    setup, plan = prepared(recipe_path, "packing.token_budget=1024")
+    report = memory_report(setup, plan)
+    assert (
+        report["fits"]
+        and report["would_fit"] == {}
+        and (report["num_devices"], report["num_shards"]) == (1, 1)
+    )
+    assert report["step"] == sum(report["parts"].values())
+    memory.print_memory_report(report, console)
+    assert "Memory on one cpu device" in text(console) and "It fits: " in text(console)
     little = AvailableMemory(free=258 * 2**20, total=300 * 2**20)
     monkeypatch.setattr(memory, "available_memory", lambda device: little)
-    monkeypatch.setattr(memory, "host_bytes", lambda facts: {"model.activation_offload": 2.0 * GIB})
-    overrides = (f"output_dir={tmp_path / 'run'}", "packing.token_budget=1024")
-    train(load_recipe(recipe_path, overrides), console, dry_run=True)
-    said = text(console)
-    assert "\n  in host memory      2.00 GiB" in said
-    assert (
-        "It does not fit the host: 0.25 GiB of 0.29 GiB are free. Leave model.activation_offload out" in said
-    )
-    assert "It does not fit: 0.25 GiB of 0.29 GiB are free" in said
-    assert said.index("It does not fit") < said.index("Policy: ")
-    assert "\n  packing.token_budget=" in said and "model.dtype=bfloat16" in said
+    report = memory_report(setup, plan)
+    assert not report["fits"] and next(iter(report["would_fit"])).startswith("packing.token_budget=")
+    memory.print_memory_report(report, console)
+    assert "It does not fit: 0.25 GiB of 0.29 GiB are free" in text(console)
+    assert "\n  packing.token_budget=" in text(console)
 
 
 @pytest.mark.parametrize(
@@ -518,42 +406,27 @@ def test_facts_of_a_run_are_read_off_its_recipe_and_models(
     """ "quantised" stands for a model whose config says so."""
     quantised = tmp_path / "quantised"
     shutil.copytree(recipe_path.parent / "model", quantised)
-    overrides = (*overrides, "model.gradient_checkpointing=true", "model.activation_offload=true")
-    recipe = load_recipe(recipe_path, [each.replace("quantised", str(quantised)) for each in overrides])
-    prepared = prepare(recipe, Console(quiet=True))
-    model = prepared.policy_facts
+    setup, plan = prepared(recipe_path, *(each.replace("quantised", str(quantised)) for each in overrides))
+    model = setup.policy_facts
     if model.path == str(quantised):  # a config that says so from the start is refused on the CPU
         model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    plan = offline_source(recipe, prepared.data, prepared.policy_facts).first_plan
-    facts, longest_pair = memory.memory_facts(prepared, plan)
-    on_cuda, _ = memory.memory_facts(replace(prepared, device=torch.device("cuda")), plan)
-    assert on_cuda.activation_offload and not facts.activation_offload and facts.can_tile
-    vars(model)["architecture"] = without_weights(tiny_config("opt"))
-    assert not memory.memory_facts(prepared, plan)[0].can_tile
+    facts, longest_pair = memory_facts(setup, plan)
     assert (facts.lora_rank, facts.bits, facts.has_second_model) == expected
     assert 0 < longest_pair <= facts.row_tokens <= 128 and 0 < facts.row_scored < facts.row_tokens
+    assert facts.row_keys > facts.row_tokens and facts.mask_bytes > 0
 
 
 def test_a_machine_elsewhere_holds_shards_where_auto_would_take_them(recipe_path: Path) -> None:
-    def printed(num_bytes: int, *overrides: str) -> str:
-        recipe = load_recipe(recipe_path, ("model.autocast=none", *overrides))
-        quiet, device = Console(quiet=True), torch.device("cuda")
-        setup = prepare(recipe, quiet, runs_models=False, device=device)
-        plan = offline_source(recipe, setup.data, setup.policy_facts).first_plan
-        console = Console(file=io.StringIO(), width=200)
-        setup = replace(setup, console=console)
-        memory.print_memory_estimate(setup, plan, device_bytes=num_bytes, num_devices=2)
-        return text(console)
+    def num_shards(num_bytes: int, *overrides: str) -> int:
+        elsewhere: dict[str, Any] = {"runs_models": False, "device": torch.device("cuda")}
+        setup, plan = prepared(recipe_path, "model.autocast=none", *overrides, **elsewhere)
+        return int(memory_report(setup, plan, device_bytes=num_bytes, num_devices=2)["num_shards"])
 
-    config = load_config(
-        str(recipe_path.parent / "model"), revision=None, trust_remote_code=False, recipe_key=""
-    )
-    enough = (
-        int(16 * without_weights(config).num_parameters() / STATE_SHARE) + 9
-    )  # of fp32 weights, gradients and moments
-    assert "of 2 shards" not in printed(enough) and "of 2 shards" in printed(enough - 18)
-    assert "of 2 shards" in printed(enough, "distributed.strategy=fsdp2")
-    assert "of 2 shards" not in printed(enough - 18, "distributed.strategy=ddp")
+    num_parameters = prepared(recipe_path)[0].policy_facts.num_parameters
+    enough = int(16 * num_parameters / STATE_SHARE) + 9  # of fp32 weights, gradients and moments
+    assert (num_shards(enough), num_shards(enough - 18)) == (1, 2)
+    assert num_shards(enough, "distributed.strategy=fsdp2") == 2
+    assert num_shards(enough - 18, "distributed.strategy=ddp") == 1
 
 
 def test_the_largest_row_is_searched_in_every_step_and_among_pairs_longer_than_a_row() -> None:
@@ -631,14 +504,6 @@ def test_the_measurement_runs_the_row_beside_the_optimizer_s_state_and_trains_no
     assert all(map(torch.equal, before, loaded.scorer.parameters()))
     assert all(optimizer.state[parameter] for parameter in loaded.scorer.parameters())
     assert all(parameter.grad is not None for parameter in loaded.scorer.parameters())
-
-
-@pytest.mark.gpu
-def test_a_dry_run_on_cuda_measures_near_its_estimate(
-    recipe_path: Path, tmp_path: Path, console: Console
-) -> None:
-    train(load_recipe(recipe_path, (f"output_dir={tmp_path / 'run'}",)), console, dry_run=True)
-    assert "Measured on the largest row" in text(console)
 
 
 # Products in bfloat16 take working memory on some CPUs and not on others, and a minute here on the latter.

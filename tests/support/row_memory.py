@@ -15,6 +15,7 @@ from dpo_pack.model.facts import model_shape, without_weights
 from dpo_pack.model.layout import Row
 from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.recipe.schema import ModelRecipe
 from dpo_pack.run.memory_estimate import MemoryFacts, estimate_memory, memory_shape
 from dpo_pack.training.optim import build_optimizer
 from support.groups import CPU, make_row, random_groups
@@ -64,7 +65,7 @@ def memory_facts(kind: str, loaded: LoadedModel, row: Row) -> MemoryFacts:
         row_scored=len(row.targets),
         device=CPU,
         precision=SETTINGS[kind],
-        gradient_checkpointing=kind == "checkpointed",
+        model=ModelRecipe(path="-", gradient_checkpointing=kind == "checkpointed"),
         lora_rank=RANK if kind.startswith("lora") else None,
     )
 
