@@ -260,9 +260,8 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
     if plan is None:  # the pairs do not exist yet: the largest row possible
         assert recipe.online is not None
         longest_pair = 2 * (longest_sequence(setup.tables) + recipe.online.max_new_tokens)
-        row = dict.fromkeys(
-            ("row_tokens", "row_keys", "row_scored"), max(recipe.packing.token_budget, longest_pair)
-        )
+        tokens = max(recipe.packing.token_budget, longest_pair)
+        row: dict[str, Any] = {"row_tokens": tokens, "row_keys": tokens, "row_scored": tokens}
     else:
         longest_pair = int(plan.sizes.tokens[np.unique(plan.order)].max())  # on any rank
         row = _sizes_of_row(setup, plan)

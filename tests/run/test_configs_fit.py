@@ -49,7 +49,7 @@ def test_the_run_of_a_recipe_fits_on_its_gpus(name: str) -> None:
         row_scored=tokens,  # the worst: everything is scored
         device=device,
         precision=resolve_precision(recipe.model.dtype, recipe.model.autocast, device, gather_dtype=None),
-        gradient_checkpointing=recipe.model.gradient_checkpointing,
+        model=recipe.model,
         lora_rank=None if lora is None else lora.r,
         bits=bits_per_weight(quantization_settings("nf4").to_dict()) if recipe.model.quantize else None,
         num_shards=gpus,

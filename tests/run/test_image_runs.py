@@ -30,7 +30,7 @@ from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.saving import save_model
 from dpo_pack.packing.lengths import ModelShape, pair_flops
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run.memory_estimate import MemoryFacts, memory_facts
+from dpo_pack.run.memory_estimate import memory_facts
 from dpo_pack.run.pairs import offline_source, trained_pair_sizes
 from dpo_pack.run.samples import sample_models
 from dpo_pack.run.setup import Setup, check_recipe, prepare
@@ -52,16 +52,11 @@ def alone(recipe_file: Path) -> Path:
     return recipe.output_dir
 
 
-def test_the_estimate_of_memory_counts_the_tower_and_the_images_of_the_largest_row(recipe_file: Path) -> None:
-    def facts(*overrides: str) -> MemoryFacts:
-        recipe = run(recipe_file, "never", "packing.token_budget=1024", *overrides)
-        setup = prepare(recipe, Console(quiet=True))
-        return memory_facts(setup, offline_source(recipe, setup.data, setup.policy_facts).first_plan)[0]
-
-    packed = facts()
-    assert packed.reads_images and packed.tower_parameters > 0
-    assert packed.tower_pass > 4 * 3 * 28 * 28
-    assert facts("packing.share_prompt=false").tower_pass == 2 * packed.tower_pass
+def test_the_estimate_of_memory_counts_the_tower(recipe_file: Path) -> None:
+    recipe = run(recipe_file, "never", "packing.token_budget=1024")
+    setup = prepare(recipe, Console(quiet=True))
+    plan = offline_source(recipe, setup.data, setup.policy_facts).first_plan
+    assert memory_facts(setup, plan)[0].tower_parameters == setup.policy_facts.tower_parameters > 0
 
 
 def test_the_plan_and_the_flops_of_a_run_count_the_tower_once_for_each_prompt_in_a_row(
