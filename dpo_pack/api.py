@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from dpo_pack.data.view import ShownRecipe
     from dpo_pack.packing.report import PackingReport
+    from dpo_pack.proofs.rows import ProofOutcome
     from dpo_pack.recipe.load import Recipe
 
     AnyPath = str | os.PathLike[str]
@@ -131,8 +132,6 @@ def train(
     recipe: AnyRecipe,
     *,
     overwrite: bool = False,
-    dry_run: bool = False,
-    full: bool = False,
     memory: int | None = None,
     devices: int = 1,
     quiet: bool = False,
@@ -142,23 +141,16 @@ def train(
 ) -> Run:
     """Trains, or resumes the run in `output_dir`. Returns the run.
 
-    dry_run: stop before the reference pass; with `full`, before the first step; with `memory`, print only
-    whether the run fits `devices` GPUs of so many bytes each. An interrupt (in a notebook: the stop button)
-    saves the state and then raises KeyboardInterrupt.
+    memory: train nothing, print whether the run fits `devices` GPUs of so many bytes each. An interrupt (in a
+    notebook: the stop button) saves the state and then raises KeyboardInterrupt.
     """
-    plans = memory is not None
-    if (full or plans) and not dry_run or (full and plans) or (devices > 1 and not plans):
-        raise RecipeError(
-            "train: --full or --memory (in Python full or memory) needs --dry-run (dry_run), and --devices "
-            "needs --memory; give one of --full and --memory"
-        )
     if memory is not None:
         return _plan_memory(recipe, overrides, memory, devices, quiet=quiet)
     with _on_every_rank(recipe, overrides, command, trains=True, quiet=quiet, verbose=verbose) as found:
         from dpo_pack.trainer import train as run_training
 
         loaded, console = found
-        run_training(loaded, console, overwrite=overwrite, dry_run="full" if full else dry_run)
+        run_training(loaded, console, overwrite=overwrite)
     return Run(path=Path(loaded.output_dir))
 
 
@@ -183,6 +175,16 @@ def _plan_memory(
     report = memory_report(setup, plan, device_bytes=memory, num_devices=devices)
     print_memory_report(report, setup.console)
     return Run(path=Path(loaded.output_dir))
+
+
+def doctor(
+    recipe: AnyRecipe, *, quiet: bool = False, command: Sequence[str] | None = None, **overrides: Any
+) -> ProofOutcome:
+    """Loads the recipe's models as `train` does, proves that rows are exact, prints the memory of a step."""
+    with _on_every_rank(recipe, overrides, command, trains=True, quiet=quiet) as (loaded, console):
+        from dpo_pack.run.inputs import prove_and_measure
+
+        return prove_and_measure(loaded, console)
 
 
 def precompute_ref(

@@ -1,6 +1,6 @@
 """DPO training, one run from top to bottom. Read this file first.
 
-    train -> Trainer(...)           gets the run ready: data, plan, model, proof, reference, optimizer, resume
+    train -> prepare_run            gets the run ready: data, plan, model, proof, reference (run/inputs.py)
           -> run_steps -> take_steps -> train_step                computes the gradient, clips it, updates
                                          -> accumulate_gradients  one forward and one backward for each row
                                      -> close_step                evaluates and saves, if these are due
@@ -34,74 +34,44 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
-from accelerate.utils import set_seed
 from rich.console import Console
 from torch import Tensor
 
-from dpo_pack.model.parallel import DistributedPolicy, distribute_policy
-from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.online.win_rate import WinRate
-from dpo_pack.recipe.load import Recipe, check_environment, dump_recipe, source_names
-from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.recipe.load import Recipe, check_environment, dump_recipe
 from dpo_pack.reports.ending import print_ending, print_next
 from dpo_pack.reports.pages import write_run_page
-from dpo_pack.run.checkpoint import Saver, load_checkpoint, run_identity
+from dpo_pack.run.checkpoint import Saver
 from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoints
 from dpo_pack.run.evaluate import Evaluator
 from dpo_pack.run.export import verify_model
-from dpo_pack.run.log import RunLog, describe_policy, describe_training, initial_loss
-from dpo_pack.run.memory_estimate import (
-    largest_row,
-    memory_report,
-    print_measured_memory,
-    print_memory_report,
-    stays_gathered,
-)
-from dpo_pack.run.pairs import (
-    exact_reference,
-    offline_source,
-    prepare_reference,
-    resume_reference,
-    trained_pair_sizes,
-    write_packing_report,
-)
-from dpo_pack.run.rollouts import build_online, check_generator, live_reference
+from dpo_pack.run.inputs import Inputs, prepare_run
+from dpo_pack.run.log import RunLog
+from dpo_pack.run.pairs import write_packing_report
 from dpo_pack.run.run_dir import (
     RunDir,
     begin_run,
-    choose_checkpoint,
     find_run,
     input_fingerprints,
     only_run,
     way_on,
 )
 from dpo_pack.run.samples import Sampler
-from dpo_pack.run.setup import Setup, load_moving_reference, load_policy, prepare
-from dpo_pack.run.state import TrainState, ends_run, find_selection, is_multiple
+from dpo_pack.run.state import ends_run, is_multiple
 from dpo_pack.system import ranks
-from dpo_pack.system.console import TrainingLines, format_seconds, keep_log, shown
+from dpo_pack.system.console import format_seconds, keep_log, shown
 from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
 from dpo_pack.system.files import write_json_atomically
 from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.machine import release_memory
-from dpo_pack.training.batches import BatchSource, GlobalBatch, OfflineSource
-from dpo_pack.training.health import RunFacts
+from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.metrics import averages, column, join_values, pair_values
-from dpo_pack.training.optim import (
-    NonfiniteGuard,
-    build_optimizer,
-    clip_gradients,
-    learning_rate_schedule,
-    schedule_warnings,
-)
-from dpo_pack.training.records import PairLog
-from dpo_pack.training.references import CachedReference, Reference, check_followable, check_start
+from dpo_pack.training.optim import clip_gradients
 from dpo_pack.training.step_loss import StepLoss, begin_step_loss, score_pairs
-from dpo_pack.training.throughput import Meter, PhaseClock, device_peak
+from dpo_pack.training.throughput import PhaseClock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,35 +92,26 @@ def train(
     console: Console,
     *,
     overwrite: bool = False,
-    dry_run: bool | Literal["full"] = False,
     after_step: AfterStep | None = None,
 ) -> None:
     """Trains the recipe's policy and writes it to `output_dir`/model; resumes an earlier run if there is one.
 
-    With `dry_run` it stops before the reference pass ("full": the first step) and leaves `output_dir` alone.
     Raises a DpoPackError for an error that the user can correct, Interrupted after Ctrl-C or SIGTERM.
     """
     check_environment(recipe)
-    with contextlib.ExitStack() as stack:
-        if not dry_run:
-            stack.enter_context(only_run(recipe.output_dir))
-        told = console.print if dry_run else None
-        run = ranks.first_does_for_all(lambda: find_run(recipe, overwrite=overwrite, told=told))
+    with only_run(recipe.output_dir), interruptible() as interruption:
+        run = ranks.first_does_for_all(lambda: find_run(recipe, overwrite=overwrite))
         if run.is_finished:
             console.print(f"This run is finished and {run.model} holds its model; nothing to do")
             console.print(f"  {way_on(recipe)}")
-            if not dry_run and not run.page.exists():  # the process was killed before it wrote the page
+            if not run.page.exists():  # the process was killed before it wrote the page
                 run.remove_leftovers()
                 write_page(run, console)
             return
         if recipe.export.push_to_hub is not None and (obstacle := why_no_upload()) is not None:
             console.print(f"Warning: export.push_to_hub: {obstacle}. The run trains all the same")
-        interruption = stack.enter_context(interruptible())
-        trainer = Trainer(recipe, run, console, interruption, dry_run=dry_run)
-        if dry_run:
-            end = "first step" if dry_run == "full" else "reference pass; --full goes on to the first step"
-            console.print(f"Dry run: everything is in order up to the {end}")
-            return
+        trainer = Trainer(prepare_run(recipe, run, console), run, interruption)
+        trainer.begin_output()
         try:
             trainer.run_steps(after_step)
             with interruption.deferred():  # all steps are done: a signal waits until the model is written
@@ -170,223 +131,48 @@ def train(
 
 
 class Trainer:
-    """One rank's part of a run. The constructor gets it ready for its next step; a checkpoint says which."""
+    """One rank's part of a run, from its next step to its end."""
 
-    recipe: Recipe
-    setup: Setup  # all that is known before weights are loaded
-    run: RunDir  # the files of `output_dir`; only rank 0 writes them
-    pairs: OfflineSource | None = None  # the planned pairs; an online run has none, it makes its pairs
-    loaded: LoadedModel  # the model that is trained, in its scorer
-    source: BatchSource  # the pairs, or online rollouts
-    reference: Reference
-    frozen: FrozenReference | None = None  # reference log-probs, which the run keeps in `output_dir`
-    win_rate: WinRate | None = None  # of an online run with held-out prompts
-    state: TrainState  # weights, optimizer, schedule, counters: all that a checkpoint holds
-    policy: DistributedPolicy
-    log: RunLog
-    evaluator: Evaluator
-    saver: Saver
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        run: RunDir,
-        console: Console,
-        interruption: Interruption,
-        *,
-        dry_run: bool | Literal["full"] = False,
-    ) -> None:
-        """A dry run prints the memory that the run needs, and writes nothing into `output_dir`."""
-        begun = time.monotonic()
-        set_seed(recipe.seed)
-        self.recipe, self.run, self.console, self.interruption = recipe, run, console, interruption
-        # Data: pairs as token ids, and all that is known of models and machine without weights.
-        self.setup = setup = prepare(recipe, console, takes_prompts=True)
-        self.objective = setup.objective
-        self.selection = find_selection(recipe, list(setup.data.eval_prompts or setup.data.eval))
-        if run.checkpoint is not None:
-            choose_checkpoint(run, recipe.checkpoint.resume, console.print)
-        # Plan: which pairs share a step, a rank and a row.
-        shards = setup.strategy.shards
-        if recipe.online is None:
-            self.pairs = offline_source(
-                recipe, setup.data, setup.policy_facts, device=setup.device, equal_rows=shards
-            )
-        first_plan = None if self.pairs is None else self.pairs.first_plan
-        num_steps = recipe.train.max_steps if self.pairs is None else self.pairs.num_steps
-        describe_training(setup, first_plan, num_steps=num_steps or 0)
-        if dry_run:
-            print_memory_report(memory_report(setup, first_plan), console)
-        gathers_once = shards and stays_gathered(setup, first_plan)
-        # Model, proof that its packed rows are exact, and the reference's log-probs.
-        seconds = self.load_online(dry_run) if self.pairs is None else self.load_offline(self.pairs, dry_run)
-        # Optimizer and schedule, then the state of an earlier run.
-        self.state = self.new_state()
-        self.policy = distribute_policy(
-            self.loaded.scorer, setup.strategy, setup.accelerator, stays_gathered=gathers_once
-        )
+    def __init__(self, inputs: Inputs, run: RunDir, interruption: Interruption) -> None:
+        setup = inputs.setup
+        self.inputs, self.setup, self.recipe = inputs, setup, setup.recipe
+        self.console, self.objective = setup.console, setup.objective
+        self.run = run  # the files of `output_dir`; only rank 0 writes them
+        self.interruption = interruption
+        self.policy, self.reference = inputs.policy, inputs.reference
+        self.state = inputs.state  # weights, optimizer, schedule, counters: all that a checkpoint holds
+        self.source = self.state.source  # of global batches
         self.clock = PhaseClock(device=setup.device)
-        self.sampler = Sampler(setup, self.loaded.scorer, run.samples)
-        self.log = self.open_log(begun, self.load_checkpoint())
-        describe_policy(setup, self.loaded)
-        if dry_run:
-            self.measure_memory()
-        else:
-            self.begin_output()
-        self.make_evaluator_and_saver()
-        release_memory()
-        self.log.reference_seconds = seconds
-        self.log.startup_seconds = time.monotonic() - begun - seconds
-
-    # ---------------------------------------------------------------------------------- before the first step
-
-    def load_offline(self, pairs: OfflineSource, dry_run: bool | Literal["full"]) -> float:
-        """Loads the model, and gets the pairs' reference log-probs. Returns the seconds of their pass."""
-        setup, recipe, resumes = self.setup, self.recipe, self.run.checkpoint is not None
-        starts_as_reference = recipe.reference.path is None and not resumes
-        loaded = load_policy(setup) if starts_as_reference else None
-        moving: Reference | None = None
-        seconds = 0.0
-        if not self.objective.needs_reference:
-            self.console.print("Reference: none, the loss needs no reference")
-        elif recipe.reference.sync is not None:
-            moving = load_moving_reference(setup)
-            self.console.print("Reference: follows the policy; a second model runs live, nothing is cached")
-        elif resumes:
-            computes, known = dry_run is not True, self.run.resumed_reference
-            self.frozen, seconds = resume_reference(setup, known, computes=computes)
-        elif dry_run is not True:
-            filled = prepare_reference(setup, loaded)
-            self.frozen, seconds = filled.values, filled.seconds
-            self.run.info["totals"] = {
-                "reference_sequences_computed": filled.num_computed,
-                "reference_sequences_cached": filled.num_cached,
-            }
-        dtype = setup.policy_facts.precision.activations
-        has_exact = dtype.itemsize < 4 and moving is None and dry_run is not True
-        exact = exact_reference(setup, loaded) if has_exact else None
-        if loaded is None:
-            release_memory()
-            loaded = load_policy(setup)
-        self.loaded, self.source = loaded, pairs
-        lookup = None if self.frozen is None else self.frozen.of
-        self.reference = moving or CachedReference(lookup=lookup, exact=exact)
-        if self.frozen is not None:
-            reference = self.frozen.of(setup.data.train)
-            reference = replace(reference, sums=ranks.of_node(lambda: reference.sums))
-            pairs.builder = replace(pairs.builder, reference=reference)
-            if starts_as_reference:
-                first_row = next(row for rows in pairs.first_plan.pack_step(0) for row in rows)
-                check_start(loaded.scorer, pairs.builder, first_row, dtype=dtype)
-        return seconds
-
-    def load_online(self, dry_run: bool | Literal["full"]) -> float:
-        """Loads the policy and the source of pairs, which are made from the policy's own completions."""
-        setup = self.setup
-        check_generator(setup)
-        self.loaded = load_policy(setup)
-        self.source, self.win_rate = build_online(setup, self.loaded, directory=self.run.rollouts)
-        if self.win_rate is not None and dry_run is not True:
-            self.win_rate.begin()
-        if self.objective.needs_reference:
-            self.reference = live_reference(setup, self.loaded)
-            self.console.print("Reference: live, on the rows of each step")
-        else:
-            self.reference = CachedReference(lookup=None)
-            self.console.print("Reference: none, the loss needs no reference")
-        return 0.0
-
-    def new_state(self) -> TrainState:
-        """Makes the optimizer and the schedule of the learning rate, for step 0."""
-        settings, scorer, num_steps = self.recipe.optim, self.loaded.scorer, self.source.num_steps
-        if self.reference.moving is not None:
-            check_followable(scorer, self.reference.moving)
-        optimizer = build_optimizer(
-            settings.name,
-            scorer,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
+        self.log = RunLog(
+            setup,
+            run,
+            self.clock,
+            inputs.loaded,
+            inputs.planned,
+            num_steps=self.source.num_steps,
+            offset=inputs.metrics_offset,
+            begun=inputs.begun,
         )
-        warmup_steps = settings.num_warmup_steps(num_steps)
-        scheduler = learning_rate_schedule(
-            optimizer,
-            settings.schedule,
-            num_steps=num_steps,
-            warmup_steps=warmup_steps,
-            min_lr_ratio=settings.min_lr_ratio,
-        )
-        for warning in schedule_warnings(
-            optimizer, lr=settings.lr, num_steps=num_steps, warmup_steps=warmup_steps
-        ):
-            self.console.print(warning)
-        return TrainState(
-            scorer=scorer,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            source=self.source,
-            reference=self.reference.moving,
-        )
-
-    def load_checkpoint(self) -> int:
-        """Loads the run's checkpoint, if any, into `state`; returns the bytes of metrics.jsonl to keep."""
-        run, state = self.run, self.state
-        moves = self.reference.moving is not None
-        self.identity = run_identity(
-            self.setup, self.loaded, self.source, self.selection, moves=moves, frozen=self.frozen
-        )
-        if run.checkpoint is None:
-            if run.info.get("status") is not None:
-                self.console.print("Beginning anew: the earlier run here ended without a checkpoint")
-            return 0
-        metrics_offset, notes = load_checkpoint(run.checkpoint, state, identity=self.identity)
-        self.console.print(f"Going on after step {state.step} of {self.source.num_steps} ({run.checkpoint})")
-        for note in notes:
-            self.console.print(note)
-        # A run that resumes from a checkpoint in another directory begins a new metrics.jsonl.
-        return metrics_offset if run.has_own_checkpoint else 0
-
-    def open_log(self, begun: float, offset: int) -> RunLog:
-        """Returns the log. `offset`: the bytes of metrics.jsonl that stay."""
-        setup, recipe = self.setup, self.recipe
-        train, balance = setup.data.train, setup.policy_facts.balance
-        sizes, peak_flops = None, None  # generation and judges take most of an online run's time
-        if self.pairs is not None:
-            is_adapter = self.loaded.adapter is not None
-            sizes = trained_pair_sizes(setup, self.pairs, trains_adapter=is_adapter)
-            peak_flops = device_peak(setup.device, self.loaded.scorer.compute_dtype)
-        return RunLog(
+        self.log.reference_seconds = inputs.reference_seconds
+        self.sampler = Sampler(setup, self.state.scorer, run.samples)
+        self.saver = Saver(
             setup=setup,
-            run=self.run,
-            clock=self.clock,
-            meter=Meter(sizes=sizes, peak_flops=peak_flops),
-            facts=RunFacts(
-                num_steps=self.source.num_steps,
-                beta=recipe.loss.beta,
-                initial_loss=initial_loss(self.objective, train, [name for name, _ in recipe.loss.terms]),
-                router_aux_coef=0.0 if balance is None else balance.coefficient,
-            ),
-            guard=NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=setup.device),
-            lines=TrainingLines(self.console, num_steps=self.source.num_steps),
-            pairs=PairLog(
-                directory=self.run.pairs,
-                table=train,
-                source_names=source_names(recipe.data.train),
-                beta=recipe.loss.beta,
-                has_reference=self.objective.needs_reference,
-            )
-            if recipe.logging.pairs
-            else None,
-            offset=offset,
-            begun=begun,
+            run=run,
+            state=self.state,
+            loaded=inputs.loaded,
+            identity=inputs.identity,
+            selection=inputs.selection,
+            log=self.log,
+            writer=CheckpointWriter(run.checkpoints, in_background=self.recipe.checkpoint.asynchronous),
         )
-
-    def measure_memory(self) -> None:
-        """On CUDA, prints the peak memory of a forward and backward pass of the largest row."""
-        if self.setup.device.type == "cuda" and self.pairs is not None:
-            row = self.pairs.builder.build(largest_row(self.pairs.first_plan, rank=ranks.rank())).row
-            print_measured_memory(self.policy, self.state.optimizer, row, self.setup.device, self.console)
+        self.evaluator = Evaluator(
+            setup=setup,
+            reference=self.reference,
+            win_rate=inputs.win_rate,
+            selection=inputs.selection,
+            interruption=interruption,
+            sampler=self.sampler,
+        )
 
     def begin_output(self) -> None:
         """Writes the first files, which every node must see, and starts the trackers."""
@@ -395,45 +181,27 @@ class Trainer:
             ranks.require_shared(self.run.root, "output_dir")
         if self.recipe.logging.trackers:
             self.log.begin_tracking(self.state.step)
+        release_memory()
+        self.log.startup_seconds = time.monotonic() - self.log.begun - self.log.reference_seconds
 
     def write_first_files(self) -> None:
         """Writes the files that describe the run, and cuts off what an earlier process wrote later than the
         checkpoint; on rank 0."""
-        run, setup = self.run, self.setup
-        fingerprints = dict(self.identity.fingerprints)
+        run, setup, inputs = self.run, self.setup, self.inputs
+        fingerprints = dict(inputs.identity.fingerprints)
         begin_run(run, dump_recipe(setup.recipe), str(setup.device))
         keep_log(self.console, run.console_log)
         write_json_atomically(run.data_report, setup.data.report)
-        if self.pairs is not None:
-            fingerprints["packing"] = self.pairs.first_plan.fingerprint
-        if self.frozen is not None:
-            self.frozen.save(run.reference)
+        if inputs.planned is not None:
+            fingerprints["packing"] = inputs.planned.first_plan.fingerprint
+        if inputs.frozen is not None:
+            inputs.frozen.save(run.reference)
         run.update(fingerprints=fingerprints, inputs=input_fingerprints(setup.recipe))
         if run.checkpoint is not None:  # else nothing is left of an earlier process
             drop_later_checkpoints(run.checkpoints, self.state.step)
             self.sampler.cut_after(self.state.step)
             if self.log.pairs is not None:
                 self.log.pairs.cut_after(self.state.step)
-
-    def make_evaluator_and_saver(self) -> None:
-        self.saver = Saver(
-            setup=self.setup,
-            run=self.run,
-            state=self.state,
-            loaded=self.loaded,
-            identity=self.identity,
-            selection=self.selection,
-            log=self.log,
-            writer=CheckpointWriter(self.run.checkpoints, in_background=self.recipe.checkpoint.asynchronous),
-        )
-        self.evaluator = Evaluator(
-            setup=self.setup,
-            reference=self.reference,
-            win_rate=self.win_rate,
-            selection=self.selection,
-            interruption=self.interruption,
-            sampler=self.sampler,
-        )
 
     # --------------------------------------------------------------------------------------------- the steps
 
@@ -463,7 +231,7 @@ class Trainer:
         state, log, every_steps = self.state, self.log, self.recipe.train.eval_every_steps
         batches = iter(self.source)
         self.clock.restart()
-        while not ends_run(self.selection, state.standing):
+        while not ends_run(self.inputs.selection, state.standing):
             self.interruption.poll()
             with self.interruption.lifted():  # no step has begun, so a signal ends the run at once
                 batch = next(batches, None)
@@ -592,7 +360,7 @@ class Trainer:
         """
         run, state, saver = self.run, self.state, self.saver
         best = saver.best_evaluation()
-        stopped_early = ends_run(self.selection, state.standing)
+        stopped_early = ends_run(self.inputs.selection, state.standing)
         if stopped_early:
             self.console.print(self.evaluator.stop_sentence(state))
         failure = self.evaluator.failure_sentence(state)
@@ -627,8 +395,8 @@ class Trainer:
         if turn_end := saver.exporter.turn_end()[1]:
             self.console.print(turn_end)
         ranks.every_rank_does(log.close)
-        if (pairs := self.pairs) is not None:
-            ranks.first_does_for_all(lambda: write_packing_report(self.setup, pairs, run.packing_report))
+        if (planned := self.inputs.planned) is not None:
+            ranks.first_does_for_all(lambda: write_packing_report(self.setup, planned, run.packing_report))
         facts: dict[str, Any] = {
             "status": "finished",
             "totals": log.totals(state),

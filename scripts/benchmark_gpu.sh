@@ -146,8 +146,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
-from dpo_pack.commands.doctor import prove_recipe, render_proofs
+from dpo_pack.commands.doctor import render_proofs
 from dpo_pack.recipe.load import parse_recipe
+from dpo_pack.run.models import load_and_prove, resolve_model
 work, failed = Path(sys.argv[1]), False
 (work / "none.jsonl").touch()
 for compiled in (False, True):
@@ -161,11 +162,13 @@ for compiled in (False, True):
             )).save_pretrained(path)
         print(f"head dimension {head_dim}, {'compiled' if compiled else 'eager'}", flush=True)
         try:
-            outcome = prove_recipe(parse_recipe({
+            recipe = parse_recipe({
                 "output_dir": str(work / "doctor"),
                 "model": {"path": str(path), "autocast": "bfloat16", "compile": compiled},
                 "data": {"train": str(work / "none.jsonl")},
-            }, []))
+            }, [])
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            _, outcome = load_and_prove(resolve_model(recipe, device), device=device, again=True)
             render_proofs(outcome, Console(width=160))
             failed |= not all(proof.passed for proof in outcome.proofs)
         except Exception as error:  # the others are still to be tried

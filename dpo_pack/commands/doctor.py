@@ -6,7 +6,6 @@ import platform
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -15,9 +14,6 @@ from rich.text import Text
 import dpo_pack
 from dpo_pack.model.attention import BACKENDS, AttentionNeeds, backend_obstacle
 from dpo_pack.proofs.rows import ProofOutcome
-from dpo_pack.recipe.load import Recipe
-from dpo_pack.run.models import check_model, load_and_prove, resolve_model
-from dpo_pack.system import ranks
 from dpo_pack.system.machine import bfloat16_instructions, cpu_name, host_memory, package_versions
 
 
@@ -55,18 +51,6 @@ def render_environment(environment: dict[str, Any], console: Console) -> None:
         chosen = ", auto picks it" if name == environment["auto"] else ""
         table.add_row(name, f"no: {obstacle}" if obstacle else f"yes{chosen}")
     console.print(table)
-
-
-def prove_recipe(recipe: Recipe) -> ProofOutcome:
-    """Loads the recipe's policy and repeats the proof that packed rows are exact on it.
-
-    Raises ModelError if the policy cannot be loaded, UnsupportedModelError if it cannot be packed.
-    """
-    device = Accelerator(cpu=not ranks.uses_cuda()).device
-    policy = resolve_model(recipe, device, gathers=False)
-    check_model(policy, device)
-    _, outcome = load_and_prove(policy, device=device, adapter=policy.new_adapter, again=True)
-    return outcome
 
 
 def render_proofs(outcome: ProofOutcome, console: Console) -> None:

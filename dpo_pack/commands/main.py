@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from dpo_pack.recipe.load import Recipe
 
 
+# Options that an earlier release had, and what to use now.
+REMOVED_OPTIONS = dict.fromkeys(
+    ("--dry-run", "--full"), "'dpopack doctor RECIPE' loads, proves and measures what a run would"
+)
+
+
 class _Commands(TyperGroup):
     """The commands. An option that is a key of a recipe, or of a peer, is answered with our key."""
 
@@ -40,6 +46,8 @@ class _Commands(TyperGroup):
         except Exception as error:
             # click's NoSuchOption, of which some releases of typer have a copy
             option = getattr(error, "option_name", None)
+            if option in REMOVED_OPTIONS:
+                raise RecipeError(f"no option {option}: {REMOVED_OPTIONS[option]}") from None
             if option is not None:
                 from dpo_pack.recipe.mistakes import advice_on_option
 
@@ -154,20 +162,9 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Discard an earlier run in output_dir and start again.")
     ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Read all rows, print the memory that a step needs, prove packing exact, and stop before "
-            "the reference pass. Fills the cache of tokens; writes nothing into output_dir.",
-        ),
-    ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="With --dry-run: go on to the first step, reference pass included.")
-    ] = False,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="With --dry-run: would it fit GPUs of 80GiB? Loads no weights."),
+        typer.Option(metavar="SIZE", help="Would it fit GPUs of 80GiB? Loads no weights."),
     ] = None,
     devices: Annotated[
         int, typer.Option(metavar="N", min=1, help="With --memory: so many GPUs in one machine.")
@@ -185,8 +182,6 @@ def train(
     api.train(
         loaded,
         overwrite=overwrite,
-        dry_run=dry_run,
-        full=full,
         memory=None if memory is None else parse_bytes(memory, "--memory", "80GiB or 24GB"),
         devices=devices,
         verbose=verbose,
@@ -347,21 +342,22 @@ def doctor_command(
     """Show what this machine can do; prove packing exact.
 
     Lists devices and attention backends, with the reason if a backend cannot be used. With a recipe, it also
-    loads the model: small packed rows must give the same log-probs as each sequence alone.
+    loads the models as train does: small packed rows must give the same log-probs as each sequence alone. On
+    CUDA it measures the memory of the largest row. It writes into caches only.
     """
-    loaded = None if recipe is None else api.load(_load(recipe, overrides))
+    loaded = None if recipe is None else api.load(_load(recipe, overrides), trains=True)
     with many_imports():
         from dpo_pack.commands import doctor
         from dpo_pack.system.console import make_console
 
-    report = doctor.describe_environment()
-    console = make_console(quiet=as_json)
+    report, place = doctor.describe_environment(), _place_among_ranks()
+    console = make_console(quiet=as_json or place is not None)
     doctor.render_environment(report, console)
-    outcome = None if loaded is None else doctor.prove_recipe(loaded)
+    outcome = None if loaded is None else api.doctor(loaded, quiet=as_json, command=_own_command())
     if outcome is not None:
         report["proofs"] = [asdict(proof) for proof in outcome.proofs]
-        doctor.render_proofs(outcome, console)
-    if as_json:
+        doctor.render_proofs(outcome, make_console(quiet=as_json or (place is not None and place.rank > 0)))
+    if as_json and (place is None or place.rank == 0):
         print(json.dumps(report, indent=2))
     if outcome is not None:
         outcome.raise_failure()

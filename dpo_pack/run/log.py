@@ -7,7 +7,6 @@ import functools
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,37 +20,65 @@ from dpo_pack.model.facts import router_sentence
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import source_names
+from dpo_pack.run.pairs import trained_pair_sizes
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.setup import Setup
 from dpo_pack.run.state import TrainState
 from dpo_pack.system.console import TrainingLines, format_count, print_detail
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.machine import bfloat16_instructions
-from dpo_pack.training.batches import GlobalBatch
+from dpo_pack.training.batches import GlobalBatch, OfflineSource
 from dpo_pack.training.health import RunFacts, examine
 from dpo_pack.training.optim import NonfiniteGuard
 from dpo_pack.training.records import MetricsLog, PairLog, end_trackers, start_trackers, track
-from dpo_pack.training.throughput import Meter, PhaseClock
+from dpo_pack.training.throughput import Meter, PhaseClock, device_peak
 
 
-@dataclass(slots=True, kw_only=True)
 class RunLog:
     """Writes and prints the results of steps and evaluations."""
 
-    setup: Setup
-    run: RunDir
-    clock: PhaseClock
-    meter: Meter
-    facts: RunFacts
-    guard: NonfiniteGuard
-    lines: TrainingLines
-    pairs: PairLog | None  # writes pairs.parquet
-    offset: int  # bytes of metrics.jsonl that an earlier process wrote and that stay
-    begun: float  # time.monotonic() at the start of the run
-    startup_seconds: float = 0.0
-    reference_seconds: float = 0.0
-    eval_seconds: float = 0.0
-    file: MetricsLog | None = None
+    def __init__(
+        self,
+        setup: Setup,
+        run: RunDir,
+        clock: PhaseClock,
+        loaded: LoadedModel,
+        planned: OfflineSource | None,
+        *,
+        num_steps: int,
+        offset: int,
+        begun: float,
+    ) -> None:
+        """`offset`: the bytes of metrics.jsonl that an earlier process wrote and that stay. `begun`:
+        time.monotonic() at the start of the run. `planned`: None for an online run."""
+        recipe, train, balance = setup.recipe, setup.data.train, setup.policy_facts.balance
+        self.setup, self.run, self.clock, self.offset, self.begun = setup, run, clock, offset, begun
+        self.startup_seconds = self.reference_seconds = self.eval_seconds = 0.0
+        self.file: MetricsLog | None = None  # in a `writing` block
+        self.lines = TrainingLines(setup.console, num_steps=num_steps)
+        self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=setup.device)
+        self.facts = RunFacts(
+            num_steps=num_steps,
+            beta=recipe.loss.beta,
+            initial_loss=initial_loss(setup.objective, train, [name for name, _ in recipe.loss.terms]),
+            router_aux_coef=0.0 if balance is None else balance.coefficient,
+        )
+        self.meter = Meter()  # generation and judges take most of an online run's time
+        if planned is not None:
+            is_adapter = loaded.adapter is not None
+            self.meter = Meter(
+                sizes=trained_pair_sizes(setup, planned, trains_adapter=is_adapter),
+                peak_flops=device_peak(setup.device, loaded.scorer.compute_dtype),
+            )
+        self.pairs: PairLog | None = None  # writes pairs.parquet
+        if recipe.logging.pairs:
+            self.pairs = PairLog(
+                directory=run.pairs,
+                table=train,
+                source_names=source_names(recipe.data.train),
+                beta=recipe.loss.beta,
+                has_reference=setup.objective.needs_reference,
+            )
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

@@ -167,19 +167,19 @@ class ReferencePass:
     seconds: float
 
 
-def resume_reference(setup: Setup, frozen: Path, *, computes: bool) -> tuple[FrozenReference, float]:
+def resume_reference(setup: Setup, frozen: Path, loaded: LoadedModel | None) -> tuple[FrozenReference, float]:
     """Returns the reference log-probs of a resumed run, and the seconds of the reference pass.
 
     `frozen` is the file of reference log-probs that the run wrote when it began. Only held-out pairs that the
-    file lacks need a reference pass, unless the run `computes` nothing. Raises CacheError if the file is
+    file lacks need a reference pass; `loaded`: see `prepare_reference`. Raises CacheError if the file is
     missing or damaged.
     """
     per_token = setup.recipe.loss.ld_alpha is not None
     reference = ranks.of_node(lambda: FrozenReference.load(frozen, per_token=per_token))
     lacking = [pairs for pairs in setup.data.eval.values() if not reference.covers(pairs)]
-    if not computes or not any(ranks.every_rank_says(bool(lacking))):
+    if not any(ranks.every_rank_says(bool(lacking))):
         return reference, 0.0
-    filled = prepare_reference(setup, tables=lacking)
+    filled = prepare_reference(setup, loaded, tables=lacking)
     return reference.joined(filled.values), filled.seconds
 
 

@@ -128,10 +128,9 @@ def only_run(root: Path, what: str = "") -> Iterator[None]:
         yield
 
 
-def find_run(recipe: Recipe, *, overwrite: bool, told: Callable[[str], None] | None = None) -> RunDir:
+def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     """Decides whether the run is new, resumed or finished; raises RunError if the recipe cannot use
-    `output_dir` or `checkpoint.resume`. Writes nothing. If `told` is given, which a dry run does, it gets the
-    refusal of an earlier run in `output_dir`, and the run is new."""
+    `output_dir` or `checkpoint.resume`. Writes nothing."""
     root, resume = recipe.output_dir, recipe.checkpoint.resume
     _refuse_to_replace_inputs(root, recipe.inputs)
     # None: the file is missing, or no run wrote it.
@@ -141,13 +140,7 @@ def find_run(recipe: Recipe, *, overwrite: bool, told: Callable[[str], None] | N
         _refuse_to_replace_foreign_files(root, lambda: dump_recipe(recipe), overwrite=overwrite)
     if info is None and checkpoint is None:
         return RunDir(root=root, checkpoint=None, is_finished=False)
-    try:
-        return _earlier_run(recipe, info, checkpoint, overwrite=overwrite)
-    except RunError as refusal:
-        if told is None or checkpoint is not None:
-            raise
-        told(f"Note: without --dry-run this ends here: {refusal}")
-        return RunDir(root=root, checkpoint=None, is_finished=False)
+    return _earlier_run(recipe, info, checkpoint, overwrite=overwrite)
 
 
 def _earlier_run(

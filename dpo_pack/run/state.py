@@ -11,16 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rich.console import Console
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.text import show
-from dpo_pack.recipe.training import LOWER_IS_BETTER
+from dpo_pack.recipe.training import LOWER_IS_BETTER, OptimRecipe
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.batches import BatchSource
 from dpo_pack.training.health import Health
+from dpo_pack.training.optim import build_optimizer, learning_rate_schedule, schedule_warnings
+from dpo_pack.training.references import check_followable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +127,43 @@ class TrainState:
     owes_evaluation: bool = True  # the evaluation after `step` steps is due and not finished
     standing: Standing = field(default_factory=Standing)
     health: Health = field(default_factory=Health)
+
+
+def new_state(
+    settings: OptimRecipe,
+    scorer: CompletionLogps,
+    source: BatchSource,
+    reference: CompletionLogps | None,
+    console: Console,
+) -> TrainState:
+    """Returns the state at step 0, with a new optimizer and learning-rate schedule. `reference`: see there.
+    Prints a warning if the schedule changes no weight. Raises RecipeError, ModelError."""
+    if reference is not None:
+        check_followable(scorer, reference)
+    num_steps = source.num_steps
+    warmup_steps = settings.num_warmup_steps(num_steps)
+    optimizer = build_optimizer(
+        settings.name,
+        scorer,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    scheduler = learning_rate_schedule(
+        optimizer,
+        settings.schedule,
+        num_steps=num_steps,
+        warmup_steps=warmup_steps,
+        min_lr_ratio=settings.min_lr_ratio,
+    )
+    for warning in schedule_warnings(
+        optimizer, lr=settings.lr, num_steps=num_steps, warmup_steps=warmup_steps
+    ):
+        console.print(warning)
+    return TrainState(
+        scorer=scorer, optimizer=optimizer, scheduler=scheduler, source=source, reference=reference
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,8 +56,8 @@ class PhaseClock:
 class Meter:
     """Adds up the steps since the newest logged line; time of evaluations and checkpoints is left out."""
 
-    sizes: PairSizes | None  # of the pairs that are trained on; `costs` are FLOPs; None: unknown
-    peak_flops: float | None  # FLOPs a second that this device can do; None: no `mfu`
+    sizes: PairSizes | None = None  # of the pairs that are trained on; `costs` are FLOPs; None: unknown
+    peak_flops: float | None = None  # FLOPs a second that this device can do; None: no `mfu`
     steps: int = 0
     pairs: int = 0
     tokens: int = 0

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch._dynamo.utils import counters
 
+import dpo_pack.run.inputs
 import dpo_pack.trainer
 from benchmarking.contenders import (
     BETA,
@@ -107,7 +108,7 @@ def train_without_export(
     with (
         patch.object(Trainer, "run_steps", lambda *arguments: counted(run_steps, *arguments)),
         patch.object(Trainer, "finish", lambda trainer: finished.append(trainer)),
-        patch.object(dpo_pack.trainer, "prepare_reference", prepare_warmed),
+        patch.object(dpo_pack.run.inputs, "prepare_reference", prepare_warmed),
     ):
         dpo_pack.trainer.train(recipe, make_console(quiet=True), after_step=after_step)
     return finished[0]

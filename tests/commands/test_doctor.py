@@ -19,6 +19,7 @@ from dpo_pack.model.config import FAMILIES
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.models import own_code
+from dpo_pack.run.setup import load_policy, prepare
 from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.system.machine import package_versions
 from dpo_pack.trainer import train
@@ -97,7 +98,7 @@ def test_a_proof_that_fails_stops_a_run_before_it_computes_anything(
 
 
 def start(recipe: Path, console: Console, *overrides: str) -> None:
-    train(load_recipe(recipe, overrides), console, dry_run=True)
+    load_policy(prepare(load_recipe(recipe, overrides), console))
 
 
 def test_the_same_model_is_proved_once_and_by_doctor_again(

@@ -393,34 +393,27 @@ def test_train_prints_plain_lines_and_nothing_of_other_libraries(recipe: Path, d
         assert told in outcome.out
 
 
-def test_a_dry_run_goes_up_to_the_first_step_and_leaves_output_dir_alone(
-    recipe: Path, dpopack: Dpopack
-) -> None:
+def test_doctor_proves_and_estimates_and_leaves_output_dir_alone(recipe: Path, dpopack: Dpopack) -> None:
     pairs = recipe.parent / "pairs.jsonl"
     pairs.write_text(pairs.read_text().replace("{", '{"kind": "a", '))
-    short = dpopack("train", recipe, "--dry-run", "model.autocast=bfloat16")
-    assert (short.status, short.err) == (0, "")
-    assert (
-        "Proof: " in short.out and "Reference log-probs" not in short.out and "reference pass;" in short.out
-    )
-    elsewhere = dpopack("train", recipe, "--dry-run", "--memory", "80GiB", "--devices", "8").out
+    outcome = dpopack("doctor", recipe, "model.autocast=bfloat16")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "exact" in outcome.out and "Reference log-probs" not in outcome.out
+    assert "2 steps of 8 pairs" in outcome.out and "Memory on one cpu device" in outcome.out
+    assert "  columns of pairs that are not read: kind\n" in outcome.out
+    elsewhere = dpopack("train", recipe, "--memory", "80GiB", "--devices", "8").out
     # Eight devices share a step's pairs, so their rows are shorter.
-    here, there = (re.findall("of ([0-9]+) tokens, the largest row", out) for out in (short.out, elsewhere))
+    here, there = (re.findall("of ([0-9]+) tokens, the largest row", out) for out in (outcome.out, elsewhere))
     assert int(there[0]) < int(here[0])
     assert "Memory on each of 8 cuda devices" in elsewhere and "It fits: a device has 80.00 GiB" in elsewhere
     assert "Proof" not in elsewhere
-    for wrong in (["--full"], ["--memory", "1GB"], ["--dry-run", "--devices", "2"]):
-        refused = dpopack("train", recipe, *wrong)
-        assert refused.status == 2 and "--dry-run" in refused.err
-    outcome = dpopack("train", recipe, "--dry-run", "--full")
-    assert (outcome.status, outcome.err) == (0, "")
-    assert "2 steps of 8 pairs" in outcome.out and "Dry run" in outcome.out
-    assert "  columns of pairs that are not read: kind\n" in outcome.out
+    for option in ("--dry-run", "--full"):
+        refused = dpopack("train", recipe, option)
+        assert refused.status == 2 and f"no option {option}: 'dpopack doctor RECIPE'" in refused.err
     weighted = dpopack("inspect-packing", recipe, "data.train.0.weight=1.5").out
     assert "16 pairs to train on (24 an epoch, by the sources' w" in weighted
     assert "24 pairs in 3 steps" in weighted
     assert not (recipe.parent / "run").exists()
-    assert "44 of 44 different sequences cached" in dpopack("precompute-ref", recipe).out
 
 
 def test_train_computes_no_reference_that_precompute_ref_has_left(recipe: Path, dpopack: Dpopack) -> None:

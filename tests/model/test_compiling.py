@@ -30,7 +30,6 @@ import dpo_pack.model.building as building
 import dpo_pack.model.compiling as compiling
 import dpo_pack.run.models as recipe_models
 import dpo_pack.run.pairs as prepare_reference
-from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.attention import BACKENDS
 from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle
 from dpo_pack.model.facts import ModelFacts
@@ -40,7 +39,8 @@ from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.compute import fill_cache
-from dpo_pack.run.models import load_and_prove, resolve_model
+from dpo_pack.run.inputs import prove_and_measure
+from dpo_pack.run.models import check_model, load_and_prove, resolve_model
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.trainer import train
 
@@ -229,7 +229,7 @@ def test_without_a_compiler_the_recipe_is_refused(tmp_path: Path, monkeypatch: p
     assert "triton" in str(compiler_obstacle(CUDA))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RecipeError, match="^model.compile: .*no-such-compiler"):
-        prove_recipe(load_recipe(tiny_run(tmp_path), ["model.compile=true"]))
+        check_model(resolve_model(load_recipe(tiny_run(tmp_path), ["model.compile=true"]), CPU), CPU)
 
 
 def test_auto_compiles_only_what_can_be_compiled(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +323,7 @@ def test_a_recipe_compiles_as_its_key_says_and_the_console_names_it(
     monkeypatch.setattr(building, "compile_head", lambda *, falls_back: HeadPasses())
     recipe = tiny_run(tmp_path)
     for setting in ("auto", "true"):
-        train(load_recipe(recipe, [f"model.compile={setting}"]), Console(width=200), dry_run=True)
+        prove_and_measure(load_recipe(recipe, [f"model.compile={setting}"]), Console(width=200))
     assert asked == [False]  # on this CPU, `true` alone
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Policy:")]
     assert [line.endswith("; layers: compiled") for line in told] == [False, True]

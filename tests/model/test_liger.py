@@ -21,12 +21,12 @@ from transformers.models.llama import modeling_llama
 
 import dpo_pack.model.fast_layers as fast_layers
 import dpo_pack.run.models as recipe_models
-from dpo_pack.commands.doctor import prove_recipe
 from dpo_pack.model.facts import without_weights
 from dpo_pack.model.fast_layers import apply_liger, check_kernels, stock_layers
 from dpo_pack.model.fingerprint import modelling_source
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run.inputs import prove_and_measure
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.trainer import train
 
@@ -195,5 +195,5 @@ def test_on_cuda_liger_s_kernels_are_exact(family: str, tmp_path: Path) -> None:
     tiny_model(family, vocab_size=len(load_recipe(recipe).model.path) + 200).save_pretrained(
         tmp_path / "model"
     )
-    outcome = prove_recipe(load_recipe(recipe, ["model.kernels=liger"]))
+    outcome = prove_and_measure(load_recipe(recipe, ["model.kernels=liger"]), Console())
     assert all(proof.passed for proof in outcome.proofs), outcome

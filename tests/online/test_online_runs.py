@@ -22,6 +22,7 @@ from dpo_pack.online.interface import Draw
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.run.evaluate import evaluate_models
+from dpo_pack.run.inputs import prove_and_measure
 from dpo_pack.system.errors import RecipeError, RunError
 from dpo_pack.trainer import train
 
@@ -247,12 +248,12 @@ def test_prompts_alone_are_enough_and_what_does_not_fit_is_counted(
     assert report["train"]["sources"][0]["dropped"] == {"too_long": {"rows": 1, "line_numbers": [7]}}
 
 
-def test_a_dry_run_generates_nothing_leaves_nothing_and_other_commands_refuse(
+def test_doctor_generates_nothing_leaves_nothing_and_other_commands_refuse(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TransformersGenerator, "generate", lambda *_: pytest.fail("a prompt was answered"))
     recipe = online_recipe(assets, tmp_path / "run", f"data.eval={assets}/heldout.jsonl")
-    train(recipe, console, dry_run=True)
+    prove_and_measure(recipe, console)
     assert not (tmp_path / "run").exists()
     with pytest.raises(RecipeError, match="online: this command needs pairs"):
         evaluate_models(recipe, [str(assets / "model")], console)

@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 from support.refusals import refusal
 from support.tiny_run import tiny_run
-from support.whole_runs import kill_after, stop_after, text, whole_run
+from support.whole_runs import kill_after, text, whole_run
 
 from dpo_pack.recipe.load import RECIPE_FILE, Recipe, dump_recipe, load_recipe, parse_recipe
 from dpo_pack.run import run_dir
+from dpo_pack.run.inputs import prepare_run
 from dpo_pack.run.run_dir import PARTS, begin_run, find_run, only_run, way_on
 from dpo_pack.system.errors import RunError
 from dpo_pack.trainer import train
@@ -186,44 +187,13 @@ def test_a_run_killed_while_it_removes_an_earlier_one_can_be_started_again(
 # --------------------------------------------------------------------------------------------- one at a time
 
 
-def test_a_second_run_is_refused_and_a_dry_one_is_not(assets: Path, tmp_path: Path, console: Console) -> None:
+def test_a_second_run_is_refused(assets: Path, tmp_path: Path, console: Console) -> None:
     recipe = whole_run(assets, tmp_path / "run")
     with only_run(recipe.output_dir):
         with pytest.raises(RunError, match=f"output_dir: .* in use by another run, process {os.getpid()} on"):
             train(recipe, console)
-        train(recipe, console, dry_run=True)
         assert [path.name for path in recipe.output_dir.iterdir()] == ["run.lock"]
-    assert "everything is in order up to the reference pass" in text(console)
     assert not recipe.output_dir.exists()
-
-
-def test_a_dry_run_of_a_stopped_run_computes_no_reference(
-    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop_after(2, whole_run(assets, tmp_path / "run"))
-    monkeypatch.setattr("dpo_pack.run.pairs.prepare_reference", lambda *_, **__: pytest.fail("the pass"))
-    train(whole_run(assets, tmp_path / "run", f"data.eval={assets}/heldout.jsonl"), console, dry_run=True)
-    assert "up to the reference pass" in text(console)
-
-
-def test_a_dry_run_beside_a_run_of_another_recipe_says_that_the_run_would_end_there(
-    assets: Path, tmp_path: Path, console: Console
-) -> None:
-    stop_after(2, whole_run(assets, tmp_path / "run"))
-    told: list[str] = []
-    never = whole_run(assets, tmp_path / "run", "checkpoint.resume=never")
-    assert find_run(never, overwrite=False, told=told.append).checkpoint is None
-    assert told == [f"Note: without --dry-run this ends here: {refused(never)}"]
-    recipe = whole_run(assets, tmp_path / "run", "loss.beta=0.3")
-    before, reason = sorted(recipe.output_dir.rglob("*")), refused(recipe)
-    train(recipe, console, dry_run=True)
-    printed = " ".join(text(console).split())
-    assert f"Note: without --dry-run this ends here: {reason}" in printed
-    assert "everything is in order up to the reference pass" in printed
-    assert sorted(recipe.output_dir.rglob("*")) == before
-    lost = whole_run(assets, tmp_path / "run", f"checkpoint.resume={tmp_path}/lost")
-    with pytest.raises(RunError, match="is not a checkpoint"):
-        find_run(lost, overwrite=False, told=told.append)
 
 
 def test_a_run_that_was_killed_before_a_checkpoint_says_that_it_begins_anew(
@@ -232,7 +202,7 @@ def test_a_run_that_was_killed_before_a_checkpoint_says_that_it_begins_anew(
     recipe = whole_run(assets, tmp_path / "run", "checkpoint.every_steps=null")
     kill_after(1, recipe, console)
     assert "checkpoints: only" in text(console) and "anew: " not in text(console)
-    train(recipe, console, dry_run=True)
+    prepare_run(recipe, find_run(recipe, overwrite=False), console)
     assert "Beginning anew: the earlier run here ended without a checkpoint" in text(console)
 
 

@@ -10,12 +10,12 @@ from rich.console import Console
 from support.tiny_run import tiny_run
 
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run.inputs import prove_and_measure
 from dpo_pack.system.machine import (
     AvailableMemory,
     bfloat16_instructions,
     host_memory,
 )
-from dpo_pack.trainer import train
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_run_says_when_bfloat16_is_the_slower_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("dpo_pack.run.log.bfloat16_instructions", lambda: instructions)
-    train(load_recipe(tiny_run(tmp_path), [f"model.autocast={autocast}"]), console, dry_run=True)
+    prove_and_measure(load_recipe(tiny_run(tmp_path), [f"model.autocast={autocast}"]), console)
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert ("no instructions for bfloat16" in told) == warns
 

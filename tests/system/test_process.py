@@ -192,14 +192,17 @@ def test_nothing_is_collected_during_the_first_imports(monkeypatch: pytest.Monke
     assert gc.isenabled() and gc.get_freeze_count() > before
 
 
-def dry_run(recipe: Path) -> set[str]:
+def prepared(recipe: Path) -> set[str]:
     """Everything up to the first step, in a process of its own: the modules it imported."""
     code = (
         "import json, sys\n"
-        "from dpo_pack.commands.main import main\n"
-        f"sys.argv = ['dpopack', 'train', {str(recipe)!r}, '--dry-run', '--full']\n"
-        "try:\n    main()\n"
-        "finally:\n    print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))\n"
+        "import dpo_pack.commands.main\n"
+        "from dpo_pack.api import load\n"
+        f"recipe = load({str(recipe)!r}, trains=True)\n"
+        "from dpo_pack.system.console import make_console\n"
+        "from dpo_pack.trainer import find_run, prepare_run\n"
+        "prepare_run(recipe, find_run(recipe, overwrite=False), make_console())\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))\n"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
@@ -209,11 +212,11 @@ def dry_run(recipe: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def second_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], float]:
-    """A dry run that finds the reference and the proofs of another one: what it imported, its CPU seconds."""
+    """A start that finds the reference and the proofs of another one: what it imported, its CPU seconds."""
     recipe = tiny_run(tmp_path_factory.mktemp("started"))
-    dry_run(recipe)
+    prepared(recipe)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    imported = dry_run(recipe)
+    imported = prepared(recipe)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return imported, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

@@ -20,9 +20,10 @@ from support.tiny_tokenizer import tiny_tokenizer
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import RowLogps
 from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.run.inputs import prepare_run
+from dpo_pack.run.run_dir import find_run
 from dpo_pack.run.setup import load_policy
 from dpo_pack.system.errors import RunError
-from dpo_pack.trainer import train
 from dpo_pack.training import references
 from dpo_pack.training.batches import PairRow
 from dpo_pack.training.step_loss import with_reference
@@ -35,7 +36,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(job: Path, cache: Path, console: Console, *overrides: str) -> None:
     """Everything up to the first step."""
-    train(load(job, f"reference.cache_dir={cache}", *overrides), console, dry_run="full")
+    recipe = load(job, f"reference.cache_dir={cache}", *overrides)
+    prepare_run(recipe, find_run(recipe, overwrite=False), console)
 
 
 def load(job: Path, *overrides: str) -> Recipe:
@@ -120,7 +122,7 @@ def test_dropout_stops_the_run_before_the_first_step(
         )
         return loaded
 
-    monkeypatch.setattr("dpo_pack.trainer.load_policy", with_dropout)
+    monkeypatch.setattr("dpo_pack.run.inputs.load_policy", with_dropout)
     torch.manual_seed(0)
     with pytest.raises(RunError, match="not repeatable.*dropout.*config.json"):
         start(job, tmp_path / "cache", console)

@@ -1,0 +1,226 @@
+"""All that a run needs before its first step: `prepare_run` gets it, in order, and prints what it does.
+
+Four words for the model. Its `facts` are what is known without weights. A `LoadedModel` has the weights, and
+the `scorer` in it computes the log-probs of a row with them. The `policy` is the scorer of the model that is
+trained, as all ranks run it together.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from accelerate.utils import set_seed
+from rich.console import Console
+
+from dpo_pack.model.parallel import DistributedPolicy, distribute_policy
+from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.online.win_rate import WinRate
+from dpo_pack.packing.plan import PackingPlan
+from dpo_pack.proofs.rows import ProofOutcome
+from dpo_pack.recipe.load import Recipe
+from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.run.checkpoint import load_checkpoint, run_identity
+from dpo_pack.run.log import describe_policy, describe_training
+from dpo_pack.run.memory_estimate import (
+    largest_row,
+    memory_report,
+    print_measured_memory,
+    print_memory_report,
+    stays_gathered,
+)
+from dpo_pack.run.models import load_and_prove
+from dpo_pack.run.pairs import exact_reference, offline_source, prepare_reference, resume_reference
+from dpo_pack.run.rollouts import build_online, check_generator, live_reference
+from dpo_pack.run.run_dir import RunDir, choose_checkpoint
+from dpo_pack.run.setup import Setup, load_moving_reference, load_policy, prepare
+from dpo_pack.run.state import Identity, Selection, TrainState, find_selection, new_state
+from dpo_pack.system import ranks
+from dpo_pack.system.machine import release_memory
+from dpo_pack.training.batches import BatchSource, OfflineSource
+from dpo_pack.training.references import CachedReference, Reference, check_start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a run trains with, from `prepare_run`."""
+
+    setup: Setup  # the recipe, its data, and what is known of models and machine without weights
+    planned: OfflineSource | None  # the source of batches of an offline run; an online run has no plan
+    loaded: LoadedModel  # the model that is trained
+    policy: DistributedPolicy
+    reference: Reference
+    frozen: FrozenReference | None  # the reference log-probs that the run keeps in `output_dir`
+    win_rate: WinRate | None  # of an online run with held-out prompts
+    selection: Selection | None  # how evaluations are compared; None if nothing is held out
+    state: TrainState  # of step 0, or of the checkpoint from which the run resumes
+    identity: Identity
+    metrics_offset: int  # bytes of metrics.jsonl that an earlier process wrote and that stay
+    begun: float  # time.monotonic() at the start
+    reference_seconds: float  # of the reference pass
+
+
+def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
+    """Gets a run ready for its next step. It writes into caches only, and sets `run.checkpoint` to the newest
+    checkpoint that is not damaged. Every rank must call it. Raises a DpoPackError."""
+    begun = time.monotonic()
+    set_seed(recipe.seed)
+    setup = prepare(recipe, console, takes_prompts=True)  # models' facts, tokenizer, data
+    selection = find_selection(recipe, list(setup.data.eval_prompts or setup.data.eval))
+    if run.checkpoint is not None:
+        choose_checkpoint(run, recipe.checkpoint.resume, console.print)
+    planned, gathers_once = _plan(setup)
+    source: BatchSource
+    frozen, win_rate, seconds = None, None, 0.0
+    if planned is not None:
+        source = planned
+        loaded, reference, frozen, seconds = _offline_models(setup, planned, run)
+    else:
+        check_generator(setup)
+        loaded = load_policy(setup)
+        source, win_rate = build_online(setup, loaded, directory=run.rollouts)
+        if win_rate is not None:
+            win_rate.begin()
+        reference = _online_reference(setup, loaded)
+    describe_policy(setup, loaded)
+    state = new_state(recipe.optim, loaded.scorer, source, reference.moving, console)
+    policy = distribute_policy(loaded.scorer, setup.strategy, setup.accelerator, stays_gathered=gathers_once)
+    moves = reference.moving is not None
+    identity = run_identity(setup, loaded, source, selection, moves=moves, frozen=frozen)
+    return Inputs(
+        setup=setup,
+        planned=planned,
+        loaded=loaded,
+        policy=policy,
+        reference=reference,
+        frozen=frozen,
+        win_rate=win_rate,
+        selection=selection,
+        state=state,
+        identity=identity,
+        metrics_offset=_resume(run, state, identity, console),
+        begun=begun,
+        reference_seconds=seconds,
+    )
+
+
+def _plan(setup: Setup) -> tuple[OfflineSource | None, bool]:
+    """Plans which pairs share a step, a rank and a row. Returns the source of these batches, None online, and
+    whether shards are gathered once a step."""
+    recipe, shards = setup.recipe, setup.strategy.shards
+    planned: OfflineSource | None = None
+    if recipe.online is None:
+        planned = offline_source(
+            recipe, setup.data, setup.policy_facts, device=setup.device, equal_rows=shards
+        )
+    num_steps = recipe.train.max_steps if planned is None else planned.num_steps
+    describe_training(setup, _first_plan(planned), num_steps=num_steps or 0)
+    return planned, shards and stays_gathered(setup, _first_plan(planned))
+
+
+def _first_plan(planned: OfflineSource | None) -> PackingPlan | None:
+    return None if planned is None else planned.first_plan
+
+
+def _offline_models(
+    setup: Setup, planned: OfflineSource, run: RunDir
+) -> tuple[LoadedModel, Reference, FrozenReference | None, float]:
+    """Loads the policy, and gets the reference log-probs of all pairs. Returns both, the log-probs that the
+    run keeps in a file, and the seconds of their pass."""
+    recipe, console = setup.recipe, setup.console
+    dtype = setup.policy_facts.precision.activations
+    # Another reference computes first and is freed, so two models are in memory only if both are needed.
+    loaded = load_policy(setup) if recipe.reference.path is None else None
+    frozen, moving, exact, seconds = None, None, None, 0.0
+    if not setup.objective.needs_reference:
+        console.print("Reference: none, the loss needs no reference")
+    elif recipe.reference.sync is not None:
+        moving = load_moving_reference(setup)
+        console.print("Reference: follows the policy; a second model runs live, nothing is cached")
+    elif run.checkpoint is not None:
+        frozen, seconds = resume_reference(setup, run.resumed_reference, loaded)
+    else:
+        filled = prepare_reference(setup, loaded)
+        frozen, seconds = filled.values, filled.seconds
+        run.info["totals"] = {
+            "reference_sequences_computed": filled.num_computed,
+            "reference_sequences_cached": filled.num_cached,
+        }
+    if dtype.itemsize < 4 and moving is None:
+        exact = exact_reference(setup, loaded)
+    if loaded is None:
+        release_memory()
+        loaded = load_policy(setup)
+    if moving is not None:
+        return loaded, moving, None, 0.0
+    if frozen is not None:
+        log_probs = frozen.of(setup.data.train)
+        log_probs = replace(log_probs, sums=ranks.of_node(lambda: log_probs.sums))
+        planned.builder = replace(planned.builder, reference=log_probs)
+        if recipe.reference.path is None and run.checkpoint is None:
+            first_row = next(row for rows in planned.first_plan.pack_step(0) for row in rows)
+            check_start(loaded.scorer, planned.builder, first_row, dtype=dtype)
+    lookup = None if frozen is None else frozen.of
+    return loaded, CachedReference(lookup=lookup, exact=exact), frozen, seconds
+
+
+def _online_reference(setup: Setup, loaded: LoadedModel) -> Reference:
+    if setup.objective.needs_reference:
+        setup.console.print("Reference: live, on the rows of each step")
+        return live_reference(setup, loaded)
+    setup.console.print("Reference: none, the loss needs no reference")
+    return CachedReference(lookup=None)
+
+
+def _resume(run: RunDir, state: TrainState, identity: Identity, console: Console) -> int:
+    """Loads the run's checkpoint, if any, into `state`; returns the bytes of metrics.jsonl to keep."""
+    if run.checkpoint is None:
+        if run.info.get("status") is not None:
+            console.print("Beginning anew: the earlier run here ended without a checkpoint")
+        return 0
+    metrics_offset, notes = load_checkpoint(run.checkpoint, state, identity=identity)
+    console.print(f"Going on after step {state.step} of {state.source.num_steps} ({run.checkpoint})")
+    for note in notes:
+        console.print(note)
+    # A run that resumes from a checkpoint in another directory begins a new metrics.jsonl.
+    return metrics_offset if run.has_own_checkpoint else 0
+
+
+def prove_and_measure(recipe: Recipe, console: Console) -> ProofOutcome:
+    """Loads what a run has in memory and repeats the proof that the policy's rows are exact. Prints the
+    memory that a step needs, estimated and on CUDA also measured. The caller checks the outcome.
+
+    It computes no reference log-probs, and writes into caches only. Every rank must call it.
+    """
+    set_seed(recipe.seed)
+    setup = prepare(recipe, console, takes_prompts=True)
+    planned, gathers_once = _plan(setup)
+    print_memory_report(memory_report(setup, _first_plan(planned)), console)
+    if planned is None:
+        check_generator(setup)
+    facts = setup.policy_facts
+    loaded, outcome = load_and_prove(
+        facts, device=setup.device, strategy=setup.strategy, adapter=facts.new_adapter, again=True
+    )
+    for note in loaded.notes:
+        console.print(note)
+    describe_policy(setup, loaded)
+    if not all(proof.passed for proof in outcome.proofs):
+        return outcome
+    reference: Reference = CachedReference(lookup=None)
+    source: BatchSource
+    if planned is None:
+        source, _ = build_online(setup, loaded, directory=recipe.output_dir)
+        reference = _online_reference(setup, loaded)
+    else:
+        source = planned
+        if recipe.reference.sync is not None:
+            reference = load_moving_reference(setup)
+    state = new_state(recipe.optim, loaded.scorer, source, reference.moving, console)
+    if setup.device.type == "cuda" and planned is not None:
+        policy = distribute_policy(
+            loaded.scorer, setup.strategy, setup.accelerator, stays_gathered=gathers_once
+        )
+        row = planned.builder.build(largest_row(planned.first_plan, rank=ranks.rank())).row
+        print_measured_memory(policy, state.optimizer, row, setup.device, console)
+    return outcome
