@@ -241,28 +241,18 @@ LOW_BITS_BYTES = 2.0  # the low halves of AdamW's fp32 master weights, if parame
 
 
 def choose_strategy(recipe: Recipe, facts: ModelFacts, device: torch.device) -> Strategy:
-    """Returns the recipe's strategy for this run. Every rank must call it. Raises RecipeError."""
-    wanted, num_ranks = recipe.distributed.num_processes, ranks.num_ranks()
-    if wanted not in ("auto", num_ranks):
+    """Returns how the ranks hold the model. Every rank must call it. Raises RecipeError."""
+    settings, num_ranks = recipe.distributed, ranks.num_ranks()
+    if settings.num_processes not in ("auto", num_ranks):
         raise RecipeError(
-            f"distributed.num_processes: {wanted} are asked for, but this run has {num_ranks}; the dpopack "
-            "command starts the processes itself; start a program of your own with torchrun"
+            f"distributed.num_processes: {settings.num_processes} are asked for, but this run has {num_ranks}; "
+            "the dpopack command starts the processes itself; start a program of your own with torchrun"
         )
-    if num_ranks > 1:
-        return _strategy_of_several(recipe, facts, device)
-    for key in ("gather_dtype", "cpu_offload"):
-        if recipe.distributed.is_changed(key):
-            raise RecipeError(
-                f"distributed.{key}: only a run of several processes has shards, and this run has one; "
-                "leave the key out"
-            )
-    return ALONE
-
-
-def _strategy_of_several(recipe: Recipe, facts: ModelFacts, device: torch.device) -> Strategy:
-    """`auto` shards a model if a whole copy, its gradients and its optimizer state would leave too little
-    memory on a device for activations."""
-    settings = recipe.distributed
+    if num_ranks == 1:
+        for key in ("gather_dtype", "cpu_offload"):
+            if settings.is_changed(key):
+                raise RecipeError(f"distributed.{key}: this run has one process, so no shards; leave it out")
+        return ALONE
     name, reason, needs_copies = settings.strategy, "distributed.strategy", why_not_sharded(recipe)
     if is_set("ACCELERATE_USE_FSDP"):
         if name == "ddp" or needs_copies is not None or facts.quantization is not None:
@@ -271,12 +261,12 @@ def _strategy_of_several(recipe: Recipe, facts: ModelFacts, device: torch.device
                 "model in each process; set distributed_type: MULTI_GPU in accelerate's configuration"
             )
         name, reason = "fsdp2", "accelerate's configuration"
-    if name == "auto":
-        name, reason = "ddp", needs_copies or ""
-        if needs_copies is None:
-            memory = min(ranks.every_rank_says(available_memory(device).total))
-            has_second = recipe.reference.sync is not None
-            name, reason = by_size(facts, memory, optimizer=recipe.optim.name, has_second=has_second)
+    if name == "auto" and needs_copies is not None:
+        name, reason = "ddp", needs_copies
+    elif name == "auto":
+        memory = min(ranks.every_rank_says(available_memory(device).total))
+        has_second = recipe.reference.sync is not None
+        name, reason = by_size(facts, memory, optimizer=recipe.optim.name, has_second=has_second)
     if name == "ddp":
         return Strategy(name="ddp", reason=reason)
     if recipe.optim.name != "adamw":
@@ -285,15 +275,9 @@ def _strategy_of_several(recipe: Recipe, facts: ModelFacts, device: torch.device
             "process has a part of the weights; set optim.name: adamw or distributed.strategy: ddp"
         )
     if recipe.data.eval and recipe.train.eval_precision == "float32":
-        raise RecipeError(
-            "train.eval_precision: weights in shards are not evaluated in float32; set "
-            "distributed.strategy: ddp, or train.eval_precision: training"
-        )
+        raise RecipeError("train.eval_precision: shards are not evaluated in float32; set it to training")
     if settings.cpu_offload and device.type != "cuda":
-        raise RecipeError(
-            f"distributed.cpu_offload: the device is a {device.type}, so there is nothing to offload; leave "
-            "the key out"
-        )
+        raise RecipeError(f"distributed.cpu_offload: the device is a {device.type}; leave the key out")
     return Strategy(
         name="fsdp2",
         reason=reason,
