@@ -245,7 +245,7 @@ def choose_strategy(recipe: Recipe, facts: ModelFacts, device: torch.device) -> 
     settings, num_ranks = recipe.distributed, ranks.num_ranks()
     if settings.num_processes not in ("auto", num_ranks):
         raise RecipeError(
-            f"distributed.num_processes: {settings.num_processes} are asked for, but this run has {num_ranks}; "
+            f"distributed.num_processes: {settings.num_processes} are asked for, this run has {num_ranks}; "
             "the dpopack command starts the processes itself; start a program of your own with torchrun"
         )
     if num_ranks == 1:
