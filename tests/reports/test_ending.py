@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,7 +12,6 @@ from support.whole_runs import lines, stop_after, text, whole_run
 from dpo_pack.reports.ending import print_ending, print_next
 from dpo_pack.run.samples import read_samples
 from dpo_pack.trainer import train
-from dpo_pack.training.health import Health, RunFacts
 
 
 def ending_of(console: Console) -> str:
@@ -50,10 +47,7 @@ def test_the_ending_has_metrics_and_samples_from_before_and_after(
 def test_warnings_are_repeated_at_the_end_also_of_a_resumed_run(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def early(health: Health, record: Mapping[str, Any], run: RunFacts) -> str | None:
-        return "mend it" if record["step"] == 2 else None
-
-    monkeypatch.setattr("dpo_pack.training.health.RULES", {"early": early})
+    monkeypatch.setattr("dpo_pack.training.health.RULES", {"step": (2, "mend it")})
     recipe = whole_run(assets, tmp_path / "run", "train.eval_every_steps=null", "data.eval=[]")
     stop_after(3, recipe)
     train(recipe, console)
