@@ -246,8 +246,8 @@ class TrainRecipe(types.Section):
     eval_every_steps: types.Count | None = None
     """Steps between two evaluations; null: evaluate only before the first step and after the last."""
     eval_precision: Literal["auto", "float32", "training"] = "auto"
-    """In which numbers held-out pairs are computed. training: in those of the steps, and their rounding is
-    measured. auto: float32 where that adds at most 5 % to the run, else training. See docs/numerics.md."""
+    """In which numbers held-out pairs are computed: float32, or training, those of the steps. auto: float32,
+    and of each set as many pairs as add at most a tenth to the run, at least 64. See docs/numerics.md."""
     early_stopping: EarlyStoppingRecipe | None = None
     """Stop when evaluations no longer get better, e.g. {patience: 3}; null: never. See docs/running.md."""
     stop_on_nonfinite: bool = True

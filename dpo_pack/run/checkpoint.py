@@ -65,7 +65,7 @@ from dpo_pack.run.export import (
     verified_sentence,
 )
 from dpo_pack.run.log import RunLog
-from dpo_pack.run.pairs import evaluates_in_float32
+from dpo_pack.run.pairs import exact_tables
 from dpo_pack.run.run_dir import PARTS, RunDir, damage_of, only_run
 from dpo_pack.run.samples import before_and_after
 from dpo_pack.run.setup import Setup, load_policy, prepare
@@ -115,8 +115,8 @@ def run_identity(
     packages: tuple[str, ...] = ("torch", "transformers", "peft")
     kept = {name: versions[name] for name in packages if name in versions}
     judged_by = f"{selection.metric} of {selection.eval_set}, {data.eval_fingerprint}" if selection else ""
-    if selection and facts.precision.activations.itemsize < 4 and evaluates_in_float32(setup):
-        judged_by += ", in float32"
+    if selection and (tables := exact_tables(setup)):
+        judged_by += f", {tables[selection.eval_set].num_pairs} pairs in float32"
     return Identity(
         fingerprints=fingerprints,
         versions={"dpo-pack": dpo_pack.__version__, **kept},

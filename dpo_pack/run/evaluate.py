@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -17,12 +18,11 @@ from torch import Tensor
 from dpo_pack.data.store import PairTable
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.win_rate import WinRate, win_rate_sentence
-from dpo_pack.packing.lengths import FloatArray
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.models import check_model, resolve_model
-from dpo_pack.run.pairs import evaluates_in_float32, exact_reference, prepare_reference, row_builder
+from dpo_pack.run.pairs import exact_reference, exact_tables, prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import Setup, check_data, check_vocabulary, load_proved, prepare
 from dpo_pack.run.state import Selection, TrainState, judge
@@ -32,17 +32,14 @@ from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.hub import HUB_ID, is_adapter
 from dpo_pack.system.interrupts import Interruption
 from dpo_pack.system.machine import release_memory
-from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.held_out import (
     HeldOutResult,
-    Positions,
     compare_results,
-    draw_measured,
     evaluate_pairs,
     held_out_result,
     write_held_out_pairs,
 )
-from dpo_pack.training.metrics import margin_rounding, pair_metrics
+from dpo_pack.training.metrics import pair_metrics
 from dpo_pack.training.references import CachedReference, Reference
 
 
@@ -55,42 +52,34 @@ def evaluate_sets(
 ) -> Iterator[HeldOutResult]:
     """Yields `scorer`'s result on each held-out set. All ranks must take part.
 
-    `between_rows` is called before each row, equally often on every rank.
+    Pairs in fp32 are computed in the training's precision, too, which measures its rounding. `between_rows`
+    is called before each row, equally often on every rank.
     """
-    recipe, exact = setup.recipe, reference.exact
-    in_float32 = exact is not None and evaluates_in_float32(setup)
-    evaluate = partial(_evaluate, setup, scorer, reference, between_rows=between_rows)
+    recipe, all_pairs, exact = setup.recipe, setup.data.eval, exact_tables(setup)
     # If data.eval is a fraction, its pairs come from all training sources. Any other set has one source.
     sources = source_names(recipe.data.train) if isinstance(recipe.data.eval, EvalFraction) else None
-    for name, pairs in setup.data.eval.items():
-        measured = None
+    dtype = scorer.compute_dtype if exact is None else torch.float32
+    for name, pairs in (all_pairs if exact is None else exact).items():
+        evaluate = partial(_evaluate, setup, scorer, reference, pairs, between_rows=between_rows)
         with shown(setup.console, f"Evaluating {name}", "pairs", pairs.num_pairs) as bar:
-            values, builder = evaluate(pairs, in_float32=in_float32, progress=bar.advance)
-        if exact is not None and not in_float32:
-            measured = _measured(setup, pairs, values, scorer.compute_dtype, evaluate)
-        yield held_out_result(
+            values = evaluate(in_float32=exact is not None, progress=bar.advance)
+            rounded = values if exact is None else evaluate(in_float32=False)
+        result = held_out_result(
             name,
             values,
-            builder,
+            pairs,
             setup.objective,
             source_names=sources or (name,),
-            dtype=torch.float32 if in_float32 else scorer.compute_dtype,
+            dtype=dtype,
             seed=recipe.seed,
-            measured=measured,
         )
-
-
-def _measured(
-    setup: Setup, pairs: PairTable, values: Tensor, dtype: torch.dtype, evaluate: Callable[..., Any]
-) -> tuple[Positions, FloatArray, Tensor]:
-    """Evaluates some pairs in fp32, too; returns them, their chances to be drawn, and their values."""
-    settings: dict[str, Any] = {"beta": setup.recipe.loss.beta, "dtype": dtype}
-    margins = pair_metrics(values, **settings)["rewards/margins"].cpu().numpy()
-    rounding = margin_rounding(values, **settings).cpu().numpy()
-    drawn, chances = draw_measured(margins, rounding, seed=setup.recipe.seed)
-    mean = float(pairs.chosen_scored.mean())
-    exact_values, _ = evaluate(pairs.select(drawn), in_float32=True, mean_chosen_tokens=mean)
-    return drawn, chances, exact_values
+        if exact is not None:
+            margins = pair_metrics(rounded, beta=recipe.loss.beta, dtype=dtype)["rewards/margins"]
+            errors = margins.cpu().numpy() - result.metrics["rewards/margins"]
+            result.record["margin_noise"] = float(np.sqrt((errors**2).mean()))
+        if pairs.num_pairs < all_pairs[name].num_pairs:
+            result.record["held_out_pairs"] = all_pairs[name].num_pairs
+        yield result
 
 
 def _evaluate(
@@ -101,20 +90,22 @@ def _evaluate(
     *,
     in_float32: bool,
     **options: Any,
-) -> tuple[Tensor, RowBuilder]:
-    """`options` are those of `evaluate_pairs`."""
+) -> Tensor:
+    """Returns the `pair_values` of the pairs; `options` are those of `evaluate_pairs`."""
     with contextlib.ExitStack() as stack:
         if in_float32:
             assert reference.exact is not None
             reference = reference.exact
             for used in {scorer, reference.moving or scorer}:
                 stack.enter_context(used.in_float32())
-        builder = row_builder(setup, pairs, reference)
-        budget = setup.reference_token_budget
-        values = evaluate_pairs(
-            scorer, builder, setup.objective, token_budget=budget, score=reference.score, **options
+        return evaluate_pairs(
+            scorer,
+            row_builder(setup, pairs, reference),
+            setup.objective,
+            token_budget=setup.reference_token_budget,
+            score=reference.score,
+            **options,
         )
-    return values, builder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +134,8 @@ class Evaluator:
                 f"reward accuracy {result['rewards/accuracies']:.3f} ({low:.3f} to {high:.3f}), "
                 f"margin {result['rewards/margins']:.4f}, loss {result['loss']:.4f}"
             )
+            if "held_out_pairs" in result:
+                sentence += f", of {result['pairs']:,} of {result['held_out_pairs']:,} held-out pairs"
             if result["eval_precision"] != "float32":
                 sentence += f"; {result['eval_precision']} rounds a margin by {result['margin_noise']:.2g}"
             log.write_evaluation(state.step, held_out.name, result, sentence)
@@ -157,8 +150,7 @@ class Evaluator:
             self.sampler.write(state.step)
         state.evaluation, state.owes_evaluation = evaluation, False
         if self.selection is not None:
-            compared = {**evaluation, **{held_out.name: held_out.compared for held_out in results}}
-            state.standing = judge(state.standing, self.selection, compared, step=state.step)
+            state.standing = judge(state.standing, self.selection, evaluation, step=state.step)
         log.eval_seconds += time.monotonic() - begun
 
     def stop_sentence(self, state: TrainState) -> str:
@@ -207,8 +199,7 @@ def evaluate_models(
     if setup.objective.needs_reference:
         held_out = prepare_reference(setup, tables=list(setup.data.eval.values()))
         reference = CachedReference(lookup=held_out.values.of)
-    if setup.policy_facts.precision.activations.itemsize < 4:
-        reference = replace(reference, exact=exact_reference(setup))
+    reference = replace(reference, exact=exact_reference(setup))
     results = []
     for model in models:
         release_memory()

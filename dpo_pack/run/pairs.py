@@ -35,7 +35,6 @@ from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.system.files import write_json_atomically
 from dpo_pack.training.batches import OfflineSource, RowBuilder
-from dpo_pack.training.held_out import candidates
 from dpo_pack.training.references import CachedReference, Reference
 
 # The counts of shortened pairs in the summary of a source.
@@ -183,36 +182,42 @@ def resume_reference(setup: Setup, frozen: Path, loaded: LoadedModel | None) -> 
     return reference.joined(filled.values), filled.seconds
 
 
-# `train.eval_precision: auto` evaluates in fp32 if that adds at most this part of the training. To count
-# it, a token takes so many times as long in fp32 as in 16 bits; a step takes as long as three passes.
-_SMALL_PART, _FLOAT32_COST, _STEP_PASSES = 0.05, {"cuda": 16.0, "cpu": 4.0}, 3.0
+# `train.eval_precision: auto` adds at most this part to the training. To count it, a token takes so many
+# times as long in fp32 as in 16 bits; a step is as long as three passes. A set has at least so many pairs.
+_SMALL_PART, _FLOAT32_COST, _STEP_PASSES, _FEWEST_PAIRS = 0.1, {"cuda": 16.0, "cpu": 4.0}, 3.0, 64
 
 
-def evaluates_in_float32(setup: Setup) -> bool:
-    """Whether a run whose own precision is lower evaluates all its held-out pairs in fp32."""
-    if setup.strategy.shards:
-        return False
-    if setup.recipe.train.eval_precision != "auto":
-        return setup.recipe.train.eval_precision == "float32"
-    recipe, (train, *held_out) = setup.recipe, setup.tables
-    num_steps = recipe.train.epochs * train.num_pairs / recipe.packing.pairs_per_step
+def exact_tables(setup: Setup) -> dict[str, PairTable] | None:
+    """Returns the held-out pairs that are evaluated, by set, if that is in fp32 and the training computes in
+    less; None if all pairs are evaluated in the training's precision. It returns the same pairs every time.
+    """
+    recipe, held_out = setup.recipe, setup.data.eval
+    is_exact = setup.policy_facts.precision.activations.itemsize >= 4
+    if is_exact or setup.strategy.shards or recipe.train.eval_precision == "training":
+        return None
+    if recipe.train.eval_precision == "float32":
+        return dict(held_out)
+    num_steps = recipe.train.epochs * setup.data.train.num_pairs / recipe.packing.pairs_per_step
     num_steps = min(num_steps, recipe.train.max_steps or num_steps)
-    num_evaluations = 3 + num_steps // (recipe.train.eval_every_steps or math.inf)
-    added = sum(table.num_pairs for table in held_out) * num_evaluations * _FLOAT32_COST[setup.device.type]
-    return added <= _SMALL_PART * _STEP_PASSES * num_steps * recipe.packing.pairs_per_step
+    num_passes = 3 + num_steps // (recipe.train.eval_every_steps or math.inf)  # start, end, reference
+    num_pairs = _SMALL_PART * _STEP_PASSES * num_steps * recipe.packing.pairs_per_step
+    num_pairs /= num_passes * _FLOAT32_COST[setup.device.type]
+    share = num_pairs / max(1, sum(table.num_pairs for table in held_out.values()))
+    tables = {}
+    for name, table in held_out.items():
+        order = np.random.default_rng(recipe.seed).permutation(table.num_pairs)
+        tables[name] = table.select(np.sort(order[: max(_FEWEST_PAIRS, int(share * table.num_pairs))]))
+    return tables
 
 
 def exact_reference(setup: Setup, loaded: LoadedModel | None = None) -> Reference | None:
-    """Returns the reference in fp32, for the held-out pairs of a run whose own precision is lower; None if it
-    has no such pairs, or has shards, which are not computed in fp32.
+    """Returns the reference in fp32 of the pairs of `exact_tables`; None if there are none.
 
     Its log-probs are computed now, because later the starting weights are gone. `loaded`: see
     `prepare_reference`.
     """
-    tables = list(setup.data.eval.values())
-    if not evaluates_in_float32(setup):  # it measures some pairs
-        tables = [table.select(candidates(table.num_pairs, seed=setup.recipe.seed)) for table in tables]
-    if not tables or setup.strategy.shards:
+    tables = list((exact_tables(setup) or {}).values())
+    if not tables:
         return None
     if not setup.objective.needs_reference:
         return CachedReference(lookup=None)

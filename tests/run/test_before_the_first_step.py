@@ -109,7 +109,7 @@ def test_evaluations_in_float32_are_not_compared_with_those_in_training_s_precis
         source = offline_source(prepared.recipe, prepared.data, prepared.policy_facts)
         identity = run_identity(prepared, begun[1], source, selection, moves=False, frozen=None)
         judged_by.append(identity.judged_by)
-    assert judged_by[1] == f"{judged_by[0]}, in float32"
+    assert judged_by[1] == f"{judged_by[0]}, 6 pairs in float32"
 
 
 def test_a_cache_that_cannot_be_written_ends_a_run_before_a_log_prob_is_computed(

@@ -14,6 +14,7 @@ from support.two_ranks import run_on_ranks
 from torch import Tensor
 
 import dpo_pack.training.held_out as held_out
+from dpo_pack.data.store import PairTable
 from dpo_pack.losses import LOSSES, Objective
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
@@ -22,10 +23,7 @@ from dpo_pack.training.held_out import (
     LENGTH_BUCKETS,
     METRICS_WITH_INTERVALS,
     HeldOutResult,
-    PairTraits,
     compare_results,
-    draw_measured,
-    estimate_exact,
     evaluate_pairs,
     held_out_result,
     length_preference,
@@ -35,8 +33,9 @@ from dpo_pack.training.held_out import (
 from dpo_pack.training.metrics import logps
 
 NUM_PAIRS = 23
+SOURCES = ("hh", "web", "unused")
 OBJECTIVE = Objective(
-    terms=((LOSSES["sigmoid"], 1.0), (LOSSES["aot"], 0.5), (LOSSES["sft"], 0.1)),
+    terms=((LOSSES["sigmoid"], 1.0), (LOSSES["sft"], 0.1)),
     options=loss_options(beta=0.3),
 )
 
@@ -108,7 +107,7 @@ def result(policy: CompletionLogps, objective: Objective = OBJECTIVE) -> HeldOut
     builder = make_builder()
     values = evaluate_pairs(policy, builder, objective, token_budget=64)
     return held_out_result(
-        "held_out", values, builder, objective, source_names=("pairs",), dtype=torch.float32, seed=0
+        "held_out", values, builder.table, objective, source_names=("pairs",), dtype=torch.float32, seed=0
     )
 
 
@@ -158,7 +157,7 @@ def moved_result(policy: CompletionLogps, reference: CompletionLogps) -> HeldOut
     return held_out_result(
         "held_out",
         compared,
-        builder,
+        builder.table,
         OBJECTIVE,
         source_names=("pairs",),
         dtype=torch.float32 if policy.compute_dtype == torch.float64 else policy.compute_dtype,
@@ -182,20 +181,6 @@ def test_a_record_has_averages_intervals_and_breakdowns(policy: CompletionLogps)
     assert {"rewards/margins_p50", "entropy", "logps/chosen_per_token"} <= found.record.keys()
 
 
-def test_a_set_that_is_measured_whole_has_the_numbers_of_fp32() -> None:
-    true = np.repeat([1.0, -1.0, -0.02], [30, 18, 12])
-    rounded = true + 0.05  # in bf16 more pairs are right, so their accuracies vary less
-    drawn, chances = draw_measured(rounded, np.full(60, 0.05), seed=0)
-    ours, exact = (
-        {"rewards/margins": margins, "rewards/accuracies": (margins > 0).astype(float)}
-        for margins in (rounded, true[drawn])
-    )
-    found, noise = estimate_exact(ours, exact, drawn, chances)
-    assert noise == pytest.approx(0.05) and ours["rewards/accuracies"].mean() == 0.7
-    assert (found["rewards/accuracies"] == (true > 0)).all()
-    assert found["rewards/margins"] == pytest.approx(true)
-
-
 def test_an_objective_without_reference_has_no_kl(policy: CompletionLogps) -> None:
     simpo = Objective(terms=((LOSSES["simpo"], 1.0),), options=loss_options(beta=2.0))
     record = result(policy, simpo).record
@@ -208,7 +193,7 @@ def test_a_comparison_is_the_mean_of_each_pair_s_difference_with_a_narrower_inte
     one = result(policy)
     random = np.random.default_rng(0)
     better = {name: column + random.normal(0.2, 0.01, NUM_PAIRS) for name, column in one.metrics.items()}
-    other = dataclasses.replace(one, estimates=better)
+    other = dataclasses.replace(one, metrics=better)
     difference = compare_results(one, other, seed=0)
     low, high = difference["intervals"]["rewards/margins"]
     assert difference["rewards/margins"] == pytest.approx(0.2, abs=0.01)
@@ -218,60 +203,25 @@ def test_a_comparison_is_the_mean_of_each_pair_s_difference_with_a_narrower_inte
     assert sum(part["pairs"] for part in difference["by_length"].values()) == NUM_PAIRS
 
 
-# size: of margins, in standard deviations of rounding. widest: than the interval of fp32.
-SIZES = ((0.1, 4.5), (0.5, 4.0), (1.0, 3.5), (5.0, 1.15), (10.0, 1.15))
-QUICK = [(128, 0.1, 2.0), (128, 5.0, 1.15)]
-SLOW = [(600, 1.0, 3.0), *((num_pairs, *case) for num_pairs in (200, 400, 800) for case in SIZES)]
-
-
-@pytest.mark.parametrize(
-    ("num_pairs", "size", "widest"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
-def test_intervals_hold_the_accuracy_of_fp32_however_large_the_rounding(
-    num_pairs: int, size: float, widest: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """2,000 draws of pairs; `right` is the accuracy in fp32 of the population from which they are drawn.
-
-    Up to 64 pairs are all measured, so the interval is that of fp32 (tests/run/test_eval_precision.py).
-    """
-    random, noise, right, num_draws = np.random.default_rng(0), 0.05, 0.65, 2_000
-    estimates, truths = np.empty((2, num_pairs, num_draws))
-    for draw in range(num_draws):
-        # Heavier near zero than a normal distribution: Laplace, moved so that `right` are positive.
-        true = noise * size * (random.laplace(size=num_pairs) - np.log(2 * (1 - right))) / np.sqrt(2)
-        rounded = true + random.normal(0, noise, num_pairs)
-        drawn, chances = draw_measured(rounded, np.full(num_pairs, 0.5 * noise), seed=draw)
-        assert len(drawn) == 64
-        ours, exact = (
-            {"rewards/margins": margins, "rewards/accuracies": (margins > 0).astype(float)}
-            for margins in (rounded, true[drawn])
-        )
-        found, _ = estimate_exact(ours, exact, drawn, chances)
-        estimates[:, draw], truths[:, draw] = found["rewards/accuracies"], true > 0
-    monkeypatch.setattr("dpo_pack.training.held_out.NUM_RESAMPLES", 2_000)
-    (low, high), (lowest, highest) = (mean_intervals(x, seed=1).T for x in (estimates, truths))
-    assert 0.93 <= ((low <= right) & (right <= high)).mean() <= 0.98
-    width = (high - low).mean() / (highest - lowest).mean()
-    assert width <= widest
-
-
 # --------------------------------------------------------------------------------------- Groups and intervals
 
 
-def traits(chosen: list[int], rejected: list[int], sources: list[int] | None = None) -> PairTraits:
-    return PairTraits(
-        prompts=np.arange(len(chosen)),
-        chosen_tokens=np.array(chosen, dtype=np.int32),
-        rejected_tokens=np.array(rejected, dtype=np.int32),
+def pairs(chosen: list[int], rejected: list[int], sources: list[int] | None = None) -> PairTable:
+    keys = np.zeros((len(chosen), 16), dtype=np.uint8)
+    keys[:, 0] = np.arange(len(chosen))  # each pair has its own prompt
+    return dataclasses.replace(
+        make_table(random_pairs(len(chosen))),
+        chosen_scored=np.array(chosen, dtype=np.float64),
+        rejected_scored=np.array(rejected, dtype=np.float64),
         source_indices=np.array(sources or [0] * len(chosen), dtype=np.int16),
-        source_names=("hh", "web", "unused"),
+        whole_prompt_keys=keys,
     )
 
 
 def test_edges_of_length_buckets() -> None:
     # chosen / rejected: under a half; a half; just shorter than a tenth; equal; a tenth longer; twice.
-    some = traits([49, 50, 90, 100, 110, 200], [100, 100, 100, 100, 100, 100])
-    described = means_by_group({"pair": np.arange(6.0)}, some, seed=0)
+    some = pairs([49, 50, 90, 100, 110, 200], [100, 100, 100, 100, 100, 100])
+    described = means_by_group({"pair": np.arange(6.0)}, some, SOURCES, seed=0)
     assert list(described["by_length"]) == list(LENGTH_BUCKETS)
     assert [(part["pairs"], part["pair"]) for part in described["by_length"].values()] == [
         (1, 0.0), (2, 1.5), (1, 3.0), (1, 4.0), (1, 5.0)
@@ -280,8 +230,8 @@ def test_edges_of_length_buckets() -> None:
 
 def test_a_description_has_means_and_intervals_of_the_whole_and_of_its_parts() -> None:
     accuracy = np.array([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
-    some = traits([20, 20, 20, 5, 5, 5], [10, 10, 10, 10, 10, 10], [0, 1, 1, 1, 0, 0])
-    described = means_by_group({"rewards/accuracies": accuracy, "loss": 1 - accuracy}, some, seed=0)
+    some = pairs([20, 20, 20, 5, 5, 5], [10, 10, 10, 10, 10, 10], [0, 1, 1, 1, 0, 0])
+    described = means_by_group({"rewards/accuracies": accuracy, "loss": 1 - accuracy}, some, SOURCES, seed=0)
     assert (described["pairs"], described["rewards/accuracies"], described["loss"]) == (6, 0.5, 0.5)
     low, high = described["intervals"]["rewards/accuracies"]
     assert 0.0 <= low < 0.5 < high <= 1.0
@@ -293,15 +243,16 @@ def test_a_description_has_means_and_intervals_of_the_whole_and_of_its_parts() -
 
 
 def test_pairs_of_one_prompt_are_drawn_together() -> None:
-    some = dataclasses.replace(traits([9] * 4, [9] * 4), prompts=np.array([0, 0, 2, 2]))
-    described = means_by_group({"loss": np.array([0.0, 1.0, 0.5, 0.5])}, some, seed=0)
+    some = pairs([9] * 4, [9] * 4)
+    some.whole_prompt_keys[:, 0] = (1, 1, 0, 0)
+    described = means_by_group({"loss": np.array([0.0, 1.0, 0.5, 0.5])}, some, SOURCES, seed=0)
     assert "by_source" not in described  # there is one source
     assert (described["pairs"], described["prompts"]) == (4, 2)
     assert described["intervals"]["loss"] == [0.5, 0.5]  # each prompt's mean is 0.5
 
 
 def test_length_preference_of_a_policy_that_only_learned_length() -> None:
-    some = traits([20, 30, 5, 8, 7], [10, 10, 10, 10, 7])  # the data prefers the longer one in 2 of 4
+    some = pairs([20, 30, 5, 8, 7], [10, 10, 10, 10, 7])  # the data prefers the longer one in 2 of 4
     longer_wins = np.array([1.0, 1.0, 0.0, 0.0, 1.0])
     assert length_preference(longer_wins, some) == {"length/chosen_longer": 0.5, "length/prefers_longer": 1.0}
     always_chosen = np.array([1.0, 1.0, 1.0, 0.5, 0.0])  # right, right, right, undecided; one of equal length
@@ -321,14 +272,6 @@ def test_a_prompt_with_more_pairs_weighs_more() -> None:
     values, prompts = np.array([[0.0]] + [[1.0]] * 9), np.array([0] + [4] * 9)
     resampled_means = {0.0, 0.9, 1.0}  # of the two prompts: the first twice, both, the second twice
     assert set(mean_intervals(values, seed=0, prompts=prompts)[0].tolist()) <= resampled_means
-
-
-def test_how_much_is_drawn_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = np.random.default_rng(6).normal(size=(40, 3))
-    at_once = mean_intervals(values, seed=0)
-    monkeypatch.setattr(held_out, "_VALUES_AT_A_TIME", 1)
-    assert np.array_equal(mean_intervals(values, seed=0), at_once)
-    assert not np.array_equal(mean_intervals(values, seed=1), at_once)
 
 
 @pytest.mark.parametrize(("num_pairs", "resamples"), [(10, 1000), (50, 600), (1000, 200)])
