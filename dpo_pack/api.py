@@ -295,14 +295,12 @@ def show(
     *,
     pairs: Sequence[int] = (),
     dropped: bool = False,
-    draws: bool = False,
     quiet: bool = True,
     **overrides: Any,
 ) -> ShownRecipe:
     """Returns pairs as the tokens that the model will get; loads no weights.
 
     pairs: rows of the data to show, counted from 1. dropped: read all rows, and list those that are left out.
-    draws: make the pictures of a page.
     """
     loaded = load(recipe, overrides)
     with many_imports():
@@ -311,7 +309,7 @@ def show(
         from dpo_pack.system.console import make_console
 
     console = make_console(quiet=quiet)
-    shown = show_recipe(loaded, console, asked_rows=set(pairs), reads_all=dropped, draws=draws)
+    shown = show_recipe(loaded, console, asked_rows=set(pairs), reads_all=dropped)
     render_pairs(shown, console, lists_dropped=dropped)
     return shown
 

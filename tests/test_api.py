@@ -143,7 +143,7 @@ def test_pairs_and_rows_can_be_looked_at_from_python(
 ) -> None:
     shown, report = dpo_pack.show(recipe, pairs=[2]), dpo_pack.inspect_packing(recipe, budgets=[128, 256])
     assert capsys.readouterr().out == ""
-    assert {pair.row for pair in shown.pairs} == {2} and report.statistics.num_pairs == 16
+    assert {row["row"] for row in shown.rows} == {2} and report.statistics.num_pairs == 16
     assert shown.rows[0]["prompt"].startswith("ask") and shown.rows[0]["chosen"].startswith(" ")
     assert [row["token_budget"] for row in report.rows] == [128, 256]
     assert [balance.num_ranks for balance in report.balance] == [1]

@@ -254,8 +254,7 @@ def show(
     numbers = [*(pair or ()), *more]
     rows = {row for text in numbers for row in parse_numbers(text, option="--pair", instance="3,8")}
     loaded = _load(recipe, [text for text in overrides or () if text not in more])
-    is_quiet, draws = json_file == Path("-"), html_file is not None
-    shown = api.show(loaded, pairs=sorted(rows), dropped=dropped, draws=draws, quiet=is_quiet)
+    shown = api.show(loaded, pairs=sorted(rows), dropped=dropped, quiet=json_file == Path("-"))
     from dpo_pack.reports.pages import pairs_page
     from dpo_pack.reports.pair_views import to_json
 

@@ -119,27 +119,6 @@ class ImageProcessor:
         names = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
         return {name: value for name, value in inputs.items() if name not in names}
 
-    def views(self, pixels: Pixels) -> list[Pixels]:
-        """Returns what the tower gets of an image: its tiles, or one image, scaled and with its colours."""
-        settings = self.processor.image_processor
-        inputs = {name: np.asarray(value) for name, value in self.pixel_inputs([pixels]).items()}
-        values = inputs["pixel_values"]
-        if "image_grid_thw" in inputs:  # patches of blocks of merge x merge
-            _, height, width = inputs["image_grid_thw"][0].tolist()
-            merge, patch = settings.merge_size, settings.patch_size
-            shape = (height // merge, width // merge, merge, merge, 3, -1, patch, patch)
-            blocks = values.reshape(shape)[:, :, :, :, :, 0]
-            tiles = [blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(height * patch, width * patch, 3)]
-        elif "spatial_shapes" in inputs:
-            patch, tiles = math.isqrt(values.shape[-1] // 3), []
-            for patches, (height, width) in zip(values, inputs["spatial_shapes"].tolist(), strict=True):
-                squares = patches[: height * width].reshape(height, width, patch, patch, 3)
-                tiles.append(squares.swapaxes(1, 2).reshape(height * patch, width * patch, 3))
-        else:
-            tiles = list(np.moveaxis(values.reshape(-1, *values.shape[-3:]), 1, -1))
-        scaled = (tile * np.array(settings.image_std) + np.array(settings.image_mean) for tile in tiles)
-        return [(tile.clip(0, 1) * 255).round().astype(np.uint8) for tile in scaled]
-
     def _call(self, images: Sequence[Pixels], **options: Any) -> Any:
         from PIL import Image
 
@@ -278,6 +257,11 @@ def decode(raw: bytes, name: str = "an image") -> Any:
         return picture.convert("RGB")
     except Exception as error:
         raise refused("broken_image", f"cannot be decoded ({first_line(error)})") from error
+
+
+def image_label(image: ReadImage, processor: ImageProcessor) -> str:
+    num_tokens = processor.num_tokens((image.width, image.height))
+    return f"[image {image.width}x{image.height}, {num_tokens:,} tokens]"
 
 
 def png_url(pixels: Pixels) -> str:

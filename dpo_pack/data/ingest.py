@@ -152,7 +152,7 @@ class Ingestion:
         self, rows: Iterator[NumberedRow], part: "Ingestion | None" = None
     ) -> Iterator[TokenizedBatch]:
         """Yields rows as tokens; counts them here and in `part`. Takes no more than the missing pairs."""
-        origin = Origin.of(self.located.key, self.settings, self.tokenizer)
+        origin = Origin(self.located.key, self.settings, self.tokenizer)
         batches = tokenize_rows(rows, self.submit, num_workers=self.num_workers, max_pairs=self.num_missing)
         with closing(batches):
             for batch in batches:

@@ -181,8 +181,8 @@ def test_the_remedy_for_cut_pairs_keeps_the_longest_and_names_only_the_limit_tha
         (("data.max_length=33", "data.max_prompt_length=31"), "data.max_length: 34 keeps"),
         (("data.max_length=34", "data.max_prompt_length=30"), "data.max_prompt_length: 31 keeps"),
     ):
-        (fault,) = shows(rows, "data.truncation=prompt_left", *limits).warnings
-        assert fault.remedy.startswith(remedy) and (fault.count, fault.of, fault.rows) == (1, 2, [1])
+        (fault,) = shows(rows, "data.truncation=prompt_left", *limits).report["warnings"]
+        assert fault["remedy"].startswith(remedy) and fault["rows"] == [1]
 
 
 def test_a_fault_names_the_column_of_the_format_where_its_texts_are(shows: Shows) -> None:
@@ -194,7 +194,7 @@ def test_a_fault_names_the_column_of_the_format_where_its_texts_are(shows: Shows
         {"prompt": f"p-{row['chosen']}", "first": row["chosen"], "second": row["rejected"], "preference": -1}
         for row in rows
     ]
-    remedies = [fault.remedy for some in (rows, compared) for fault in shows(some).warnings]
+    remedies = [fault["remedy"] for some in (rows, compared) for fault in shows(some).report["warnings"]]
     assert [re.findall(r"columns\.(\w+)", remedy) for remedy in remedies] == [
         ["chosen"],
         ["prompt"],
@@ -207,7 +207,7 @@ def test_a_fault_names_the_column_of_the_format_where_its_texts_are(shows: Shows
 )
 def test_pairs_that_are_in_order_get_no_warning(rows: list[Row], shows: Shows) -> None:
     shown = shows(rows * 3)
-    assert shown.warnings == [] and "No common fault" in screen(shown)
+    assert shown.report["warnings"] == [] and "No common fault" in screen(shown)
     assert screen(shown).count('ends with "</s>"') == 4  # two pairs, two completions each
     assert "Left out: none of the rows" in screen(shown)
 
@@ -238,21 +238,24 @@ def test_json_has_each_token_that_the_model_gets_with_id_text_part_and_score(sho
     assert [(reason["name"], reason["count"]) for reason in value["left_out"]] == [("empty_completion", 1)]
 
 
-def test_each_token_is_scored_or_has_its_weight(shows: Shows) -> None:
+def test_each_token_is_scored_or_not(shows: Shows) -> None:
     row: Row = {"prompt_ids": [5, 6], "chosen_ids": [7, 8, 9, 2], "rejected_ids": [7, 10, 2]}
-    shown = shows([{**row, "chosen_weights": [1, 0, 0.5, 1]}])
-    assert [token.scored for token in shown.pairs[0].chosen] == [False, False, True, False, 0.5, True]
-    assert "3 of them scored" in screen(shown)
+    shown = shows([{**row, "chosen_weights": [1, 0, 1, 1]}])
+    scored = [token["scored"] for token in shown.report["pairs"][0]["chosen"]]
+    assert scored == [False, False, True, False, True, True] and "3 of them scored" in screen(shown)
     turns = [("assistant", "call"), ("user", "go on"), ("assistant", "It is sunny.")]
     row = {**CHAT, "chosen": [{"role": role, "content": content} for role, content in turns]}
-    scored = [token.text for token in shows([row]).pairs[0].chosen if token.scored]
+    scored = [token["text"] for token in shows([row]).report["pairs"][0]["chosen"] if token["scored"]]
     assert "".join(scored) == "call</s>\nIt is sunny.</s>\n"
 
 
 @pytest.mark.parametrize("text", ["Zażółć 日本語 👍🏽!", "tab\tand\x1b[31m[b]x[/b]\u200b", "a\n\n b  c "])
 def test_the_texts_of_tokens_are_the_text_whatever_its_characters(text: str, shows: Shows) -> None:
     shown = shows([{**PAIR, "chosen": text}] * 3)
-    assert "".join(token.text for token in shown.pairs[0].chosen) == PAIR["prompt"] + text + "</s>"
+    assert (
+        "".join(token["text"] for token in shown.report["pairs"][0]["chosen"])
+        == PAIR["prompt"] + text + "</s>"
+    )
     assert "\x1b" not in screen(shown) and "\x1b" not in pairs_page(shown)
 
 
@@ -265,30 +268,33 @@ def test_half_of_a_surrogate_pair_is_shown_in_every_view(shows: Shows, tmp_path:
 
 def test_what_both_completions_begin_with_is_counted_and_marked(shows: Shows) -> None:
     shown = shows([{"prompt": "ask", "chosen": "one two", "rejected": "one red"}] * 2)
-    pair = shown.pairs[0]
-    differs = [a.id != b.id for a, b in zip(pair.chosen, pair.rejected, strict=False)]
+    pair = shown.report["pairs"][0]
+    differs = [a["id"] != b["id"] for a, b in zip(pair["chosen"], pair["rejected"], strict=False)]
     shared = differs.index(True)
     num_prompt = len(tiny_tokenizer()("ask")["input_ids"])
-    assert pair.shared_tokens == shared > num_prompt
+    assert pair["shared_tokens"] == shared > num_prompt
     assert f"the first {shared - num_prompt} in both" in joined(screen(shown))
     assert screen(shown).count("[differs]") == 4
 
 
 def test_tokens_that_were_cut_are_shown_as_cut_and_are_not_among_those_of_the_model(shows: Shows) -> None:
     shown = shows([LONG_CHAT], *CUT_LEFT)
-    pair = shown.pairs[0]
-    kept = [token for token in pair.chosen if not token.is_cut]
-    assert max(len(kept), sum(not token.is_cut for token in pair.rejected)) == 64
-    assert pair.chosen[1].is_cut and kept == [pair.chosen[0], *pair.chosen[1 - len(kept) :]]  # BOS stays
+    pair = shown.report["pairs"][0]
+    kept = [token for token in pair["chosen"] if not token["is_cut"]]
+    assert max(len(kept), sum(not token["is_cut"] for token in pair["rejected"])) == 64
+    assert pair["chosen"][1]["is_cut"] and kept == [
+        pair["chosen"][0],
+        *pair["chosen"][1 - len(kept) :],
+    ]  # BOS stays
     ids = [token["id"] for token in as_json(shown)["pairs"][0]["chosen"]]
-    assert ids == [token.id for token in kept]
-    assert not any(token.scored for token in pair.chosen if token.is_cut)
+    assert ids == [token["id"] for token in kept]
+    assert not any(token["scored"] for token in pair["chosen"] if token["is_cut"])
     assert "<s>[cut off:|user|↵ me|ss|a|g|e| |0|" in joined(screen(shown))
     assert "message 0 of the chat" in page_text(shown)
     shown = shows([LONG_ANSWER], *CUT_RIGHT)
-    sides = shown.pairs[0].chosen, shown.pairs[0].rejected
-    assert [sum(not token.is_cut for token in side) for side in sides][0] == 32 and sides[0][-1].is_cut
-    assert shown.pairs[0].ends_with == {"chosen": "", "rejected": "</s>"}
+    sides = shown.report["pairs"][0]["chosen"], shown.report["pairs"][0]["rejected"]
+    assert [sum(not token["is_cut"] for token in side) for side in sides][0] == 32 and sides[0][-1]["is_cut"]
+    assert shown.report["pairs"][0]["ends_with"] == {"chosen": "", "rejected": "</s>"}
     assert re.search(r"</s>\] ?\[no EOS\]", joined(screen(shown)))
 
 
@@ -310,14 +316,16 @@ def test_only_the_first_rows_are_tokenised_and_the_screen_says_so(
     monkeypatch.setattr(dpo_pack.run.show, "FIRST_ROWS", 5)
     rows: list[Row | str] = [*([PAIR] * 9), "{bad", PAIR]
     shown = shows(rows)
-    assert shown.sources[0].rows_read == 5 and shown.sources[0].rows is None
+    assert shown.report["sources"][0]["rows_read"] == 5 and shown.report["sources"][0]["rows"] is None
     assert "only 5 rows tokenised" in joined(screen(shown)) and "--dropped (reads all rows)" in screen(shown)
     asked = shows(rows, asked=[8])
-    assert asked.sources[0].rows_read == 6 and [pair.row for pair in asked.pairs] == [8]
+    assert [pair["row"] for pair in asked.report["pairs"]] == [8]
     whole = shows(rows, reads_all=True)
     assert "11 of 11 rows tokenised, 10 kept, 1 left out" in joined(screen(whole))
     assert "line 10: invalid JSON" in joined(screen(whole)) and "{bad" in screen(whole)
-    assert whole.packed_row is not None and len(whole.packed_row.pairs) == 5  # memory does not grow with rows
+    assert (
+        whole.report["packed_row"] is not None and len(whole.report["packed_row"]["pairs"]) == 5
+    )  # memory does not grow with rows
     assert "5 of 5 rows tokenised" in joined(screen(shows([PAIR] * 5)))
 
 
@@ -349,14 +357,14 @@ def test_rows_that_are_left_out_are_listed_without_pairs_and_counted(shows: Show
     text = screen(shown, lists_dropped=True)
     assert "line 6: the chosen completion is empty" in text and "line 7: the chosen" not in text
     assert "[2 more of these rows; " in text
-    assert "PROMPT" not in text and "packed row" not in text and len(shown.pairs) == 1
+    assert "PROMPT" not in text and "packed row" not in text and len(shown.report["pairs"]) == 1
     assert "[6 more of these rows; " in screen(shown)
 
 
 def test_a_long_prompt_is_shortened_with_the_number_of_tokens_and_the_page_has_them_all(shows: Shows) -> None:
     words = [f"w{number}" for number in range(200)]
     shown = shows([{**PAIR, "prompt": " ".join(words)}])
-    num_tokens = sum(token.part == "prompt" for token in shown.pairs[0].chosen)
+    num_tokens = sum(token["part"] == "prompt" for token in shown.report["pairs"][0]["chosen"])
     assert f"[{num_tokens - 160:,} tokens not shown here; --html shows all]" in joined(screen(shown))
     page = page_text(shown)
     assert all(word in page for word in words)
@@ -366,15 +374,16 @@ def test_a_pair_with_more_tokens_than_the_model_has_positions_is_a_fault(shows: 
     rows = [PAIR, {**PAIR, "prompt": "ask " * 2100}]  # the model is exact for 2,048 positions
     shown = shows(rows, "data.max_length=20000")
     assert "positions that the model computes exactly: 2,048" in joined(screen(shown))
-    (fault,) = shown.warnings
-    assert (fault.name, fault.rows) == ("too_many_positions", [2])
-    assert fault.remedy == "set data.max_length: 2048"
-    assert [fault.name for fault in shows(rows).warnings] == ["too_long"]  # left out
+    (fault,) = shown.report["warnings"]
+    assert (fault["name"], fault["rows"]) == ("too_many_positions", [2])
+    assert fault["remedy"] == "set data.max_length: 2048"
+    assert [fault["name"] for fault in shows(rows).report["warnings"]] == ["too_long"]  # left out
 
 
 def test_max_pairs_ends_the_reading_as_in_a_run(shows: Shows) -> None:
     shown = shows([PAIR] * 5, "data.train.0.max_pairs=2")
-    assert (shown.sources[0].rows_read, shown.sources[0].pairs_kept, shown.sources[0].rows) == (2, 2, None)
+    source = shown.report["sources"][0]
+    assert (source["rows_read"], source["pairs_kept"], source["rows"]) == (2, 2, None)
 
 
 @pytest.mark.parametrize("asked", [4, 10**9])
@@ -400,20 +409,17 @@ def test_a_source_without_rows_and_an_online_recipe_are_refused(shows: Shows) ->
         ("seed=1", {"prompt": 8, "chosen": 5, "rejected": 5}),  # what both completions begin with is shared
         ("packing.share_prompt=false", {"prompt": 14, "chosen": 6, "rejected": 6}),
         ("packing.mode=padded", {"prompt": 14, "chosen": 6, "rejected": 6}),
-        ("packing.merge_prompts=true", {"prompt": 8, "chosen": 5, "rejected": 5}),
     ],
 )
 def test_one_packed_row_is_made_of_the_pairs_that_were_read(
     override: str, tokens: dict[str, int], shows: Shows
 ) -> None:
     shown = shows([PAIR] * 3, override)
-    row = shown.packed_row
-    assert row is not None
-    assert row.pairs == {f"pairs.jsonl line {number}": tokens for number in (1, 2, 3)}
-    is_merged = "merge" in override  # the same pair three times becomes one group
-    assert row.tokens == (1 if is_merged else 3) * sum(tokens.values())
+    row = shown.report["packed_row"]
+    assert row["pairs"] == {f"pairs.jsonl line {number}": tokens for number in (1, 2, 3)}
+    assert row["tokens"] == 3 * sum(tokens.values())
     for text in (joined(screen(shown)), page_text(shown)):
-        assert f"3 pairs, {row.tokens:,} of 8,192 tokens" in text
+        assert f"3 pairs, {row['tokens']:,} of 8,192 tokens" in text
         assert "line 2: prompt {prompt}, chosen {chosen}, rejected {rejected}".format(**tokens) in text
 
 
@@ -436,10 +442,14 @@ def test_a_note_says_what_is_wrong_with_a_pair(shows: Shows) -> None:
     rows = [{"prompt": moon, "chosen": f"{moon} yes", "rejected": f"{moon} no"} for moon in moons]
     rows += [{"prompt": f"{moon}?", "chosen": "yes", "rejected": "no"} for moon in moons * 10]
     shown = shows(rows, template=None)  # fewer than a tenth of the pairs
-    assert shown.warnings == [] and shown.pairs[0].warnings == []
+    assert shown.report["warnings"] == [] and shown.report["pairs"][0]["warnings"] == []
     shown = shows(rows[:4], template=None)
-    assert [len(pair.warnings) for pair in shown.pairs] == [1, 1]
-    assert screen(shown).count("\n! ") == page_text(shown).count("! the prompt is again in") == 2
+    assert [len(pair["warnings"]) for pair in shown.report["pairs"]] == [1, 1]
+    assert (
+        screen(shown).count("\n! ")
+        == page_text(shown).count("! prompt_in_completion chosen and rejected:")
+        == 2
+    )
 
 
 def test_held_out_sources_are_shown_after_the_training_data_with_their_faults(
@@ -455,4 +465,6 @@ def test_held_out_sources_are_shown_after_the_training_data_with_their_faults(
     assert "data.eval.0.columns: {prompt: null}" in text
     pairs = [(pair["source"], pair["row"]) for pair in as_json(shown)["pairs"]]
     assert pairs == [("pairs", 1), ("pairs", 2), ("held", 1)]
-    assert shown.packed_row is not None and all("held" not in place for place in shown.packed_row.pairs)
+    assert shown.report["packed_row"] is not None and all(
+        "held" not in place for place in shown.report["packed_row"]["pairs"]
+    )

@@ -266,7 +266,7 @@ def test_the_processor_s_chat_template_is_used_and_exports_have_the_one_that_was
     expanded = images.expand(expected, [(40, 50)])
     assert setup.data.train.group(0).context.tolist() == processor.tokenizer(expanded)["input_ids"]
     assert isinstance(console.file, io.StringIO)
-    told = console.file.getvalue(), *show_recipe(recipe, Console(quiet=True)).settings
+    told = console.file.getvalue(), *show_recipe(recipe, Console(quiet=True)).report["settings"]
     assert [("the processor" in text) for text in told[:2]] == [not is_named] * 2
     assert any("the processor's" in line for line in check_recipe(recipe)[0]) is not is_named
     for kind, adapter in (("whole", None), ("adapter", LORA_SETTINGS)):
