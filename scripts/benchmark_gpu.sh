@@ -259,7 +259,6 @@ most=$most_tests part proofs-0.5b.txt "proofs at 0.5b" "$BASH" "$script" --call 
 # TRL's micro-batches are pairs. Two steps are not timed, and in the sweeps four are.
 budgets=8192,16384,32768,65536
 also=(--also model.compile=true)
-"$python" -c 'import liger_kernel' 2>/dev/null && also+=(--also model.kernels=liger)
 measure hh-0.5b "${hh[@]}" --model 0.5b --num-pairs 512 --sweep-pairs 384 --repeats 3 \
     --microbatches 1,2,4,8,16 --token-budgets $budgets "${also[@]}"
 measure tulu3-0.5b --workload tulu3 --model 0.5b --num-pairs 512 --sweep-pairs 384 --repeats 3 \

@@ -32,7 +32,6 @@ from dpo_pack.model.config import (
 )
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fast_layers import (
-    apply_liger,
     cast_experts,
     experts_note,
     speed_up_linears,
@@ -168,8 +167,6 @@ def _change_layers(
     facts: ModelFacts, scorer: CompletionLogps, device: torch.device, weights_on: torch.device
 ) -> None:
     model = scorer.model
-    if facts.kernels == "liger":
-        apply_liger(model)
     if device.type == "cpu":
         speed_up_linears(model)
     if facts.mlp_tile_tokens is not None:

@@ -75,7 +75,6 @@ class ModelFacts:
     new_adapter: LoraSettings | None = None  # the adapter that the policy gets for its training
     # Settings of the recipe for loading the model:
     attention: str = "auto"
-    kernels: str = "none"
     compile: bool | Literal["auto"] = False
     gradient_checkpointing: bool | Literal["selective"] = False
     activation_offload: bool = False

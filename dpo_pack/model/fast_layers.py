@@ -1,8 +1,6 @@
 """Replaces the forwards of a model's layers by faster ones that compute the same; `stock_layers` undoes it.
 
 - On a CPU, oneDNN computes the products of linear layers where it is faster than torch's own.
-- liger-kernel (Hsu et al. 2024, arXiv 2410.10989) computes RMSNorm, rotary positions and gated MLPs in one
-  pass each; its losses give no log-probs of tokens.
 - The last feed-forward block, after which no position reads another, is computed only at positions whose
   hidden state predicts a scored token.
 
@@ -14,21 +12,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from dpo_pack.model.compiling import text_model
-from dpo_pack.system.errors import RecipeError, UnsupportedModelError
+from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.system.machine import is_intel
 
 # torch computes fp32 products with MKL. On AMD processors with AVX-512 oneDNN computes `x @ weight.T` and
@@ -139,64 +135,6 @@ def experts_note(device: torch.device, dtype: torch.dtype) -> str | None:
     )
 
 
-# For each family: the options of liger-kernel that we switch on.
-LIGER_FAMILIES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), ("rope", "rms_norm", "geglu")),
-    **dict.fromkeys(
-        ("granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"),
-        ("rope", "rms_norm", "swiglu"),
-    ),
-}
-
-# By module of transformers: the original functions that liger-kernel has replaced for all models of a family.
-_replaced: dict[str, dict[str, Callable[..., Any]]] = {}
-
-
-def check_kernels(config: PretrainedConfig, device: torch.device) -> None:
-    """Raises RecipeError (device) or UnsupportedModelError (family) if liger cannot be used."""
-    if device.type != "cuda":
-        raise RecipeError(
-            f"model.kernels: liger's kernels run on CUDA devices, and this is {device.type}; set "
-            "model.kernels: none"
-        )
-    family = config.get_text_config().model_type
-    if family not in LIGER_FAMILIES:
-        raise UnsupportedModelError(
-            f"model.kernels: liger has no kernels that we use for {family}, only for "
-            f"{', '.join(LIGER_FAMILIES)}; set model.kernels: none"
-        )
-
-
-def apply_liger(model: PreTrainedModel) -> None:
-    """Makes the layers of `model` compute with liger-kernel, in place. Raises UnsupportedModelError when the
-    package does not fit the installed transformers."""
-    family = model.config.get_text_config().model_type
-    code = sys.modules[type(model).__module__]
-    before = dict(vars(code))
-    try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-        MODEL_TYPE_TO_APPLY_LIGER_FN[family](
-            model=model,
-            cross_entropy=False,
-            fused_linear_cross_entropy=False,
-            **dict.fromkeys(LIGER_FAMILIES[family], True),
-        )
-    except (ImportError, AttributeError, KeyError, TypeError) as error:
-        raise UnsupportedModelError(
-            f"model.kernels: the installed liger-kernel does not fit {family} of transformers "
-            f"{transformers.__version__} ({error}); install another, or set model.kernels: none"
-        ) from error
-    finally:
-        for key, plain in before.items():
-            if vars(code)[key] is plain:
-                continue
-            if isinstance(plain, type):  # classes are restored, because fingerprints use their source files
-                setattr(code, key, plain)
-            else:
-                _replaced.setdefault(code.__name__, {}).setdefault(key, plain)
-
-
 def feed_forwards(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module | None]]:
     """Returns (decoder layer, its feed-forward block), at least one; None if the block is not one module."""
     text, num_layers = text_model(model), model.config.get_text_config().num_hidden_layers
@@ -289,13 +227,8 @@ class _TrimmedBlock:
 def stock_layers(model: PreTrainedModel) -> Iterator[None]:
     """Context in which every module runs its class's own forward; only `times_transposed` still acts."""
     own = {module: vars(module).pop("forward") for module in model.modules() if "forward" in vars(module)}
-    code = vars(sys.modules[type(model).__module__])
-    plain = _replaced.get(type(model).__module__, {})
-    other = {key: code[key] for key in plain}
-    code.update(plain)
     try:
         yield
     finally:
-        code.update(other)
         for module, forward in own.items():
             module.forward = forward

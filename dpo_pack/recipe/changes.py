@@ -12,7 +12,7 @@ from dpo_pack.recipe.text import Tree
 # A run may be resumed with other values of these keys, because they do not change training. (If a run could
 # start with data.on_bad_row: error, there are no bad rows.)
 NEUTRAL_KEYS: tuple[str, ...] = (
-    "output_dir", "model.attention", "model.gradient_checkpointing", "model.compile", "model.kernels",
+    "output_dir", "model.attention", "model.gradient_checkpointing", "model.compile",
     "model.activation_offload", "model.mlp_tile_tokens", "model.unused_tensors",
     "reference.cache_dir", "reference.token_budget", "data.on_bad_row",
     "data.num_workers", "train.eval_every_steps", "train.eval_precision", "train.stop_on_nonfinite",

@@ -279,7 +279,6 @@ def _package_problems(recipe: Recipe, *, trains: bool) -> Iterator[Problem]:
     for key, module, is_needed in (
         ("model.lora", "peft", recipe.model.lora is not None),
         ("model.images", "PIL", recipe.model.images),
-        ("model.kernels", "liger_kernel", recipe.model.kernels == "liger"),
         ("model.quantize", "bitsandbytes", recipe.model.quantize is not None),
         ("optim.name", "bitsandbytes", recipe.optim.name == "adamw_8bit"),
         ("online.generator.type", "vllm", generator == "vllm"),

@@ -61,8 +61,6 @@ class ModelRecipe(types.Section):
     compile: Literal["auto"] | bool = "auto"
     """Compile the layers and the work on logits with torch.compile; a start is seconds to minutes longer.
     auto: on CUDA, if a C++ compiler and triton are there and a small row compiles."""
-    kernels: Literal["none", "liger"] = "none"
-    """liger: liger-kernel computes norms, rotary positions and gated MLPs; on CUDA, for families it fits."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     unused_tensors: Literal["error", "warn"] = "error"

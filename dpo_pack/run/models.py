@@ -25,7 +25,6 @@ from dpo_pack.model.building import load_model
 from dpo_pack.model.compiling import compiler_obstacle
 from dpo_pack.model.config import check_packs, routes_tokens
 from dpo_pack.model.facts import ModelFacts
-from dpo_pack.model.fast_layers import check_kernels
 from dpo_pack.model.fingerprint import meta_tensors, weight_files
 from dpo_pack.model.loading import load_config, load_processor
 from dpo_pack.model.lora import LoraSettings, read_adapter, require_peft
@@ -98,7 +97,6 @@ def resolve_model(
         else None,
         new_adapter=None if lora is None else LoraSettings(**lora.model_dump(), seed=recipe.seed),
         attention=settings.attention,
-        kernels=settings.kernels,
         compile=settings.compile,
         gradient_checkpointing=settings.gradient_checkpointing,
         activation_offload=settings.activation_offload,
@@ -122,8 +120,6 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
         _check_quantised(model, is_trained=is_trained)
     if is_trained and model.router_aux_coef:
         model.balance  # noqa: B018  # raises if the model has no such loss
-    if model.kernels == "liger":
-        check_kernels(model.config, device)
     if model.compile is True and (obstacle := compiler_obstacle(device)):
         raise RecipeError(f"model.compile: {obstacle}; install what is missing, or set model.compile: false")
     if model.is_packed:
@@ -201,7 +197,7 @@ def load_and_prove(
         if device.type == "cuda"
         else f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
         "code": own_code(),
-        "layers": [model.kernels, "compiled" if loaded.scorer.is_compiled else "eager"],
+        "layers": "compiled" if loaded.scorer.is_compiled else "eager",
         "recurrent kernels": sorted(loaded.scorer.recurrent_kernels),
         "versions": package_versions(),
         "shards": strategy.shards,  # the proof includes the code that gathers them

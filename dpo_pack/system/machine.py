@@ -32,7 +32,7 @@ _BFLOAT16_FLAGS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm
 _PACKAGES = (
     "torch", "torchvision", "pillow", "transformers", "accelerate", "datasets", "tokenizers", "safetensors",
     "pyarrow", "numpy",
-    "flash-attn", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "liger-kernel", "peft",
+    "flash-attn", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "peft",
 )  # fmt: skip
 
 

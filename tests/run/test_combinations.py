@@ -1,7 +1,7 @@
 """What a recipe can combine, two by two: each run equals a plain loop in float64, or is refused in one line.
 
 support/combinations.py has the factors and the rules, support/plain_steps.py the loop. Not among the factors:
-dropout of adapters, which draws numbers that no other code draws; what needs CUDA (liger, flash_attn,
+dropout of adapters, which draws numbers that no other code draws; what needs CUDA (flash_attn,
 adamw_8bit); `model.compile`, which takes a minute a run (tests/model/test_compiling.py).
 """
 
