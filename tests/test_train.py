@@ -171,7 +171,7 @@ def test_a_reference_of_its_own_is_used_and_gone_before_training(
     loaded: list[str] = []
 
     def spy(facts: ModelFacts, **settings: Any) -> Any:
-        loaded.append(Path(facts.path).name)
+        loaded.append(Path(facts.settings.path).name)
         return load_model(facts, **settings)
 
     monkeypatch.setattr(recipe_models, "load_model", spy)

@@ -6,8 +6,7 @@ import copy
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -47,7 +46,7 @@ from dpo_pack.model.loading import (
     whole_reports,
 )
 from dpo_pack.model.logps import WantedStatistics, compile_head
-from dpo_pack.model.lora import Adapter, LoraSettings, attach_adapter
+from dpo_pack.model.lora import attach_adapter
 from dpo_pack.model.parallel import ALONE, Strategy, shard_model
 from dpo_pack.model.quantize import compute_restored, quantization_settings
 from dpo_pack.model.recurrence import wrap_recurrent_layers
@@ -62,36 +61,25 @@ def load_model(
     *,
     device: torch.device,
     strategy: Strategy = ALONE,
-    adapter: LoraSettings | None = None,
+    adds_adapter: bool = False,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> LoadedModel:
-    """Loads the model on the device, with a new `adapter` if given, else with the one of its facts.
+    """Loads the model on the device; with `adds_adapter` it gets the new adapter of its settings, if any.
 
     All ranks must call it if the strategy shards. With `tensors`, the checkpoint's on the meta device, it
     reads no weights, and compares these with the model. Raises ModelError when loading fails, a weight is
-    missing or (`refuses_unused`) not used, UnsupportedModelError when the model cannot be exact."""
-    if strategy.shards:
-        return _load_in_shards(facts, device, strategy, adapter)
-    weights_on = device if tensors is None else torch.device("meta")
-    return _load(facts, device, weights_on, adapter, tensors)
-
-
-def _load_in_shards(
-    facts: ModelFacts, device: torch.device, strategy: Strategy, adapter: LoraSettings | None
-) -> LoadedModel:
+    missing or not used, UnsupportedModelError when the model cannot be exact."""
+    meta = torch.device("meta")
+    if not strategy.shards:
+        return _load(facts, device, device if tensors is None else meta, adds_adapter, tensors)
     if facts.quantization is not None:
         raise ModelError(
-            f"{facts.recipe_key}: the weights of {facts.path} are quantised, and quantised weights cannot be "
-            "in shards; set distributed.strategy: ddp"
+            f"{facts.recipe_key}: the weights of {facts.settings.path} are quantised, and quantised weights "
+            "cannot be in shards; set distributed.strategy: ddp"
         )
     with ranks.first_goes_first():
-        weights_on = ranks.only_first_has(torch.device("cpu")) or torch.device("meta")
-        loaded = _load(facts, device, weights_on, adapter, None)
-        if any("tie_word_embeddings" in note for note in loaded.notes):
-            raise ModelError(
-                f"{facts.recipe_key}: config.json of {facts.path} says tie_word_embeddings: true, but the "
-                "weights of head and embeddings differ; correct it to false, or set distributed.strategy: ddp"
-            )
+        weights_on = ranks.only_first_has(torch.device("cpu")) or meta
+        loaded = _load(facts, device, weights_on, adds_adapter, None)
     shard_model(loaded.scorer, strategy, device)
     return loaded
 
@@ -100,88 +88,80 @@ def _load(
     facts: ModelFacts,
     device: torch.device,
     weights_on: torch.device,
-    new_adapter: LoraSettings | None,
+    adds_adapter: bool,
     tensors: Mapping[str, Tensor] | None,
 ) -> LoadedModel:
     """`weights_on` is where the weights are put first; on the meta device they are not read."""
-    config, adapter, attached = copy.deepcopy(facts.config), new_adapter or facts.adapter, None
+    config, settings, precision = copy.deepcopy(facts.config), facts.settings, facts.precision
     if facts.is_packed:
-        choice = choose_attention(config, facts.attention, device=device, dtype=facts.precision.activations)
+        choice = choose_attention(config, settings.attention, device=device, dtype=precision.activations)
     else:  # the name is part of the key of cached log-probs
         name = ", ".join(filter(None, ("model's own", own_attention(config))))
         choice = BackendChoice(name=name, reason="padded batches need no layout")
     replaced = replace_settings(config)
-    with load_errors(facts.path, facts.recipe_key), quiet_transformers() as said:
+    adapter = facts.adapter or (settings.lora if adds_adapter else None)
+    with load_errors(settings.path, facts.recipe_key), quiet_transformers() as said:
         model, notes = _read_model(facts, config, weights_on, tensors)
     if routes_tokens(config):
         cast_experts()
-        notes += filter(None, [experts_note(device, facts.precision.activations)])
+        notes += filter(None, [experts_note(device, precision.activations)])
     if any(getattr(module, "is_causal", True) is False for module in text_model(model).modules()):
         raise UnsupportedModelError(
-            f"{facts.recipe_key}: {facts.path}: {type(model).__name__} attends to later tokens of a prompt "
-            "as well, as PaliGemma and embedding models do; give a causal model"
+            f"{facts.recipe_key}: {settings.path}: {type(model).__name__} attends to later tokens of a "
+            "prompt as well, as PaliGemma and embedding models do; give a causal model"
         )
     if config.get_text_config() is not config:
         for parameter in tower_parameters(model):
             parameter.requires_grad_(False)
+    attached = None
     if adapter is not None:
-        attached = _attach(facts, model, adapter, weights_on, said)
+        with quiet_transformers() as more:
+            attached = attach_adapter(
+                model,
+                adapter,
+                base=settings.path,
+                revision=settings.revision,
+                recipe_key=facts.recipe_key,
+                reads_weights=weights_on.type != "meta",
+                seed=facts.seed,
+            )
+        said += more
     processor = facts.processor
     vision = None if processor is None else VisionInputs(processor=processor, family=vision_family(config))
     scorer = CompletionLogps(
         model,
         backend=BACKENDS[choice.name] if facts.is_packed else None,
-        autocast=facts.precision.autocast,
-        gather_dtype=facts.precision.gathered,
+        autocast=precision.autocast,
+        gather_dtype=precision.gathered,
         adapter=attached,
         wanted=WantedStatistics(squares=facts.keeps_squares),
         vision=vision,
     )
     _change_layers(facts, scorer, device, weights_on)
-    if tensors is None and (facts.compile is True or (facts.compile == "auto" and device.type == "cuda")):
+    if tensors is None:
         _compile(facts, scorer, device)
     return LoadedModel(scorer=scorer, attention=choice, replaced=replaced, notes=notes + said)
-
-
-def _attach(
-    facts: ModelFacts,
-    model: PreTrainedModel,
-    adapter: LoraSettings | Path,
-    weights_on: torch.device,
-    said: list[str],
-) -> Adapter:
-    with quiet_transformers() as more:
-        attached = attach_adapter(
-            model,
-            adapter,
-            base=facts.path,
-            revision=facts.revision,
-            recipe_key=facts.recipe_key,
-            reads_weights=weights_on.type != "meta",
-        )
-    said += more
-    return attached
 
 
 def _change_layers(
     facts: ModelFacts, scorer: CompletionLogps, device: torch.device, weights_on: torch.device
 ) -> None:
-    model = scorer.model
+    model, settings = scorer.model, facts.settings
     if device.type == "cpu":
         speed_up_linears(model)
-    if facts.mlp_tile_tokens is not None:
-        tile_feed_forwards(model, facts.mlp_tile_tokens, has_experts=routes_tokens(facts.config))
-    if facts.is_packed and num_recurrent_calls(facts.config):
-        wrap_recurrent_layers(model)
+    if settings.mlp_tile_tokens is not None:
+        tile_feed_forwards(model, settings.mlp_tile_tokens, has_experts=routes_tokens(facts.config))
     if facts.is_packed:
+        if num_recurrent_calls(facts.config):
+            wrap_recurrent_layers(model)
         trim_last_layer(model)
     # We train in evaluation mode: it allows gradients, and has no dropout and no noise in routers.
     scorer.eval()
     if weights_on.type != "meta":
         scorer.to(weights_on)
-    if facts.gradient_checkpointing:
-        is_selective = facts.gradient_checkpointing == "selective"
-        _checkpoint_activations(model, keeps_products=is_selective, offloads=facts.activation_offload)
+    if settings.gradient_checkpointing:
+        is_selective = settings.gradient_checkpointing == "selective"
+        checkpoint_activations(model, keeps_products=is_selective, offloads=settings.activation_offload)
 
 
 def _read_model(
@@ -191,19 +171,19 @@ def _read_model(
     tensors: Mapping[str, Tensor] | None,
 ) -> tuple[PreTrainedModel, list[str]]:
     """Returns also lines for the user. On the meta device parameters have no values, but buffers have."""
-    attention: Any = own_attention(config)
+    settings, attention = facts.settings, cast(Any, own_attention(config))
     if facts.is_packed:
         # The language model gets our attention; towers keep theirs, which reads all of an image.
         texts = [name for name in config.sub_configs if getattr(config, name) is config.get_text_config()]
         attention = dict.fromkeys(["", *texts], ATTENTION_NAME) if texts else ATTENTION_NAME
     options: dict[str, Any] = {
-        "trust_remote_code": facts.trust_remote_code,
+        "trust_remote_code": settings.trust_remote_code,
         "dtype": facts.precision.parameters,
         "attn_implementation": attention,
     }
-    if facts.quantize is not None:
-        options["quantization_config"] = quantization_settings(facts.quantize)
-    source = f"{facts.recipe_key}: {facts.path}"
+    if settings.quantize is not None:
+        options["quantization_config"] = quantization_settings(settings.quantize)
+    source = f"{facts.recipe_key}: {settings.path}"
     auto = auto_class(config, source)
     if weights_on.type == "meta":
         with init_empty_weights(include_buffers=False):
@@ -217,19 +197,20 @@ def _read_model(
     else:
         # We read weights directly onto a CUDA device. Otherwise each process would hold a copy on the CPU.
         # Without a map transformers puts quantised weights onto the first GPU, in every process.
-        has_map = weights_on.type == "cuda" or facts.quantize is not None
+        has_map = weights_on.type == "cuda" or settings.quantize is not None
         device_map = {"": weights_on} if has_map else None
-        options |= {"config": config, "revision": facts.revision, "device_map": device_map}
-        read = partial(auto.from_pretrained, facts.path, **options)
+        options |= {"config": config, "revision": settings.revision, "device_map": device_map}
+        read = partial(auto.from_pretrained, settings.path, **options)
     with whole_reports() as reports:
         model, loading = read(output_loading_info=True, ignore_mismatched_sizes=True)
-    notes = check_report(model, reports[0], loading, source=source, refuses_unused=facts.refuses_unused)
+    refuses = settings.unused_tensors == "error"
+    notes = check_report(model, reports[0], loading, source=source, refuses_unused=refuses)
     if getattr(model, "is_quantized", False):
         compute_restored(model)
     return model, notes if weights_on.type == "meta" else notes + check_tied(model)
 
 
-def _checkpoint_activations(
+def checkpoint_activations(
     model: PreTrainedModel, *, keeps_products: bool = False, offloads: bool = False
 ) -> None:
     """Makes layers recompute activations: with `keeps_products` not those of products and attention, with
@@ -249,10 +230,11 @@ def _checkpoint_activations(
 
 
 def _compile(facts: ModelFacts, scorer: CompletionLogps, device: torch.device) -> None:
-    falls_back = facts.compile == "auto"
-    # Selective checkpointing has to see each product.
-    is_plain = facts.gradient_checkpointing != "selective" and facts.quantization is None
-    if is_plain and (can_compile(scorer.model, device) or not falls_back):
+    wanted, falls_back = facts.settings.compile, facts.settings.compile == "auto"
+    if falls_back:  # selective checkpointing has to see each product
+        is_plain = facts.settings.gradient_checkpointing != "selective" and facts.quantization is None
+        wanted = device.type == "cuda" and is_plain and can_compile(scorer.model, device)
+    if wanted:
         compile_layers(scorer.model, falls_back=falls_back)
         scorer.head_passes = compile_head(falls_back=falls_back)
         scorer.is_compiled = True

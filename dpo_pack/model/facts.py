@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +36,13 @@ from dpo_pack.model.fingerprint import (
     weights_fingerprint,
 )
 from dpo_pack.model.loading import auto_class, load_errors, quiet_transformers
-from dpo_pack.model.lora import LoraSettings
-from dpo_pack.model.quantize import Quantization, quantization_settings
+from dpo_pack.model.quantize import quantization_settings
 from dpo_pack.model.recurrence import recurrence_sizes
 from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.scorer import Precision
 from dpo_pack.model.vision import PixelProcessor
 from dpo_pack.packing.lengths import AttentionKind, ModelShape
+from dpo_pack.recipe.schema import ModelRecipe
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RecipeError
 
@@ -60,47 +60,40 @@ class RouterBalance:
 class ModelFacts:
     """What is known about a model without loading its weights. Cached properties take time to compute."""
 
-    path: str  # a hub id or a directory: of the base model, if `adapter` is given
-    revision: str | None
+    # The recipe's `model`, for this model: `path` and `revision` are of the base, if `adapter` is given. Only
+    # the policy has `lora`, and only a model that trains or has an adapter has `quantize`.
+    settings: ModelRecipe
     recipe_key: str  # the recipe key that error messages name
     adapter: Path | None  # the directory of a saved LoRA adapter; None also for a new adapter
     config: PretrainedConfig
-    trust_remote_code: bool
     precision: Precision
     is_packed: bool
     cache_dir: Path
     router_aux_coef: float | None = 0.0  # of the recipe, for the policy; see `balance`
-    quantize: Quantization | None = None  # how the weights are quantised while they are loaded
     processor: Any = None  # `ImageProcessor` of images in prompts; None: the model reads texts only
-    new_adapter: LoraSettings | None = None  # the adapter that the policy gets for its training
-    # Settings of the recipe for loading the model:
-    attention: str = "auto"
-    compile: bool | Literal["auto"] = False
-    gradient_checkpointing: bool | Literal["selective"] = False
-    activation_offload: bool = False
-    mlp_tile_tokens: int | None = None
-    refuses_unused: bool = False  # tensors of the checkpoint
     keeps_squares: bool = False  # the scorer also gives what `loss.weighting: wpo` needs
+    seed: int = 0  # of a new adapter's values
 
     @property
     def label(self) -> str:
         """The hub id or path by which the user named the model."""
-        return self.path if self.adapter is None else str(self.adapter)
+        return self.settings.path if self.adapter is None else str(self.adapter)
 
     @property
     def quantization(self) -> dict[str, Any] | None:
         """How the weights are quantised, in the files or while they are loaded; None: not at all."""
         settings: dict[str, Any] | None = self.config.to_dict().get("quantization_config")
-        if settings is None and self.quantize is not None:
-            return quantization_settings(self.quantize).to_dict()
+        if settings is None and self.settings.quantize is not None:
+            return quantization_settings(self.settings.quantize).to_dict()
         return settings
 
     @functools.cached_property
     def architecture(self) -> PreTrainedModel:
         """The model on the meta device, without weights and adapters. Raises ModelError."""
-        with load_errors(self.path, self.recipe_key):
-            source = f"{self.recipe_key}: {self.path}"
-            return without_weights(self.config, trust_remote_code=self.trust_remote_code, source=source)
+        path, trusts = self.settings.path, self.settings.trust_remote_code
+        with load_errors(path, self.recipe_key):
+            source = f"{self.recipe_key}: {path}"
+            return without_weights(self.config, trust_remote_code=trusts, source=source)
 
     @functools.cached_property
     def num_parameters(self) -> int:
@@ -135,7 +128,7 @@ class ModelFacts:
         with ranks.first_goes_first():
             namespace: dict[str, Any] = {
                 "numerics_version": NUMERICS_VERSION,
-                "weights": weights_fingerprint(self.path, self.revision, memo),
+                "weights": weights_fingerprint(self.settings.path, self.settings.revision, memo),
                 "config": relevant_config(self.config),
                 "parameters": str(precision.parameters).removeprefix("torch."),
                 "autocast": autocast,
@@ -145,8 +138,8 @@ class ModelFacts:
                 namespace["gathered"] = str(precision.gathered).removeprefix("torch.")
             if autocast is not None and routes_tokens(self.config):
                 namespace["experts"] = autocast  # once they were in the parameters' dtype
-            if self.quantize is not None:
-                namespace["quantized"] = self.quantize
+            if self.settings.quantize is not None:
+                namespace["quantized"] = self.settings.quantize
             if self.processor is not None:
                 namespace["whole_config"] = relevant_config(self.config, whole=True)
             if self.adapter is not None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dpo_pack.model.compiling import tower_parameters
+from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import read_json
 from dpo_pack.system.hub import is_adapter
@@ -41,17 +42,6 @@ _MAMBA_FAMILIES = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "ne
 _MOST_SHOWN = 350  # characters of an error of peft, which may list all modules of a model
 _UNSET: tuple[Any, ...] = (None, False, "", [], {})  # values of a setting that change nothing
 _NAME = "default"  # peft's default; peft saves an adapter of another name in a subfolder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings:
-    """Settings of a new adapter. `seed` decides the values of A; B is 0."""
-
-    r: int
-    alpha: float
-    dropout: float
-    target_modules: str | tuple[str, ...]  # "all-linear", or modules' names or the ends of such names
-    seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,25 +193,27 @@ def plain_name(name: str) -> str | None:
 
 def attach_adapter(
     model: PreTrainedModel,
-    adapter: LoraSettings | Path,
+    adapter: LoraRecipe | Path,
     *,
     base: str,
     revision: str | None,
     recipe_key: str,
     reads_weights: bool,
+    seed: int = 0,
 ) -> Adapter:
     """Puts a new or a saved adapter into `model`, in place; after that, only the adapter is trained. `base`
     and `revision`: the source of the model. Without `reads_weights`, the adapter's parameters have no values.
-    Raises ModelError when the adapter does not fit or would not be exact."""
+    `seed` decides the values of a new one's A. Raises ModelError when the adapter does not fit or would not
+    be exact."""
     require_peft(recipe_key)
-    is_new = isinstance(adapter, LoraSettings)
+    is_new = isinstance(adapter, LoraRecipe)
     key = "model.lora" if is_new else recipe_key
     local = os.path.abspath(base) if os.path.isdir(base) else base
     with _one_line(f"{key}: the adapter does not fit {base}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # our own checks follow
         whole: dict[str, Tensor] = {}
-        if isinstance(adapter, LoraSettings):
-            peft_model, notes = _attach_new(model, adapter)
+        if isinstance(adapter, LoraRecipe):
+            peft_model, notes = _attach_new(model, adapter, seed)
         else:
             peft_model, whole = _attach_saved(model, adapter, reads_weights=reads_weights)
             notes = [*unknown_settings(adapter)]
@@ -256,7 +248,9 @@ def attach_adapter(
     )
 
 
-def _attach_new(model: PreTrainedModel, settings: LoraSettings) -> tuple[PeftModelForCausalLM, list[str]]:
+def _attach_new(
+    model: PreTrainedModel, settings: LoraRecipe, seed: int
+) -> tuple[PeftModelForCausalLM, list[str]]:
     """Returns also lines about what gets no adapter."""
     from peft import LoraConfig, PeftModelForCausalLM
 
@@ -285,7 +279,7 @@ def _attach_new(model: PreTrainedModel, settings: LoraSettings) -> tuple[PeftMod
     )
     # peft draws A on the CPU, so that the seed alone decides the adapter, not the device.
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(seed)
         return PeftModelForCausalLM(model, config, adapter_name=_NAME), notes
 
 

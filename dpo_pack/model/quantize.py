@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,8 @@ from transformers.pytorch_utils import Conv1D
 
 from dpo_pack.system.errors import UnsupportedModelError
 
-Quantization = Literal["int8", "nf4"]
 
-
-def quantization_settings(kind: Quantization) -> BitsAndBytesConfig:
+def quantization_settings(kind: str) -> BitsAndBytesConfig:
     """Returns transformers' settings of a base that is quantised while it is loaded."""
     if kind == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)

@@ -168,7 +168,9 @@ class Exporter:
         if wanted != "auto":
             dtype = getattr(torch, wanted)
         elif self.loaded.adapter is None:
-            stored = ranks.first_does_for_all(lambda: stored_dtype(facts.path, facts.revision))
+            stored = ranks.first_does_for_all(
+                lambda: stored_dtype(facts.settings.path, facts.settings.revision)
+            )
             dtype = stored if stored.itemsize < facts.precision.parameters.itemsize else None
         if dtype == torch.float16:
             tensors = self.loaded.model.state_dict().items()
@@ -411,7 +413,9 @@ def _export_checkpoint(run: Path, checkpoint: Path, target: Path, console: Conso
     if then["model config"] != namespace_digest(relevant_config(facts.config)) or (
         loaded.adapter is not None and then["base model"] != facts.namespace["weights"]
     ):
-        raise RunError(f"{checkpoint}: {facts.path} has changed since the run began; put back what it was")
+        raise RunError(
+            f"{checkpoint}: {facts.settings.path} has changed since the run began; put back what it was"
+        )
     load_trained(checkpoint, loaded.scorer)
     exporter = Exporter(
         setup=replace(setup, console=console),

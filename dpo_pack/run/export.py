@@ -47,7 +47,7 @@ from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import pair_sums
 from dpo_pack.proofs.start_up import FLOAT32_BOUND, distance_of_row
 from dpo_pack.recipe.load import INFO_FILE, Recipe, dump_recipe, has_tokenizer, load_recipe
-from dpo_pack.recipe.schema import EvalFraction
+from dpo_pack.recipe.schema import EvalFraction, ModelRecipe
 from dpo_pack.reference.cache import default_cache_directory
 from dpo_pack.run.checkpoint_files import MODEL
 from dpo_pack.run.models import check_quantised_files
@@ -210,9 +210,9 @@ def reader_job(
         "directory": str(directory),
         "auto_class": _auto_class(loaded),
         "base": None if loaded.adapter is None else loaded.adapter.base,
-        "revision": facts.revision,
-        "trust_remote_code": facts.trust_remote_code,
-        "quantization": None if facts.quantize is None else facts.quantization,
+        "revision": facts.settings.revision,
+        "trust_remote_code": facts.settings.trust_remote_code,
+        "quantization": None if facts.settings.quantize is None else facts.quantization,
         "parameters": str(next(scorer.model.parameters()).dtype).removeprefix("torch."),
         "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
         "device": str(device),
@@ -497,12 +497,15 @@ def _merged(adapter: SavedAdapter, trust_remote_code: bool) -> LoadedModel:
     if what := check_quantised_files(config, adapter.base, adapter.base_revision, key):
         raise ModelError(f"{what}; give the unquantised model with --base")
     facts = ModelFacts(
-        path=adapter.base,
-        revision=adapter.base_revision,
+        settings=ModelRecipe(
+            path=adapter.base,
+            revision=adapter.base_revision,
+            trust_remote_code=trust_remote_code,
+            unused_tensors="warn",
+        ),
         recipe_key=key,
         adapter=adapter.directory,
         config=config,
-        trust_remote_code=trust_remote_code,
         precision=Precision(parameters=torch.float32, autocast=None),
         is_packed=False,
         cache_dir=default_cache_directory(),

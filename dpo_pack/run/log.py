@@ -230,14 +230,14 @@ def describe_policy(setup: Setup, loaded: LoadedModel) -> None:
     parameters = list(loaded.scorer.parameters())
     num_trained = sum(p.numel() for p in parameters if p.requires_grad)
     num_parameters = sum(p.numel() for p in parameters)
-    if facts.quantize is not None:  # two weights of 4 bits count as one element
+    if facts.settings.quantize is not None:  # two weights of 4 bits count as one element
         num_parameters = facts.num_parameters + num_trained
     size = f"{format_count(num_parameters)} parameters"
     if loaded.adapter is not None:
         size += f", of which the adapter's {format_count(num_trained)} are trained"
     numbers = str(precision.parameters)
-    if facts.quantize is not None:
-        numbers += f" with linear layers in {facts.quantize}"
+    if facts.settings.quantize is not None:
+        numbers += f" with linear layers in {facts.settings.quantize}"
     if precision.autocast is not None:
         numbers += f" with {precision.autocast} autocast"
     if precision.gathered is not None:

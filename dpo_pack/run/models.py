@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -27,7 +27,7 @@ from dpo_pack.model.config import check_packs, routes_tokens
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fingerprint import meta_tensors, weight_files
 from dpo_pack.model.loading import load_config, load_processor
-from dpo_pack.model.lora import LoraSettings, read_adapter, require_peft
+from dpo_pack.model.lora import read_adapter, require_peft
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.quantize import check_quantizable
 from dpo_pack.model.scorer import LoadedModel, resolve_precision
@@ -70,15 +70,15 @@ def resolve_model(
         saved = read_adapter(Path(path), recipe_key)
         recipe_key = f"{recipe_key} (the base of {path})"
         path, revision, adapter = saved.base, saved.base_revision, saved.directory
-    lora, trusts = settings.lora if is_policy else None, settings.trust_remote_code
-    gather_dtype = recipe.distributed.gather_dtype if gathers else None
+    lora = settings.lora if is_policy else None
+    quantize = None if adapter is None and lora is None else settings.quantize
+    own = {"path": path, "revision": revision, "lora": lora, "quantize": quantize}
+    trusts, gather_dtype = settings.trust_remote_code, recipe.distributed.gather_dtype if gathers else None
     return ModelFacts(
-        path=path,
-        revision=revision,
+        settings=settings.model_copy(update=own),
         recipe_key=recipe_key,
         adapter=adapter,
         config=load_config(path, revision=revision, trust_remote_code=trusts, recipe_key=recipe_key),
-        trust_remote_code=trusts,
         precision=resolve_precision(
             settings.dtype,
             settings.autocast,
@@ -89,20 +89,13 @@ def resolve_model(
         is_packed=recipe.packing.mode == "packed",
         cache_dir=recipe.reference.cache_dir or default_cache_directory(),
         router_aux_coef=recipe.loss.router_aux_coef if is_policy else 0.0,
-        quantize=None if adapter is None and lora is None else settings.quantize,
         processor=ImageProcessor(
             load_processor(path, revision=revision, trust_remote_code=trusts, recipe_key=recipe_key)
         )
         if settings.images and is_policy
         else None,
-        new_adapter=None if lora is None else LoraSettings(**lora.model_dump(), seed=recipe.seed),
-        attention=settings.attention,
-        compile=settings.compile,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        activation_offload=settings.activation_offload,
-        mlp_tile_tokens=settings.mlp_tile_tokens,
-        refuses_unused=settings.unused_tensors == "error",
         keeps_squares=recipe.loss.weighting == "wpo",
+        seed=recipe.seed,
     )
 
 
@@ -111,16 +104,16 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
     train it. Reads no weights."""
     if model.adapter is not None:
         require_peft(model.recipe_key)
-    if Path(model.path).is_dir():
+    if Path(model.settings.path).is_dir():
         try:
-            weight_files(Path(model.path))
+            weight_files(Path(model.settings.path))
         except ModelError as error:
             raise ModelError(f"{model.recipe_key}: {error}") from error
     if model.quantization is not None:
         _check_quantised(model, is_trained=is_trained)
     if is_trained and model.router_aux_coef:
         model.balance  # noqa: B018  # raises if the model has no such loss
-    if model.compile is True and (obstacle := compiler_obstacle(device)):
+    if model.settings.compile is True and (obstacle := compiler_obstacle(device)):
         raise RecipeError(f"model.compile: {obstacle}; install what is missing, or set model.compile: false")
     if model.is_packed:
         check_packs(model.config)
@@ -129,14 +122,15 @@ def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = F
 
 
 def _check_quantised(model: ModelFacts, *, is_trained: bool) -> None:
-    what = check_quantised_files(model.config, model.path, model.revision, model.recipe_key)
-    if what and model.quantize is not None:
+    settings = model.settings
+    what = check_quantised_files(model.config, settings.path, settings.revision, model.recipe_key)
+    if what and settings.quantize is not None:
         raise ModelError(f"{what} already; leave model.quantize out, or use the unquantised model")
-    if what and is_trained and model.adapter is None and model.new_adapter is None:
+    if what and is_trained and model.adapter is None and settings.lora is None:
         raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
-    if model.quantize is not None:
+    if settings.quantize is not None:
         check_quantizable(model.architecture)
-    if model.compile is True:
+    if settings.compile is True:
         raise ModelError("model.compile: layers with quantised weights are not compiled; leave the key out")
 
 
@@ -166,7 +160,7 @@ def load_and_prove(
     *,
     device: torch.device,
     strategy: Strategy = ALONE,
-    adapter: LoraSettings | None = None,
+    adds_adapter: bool = False,
     again: bool = False,
 ) -> tuple[LoadedModel, ProofOutcome]:
     """Loads the model and proves, by a test, that it computes rows exactly; the caller checks the outcome.
@@ -175,23 +169,23 @@ def load_and_prove(
     cache, unless `again` is set. With `model.compile: auto` a model that torch cannot compile is loaded once
     more, uncompiled.
     """
-    loaded = load_model(model, device=device, strategy=strategy, adapter=adapter)
+    loaded = load_model(model, device=device, strategy=strategy, adds_adapter=adds_adapter)
     if device.type == "cuda":
         loaded.kernels.extend(take_kernels(loaded.scorer, device))
-    if model.compile == "auto" and loaded.scorer.is_compiled:
+    if model.settings.compile == "auto" and loaded.scorer.is_compiled:
         obstacles = ranks.every_rank_says(compiling_obstacle(loaded.scorer, device))
         if any(obstacles):
             del loaded
             gc.collect()  # compiled layers are in reference cycles, so only this frees their memory
-            plain = replace(model, compile=False)
+            plain = replace(model, settings=model.settings.model_copy(update={"compile": False}))
             loaded, outcome = load_and_prove(
-                plain, device=device, strategy=strategy, adapter=adapter, again=again
+                plain, device=device, strategy=strategy, adds_adapter=adds_adapter, again=again
             )
             return replace(loaded, not_compiled=next(filter(None, obstacles))), outcome
     begun = time.monotonic()
     setting = {
         "model": model.namespace,
-        "lora": None if adapter is None else asdict(adapter),
+        "lora": [str(model.settings.lora), model.seed] if adds_adapter else None,
         "attention": loaded.attention.name,
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -299,9 +293,13 @@ def check_accelerate_config(facts: ModelFacts, *, cpu_offload: bool) -> None:
         )
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     offloads, checkpoints = is_set("FSDP_OFFLOAD_PARAMS"), is_set("FSDP_ACTIVATION_CHECKPOINTING")
-    is_checkpointed = facts.gradient_checkpointing is not False
+    is_checkpointed = facts.settings.gradient_checkpointing is not False
     for key, name, is_refused in (
-        ("model.compile", f"dynamo_backend: {backend}", backend != "no" and facts.compile is not True),
+        (
+            "model.compile",
+            f"dynamo_backend: {backend}",
+            backend != "no" and facts.settings.compile is not True,
+        ),
         ("distributed.cpu_offload", "fsdp_offload_params: true", offloads and not cpu_offload),
         (
             "model.gradient_checkpointing",
@@ -325,7 +323,7 @@ def by_size(
         return "ddp", "quantised weights are not sharded"
     num_towers = facts.tower_parameters
     count = facts.num_parameters - num_towers
-    is_adapted = facts.new_adapter is not None or facts.adapter is not None
+    is_adapted = facts.settings.lora is not None or facts.adapter is not None
     precision = facts.precision
     state = training_bytes(
         num_trained=0 if is_adapted else count,  # an adapter is too small to matter
@@ -335,7 +333,7 @@ def by_size(
         optimizer=optimizer,
     )
     needed = sum(state) + state.gradients * (num_gradients(facts.config) - 1)
-    if precision.casts_weights and not facts.gradient_checkpointing:
+    if precision.casts_weights and not facts.settings.gradient_checkpointing:
         needed += 2.0 * count
     what = (
         f"{format_count(facts.num_parameters)} parameters with gradients and optimizer state take "

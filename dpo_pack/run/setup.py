@@ -33,7 +33,7 @@ from dpo_pack.model.config import check_lengths, known_positions
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fingerprint import meta_tensors
 from dpo_pack.model.loading import load_config, load_tokenizer
-from dpo_pack.model.lora import LoraSettings, read_adapter, unknown_settings
+from dpo_pack.model.lora import read_adapter, unknown_settings
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import Recipe, has_tokenizer, source_names
@@ -122,12 +122,12 @@ def check_vocabulary(model: ModelFacts, tokenizer: PreTrainedTokenizerBase, *, w
 def other_tokens(model: ModelFacts, tokenizer: PreTrainedTokenizerBase, *, writes: bool = False) -> str:
     """Returns which ids are other tokens in the model's own tokenizer, if it has one; "": none. With `writes`
     also those that only one of the two has."""
-    path, revision = model.path, model.revision
+    path, revision = model.settings.path, model.settings.revision
     if model.adapter is not None and has_tokenizer(model.adapter):
         path, revision = str(model.adapter), None
     if Path(path).is_dir() and not has_tokenizer(path):
         return ""
-    trusts, key = model.trust_remote_code, model.recipe_key
+    trusts, key = model.settings.trust_remote_code, model.recipe_key
     own = load_tokenizer(
         path, revision=revision, trust_remote_code=trusts, chat_template=None, recipe_key=key
     )
@@ -357,7 +357,7 @@ def check_tokens(model: ModelFacts, tokenizer: Tokenizer, tables: Sequence[PairT
         largest = max(store.largest_token_id for table in tables for store in table.stores)
     if largest >= num_embeddings:
         raise ModelError(
-            f"{model.recipe_key}: the data has token id {largest}, but {model.path} embeds "
+            f"{model.recipe_key}: the data has token id {largest}, but {model.settings.path} embeds "
             f"{num_embeddings} tokens only; use the tokenizer that belongs to the model"
         )
 
@@ -370,7 +370,7 @@ def longest_sequence(tables: Sequence[PairTable]) -> int:
 
 def load_policy(setup: Setup) -> LoadedModel:
     """Loads the starting policy with `load_proved`, and a new adapter if the recipe has one."""
-    return load_proved(setup, setup.policy_facts, setup.policy_facts.new_adapter)
+    return load_proved(setup, setup.policy_facts, adds_adapter=True)
 
 
 def load_second_model(setup: Setup) -> LoadedModel:
@@ -394,10 +394,12 @@ def load_moving_reference(setup: Setup) -> LiveReference:
     )
 
 
-def load_proved(setup: Setup, model: ModelFacts, adapter: LoraSettings | None = None) -> LoadedModel:
+def load_proved(setup: Setup, model: ModelFacts, *, adds_adapter: bool = False) -> LoadedModel:
     """Loads a model with the run's settings, and prints what proves that it computes packed rows exactly.
     Raises ModelError if it does not."""
-    loaded, outcome = load_and_prove(model, device=setup.device, strategy=setup.strategy, adapter=adapter)
+    loaded, outcome = load_and_prove(
+        model, device=setup.device, strategy=setup.strategy, adds_adapter=adds_adapter
+    )
     for note in loaded.notes:
         setup.console.print(note)
     outcome.raise_failure()
@@ -508,9 +510,9 @@ def _check_facts(
         model.architecture  # noqa: B018  # builds the model on the meta device
         tensors: dict[str, Tensor] | str = "they are quantised, or will be"
     else:
-        tensors = meta_tensors(model.path, model.revision, model.recipe_key)
+        tensors = meta_tensors(model.settings.path, model.settings.revision, model.recipe_key)
         named = {} if isinstance(tensors, str) else tensors
-        notes = load_model(model, device=device, adapter=model.new_adapter, tensors=named).notes
+        notes = load_model(model, device=device, adds_adapter=True, tensors=named).notes
     seen = f"its {len(tensors):,} tensors are there"
     if isinstance(tensors, str):
         seen = f"its tensors were not compared with its config ({tensors})"

@@ -12,8 +12,8 @@ from support.tiny_adapters import saved_adapter
 from support.tiny_models import tiny_model
 from torch.optim import AdamW
 
-from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.training.optim import build_optimizer
 
 # ---------------------------------------------------------------------------------- adapters on such a base
@@ -27,7 +27,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def load(base: Path, adapter: LoraSettings | Path, dtype: torch.dtype) -> LoadedModel:
+def load(base: Path, adapter: LoraRecipe | Path, dtype: torch.dtype) -> LoadedModel:
     return load_usual(base, precision=Precision(parameters=dtype, autocast=None), adapter=adapter)
 
 
@@ -58,7 +58,7 @@ def test_adapters_on_a_bfloat16_base_are_fp32_and_right(
 
 def test_a_new_adapter_starts_as_its_bfloat16_base_to_the_bit(base: Path) -> None:
     """The head as well, whose weight is the base's in bfloat16 plus a delta of zeros in fp32."""
-    settings = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules=("q_proj", "lm_head"), seed=0)
+    settings = LoraRecipe(r=4, alpha=8.0, dropout=0.0, target_modules=("q_proj", "lm_head"))
     loaded = load(base, settings, torch.bfloat16)
     row = proof_rows()[0]
     with torch.no_grad():

@@ -104,7 +104,7 @@ def test_a_layer_with_torch_s_own_kernel_is_one_graph(
     scorer = load_scorer(model_path)
     scorer.backend, scorer.autocast = BACKENDS["torch_varlen"], torch.bfloat16
     if checkpoints:
-        building._checkpoint_activations(scorer.model, keeps_products=False)
+        building.checkpoint_activations(scorer.model, keeps_products=False)
     expected = [logps_and_gradient(scorer, make_row(seed)) for seed in range(3)]
     compile_quickly(scorer.model)
     for seed, (sums, gradient) in enumerate(expected):
@@ -176,7 +176,7 @@ def test_activations_are_recomputed_by_the_compiled_code(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scorer, calls = load_scorer(model_path), []
-    building._checkpoint_activations(scorer.model, keeps_products=False)
+    building.checkpoint_activations(scorer.model, keeps_products=False)
     torch_compile: Any = torch.compile
 
     def counting(plain: Any, **options: Any) -> Any:
@@ -279,7 +279,7 @@ def compile_where_auto(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
 
     def load_model(model: ModelFacts, **options: Any) -> LoadedModel:
         loaded = load(model, **options)
-        if model.compile == "auto":
+        if model.settings.compile == "auto":
             compile_layers(loaded.model, backend=backend, falls_back=True)
             loaded.scorer.is_compiled = True
         return loaded

@@ -26,15 +26,16 @@ from transformers import AutoModelForCausalLM
 from dpo_pack.losses import make_objective
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, flash, register_attention
 from dpo_pack.model.attention.segments import on_device
-from dpo_pack.model.building import _checkpoint_activations
+from dpo_pack.model.building import checkpoint_activations
 from dpo_pack.model.config import layer_windows
 from dpo_pack.model.facts import router_balance
 from dpo_pack.model.fast_layers import cast_experts, tile_feed_forwards, trim_last_layer
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, HeadTransform, WantedStatistics, _ChunkedLogps
-from dpo_pack.model.lora import LoraSettings, attach_adapter
+from dpo_pack.model.lora import attach_adapter
 from dpo_pack.model.quantize import compute_restored
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
+from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.recipe.training import LossRecipe
 from dpo_pack.training.batches import GlobalBatch, PairRow
 from dpo_pack.training.metrics import column, join_values, pair_values
@@ -204,7 +205,7 @@ def test_a_whole_step_waits_for_no_device(
     if other == "qlora":
         _quantise(model)
     if other in ("lora", "qlora"):
-        settings = LoraSettings(r=4, alpha=8, dropout=0.0, target_modules="all-linear", seed=0)
+        settings = LoraRecipe(r=4, alpha=8)
         monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_, **__: self)  # by swapping tensors
         with CUDA:
             adapter = attach_adapter(
@@ -216,7 +217,7 @@ def test_a_whole_step_waits_for_no_device(
         wanted=WantedStatistics(squares=loss == "wpo"),
     ).eval()  # fmt: skip
     if other in ("checkpointing", "selective", "offload"):
-        _checkpoint_activations(model, keeps_products=other == "selective", offloads=other == "offload")
+        checkpoint_activations(model, keeps_products=other == "selective", offloads=other == "offload")
     reference = moving_reference(family, autocast) if other == "moving" else None
     router = None
     if other == "router":

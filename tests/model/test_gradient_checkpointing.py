@@ -23,21 +23,22 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import dpo_pack.model.compiling as compiling
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
-from dpo_pack.model.building import _checkpoint_activations
+from dpo_pack.model.building import checkpoint_activations
 from dpo_pack.model.compiling import compile_layers, keep_inputs_on_host
 from dpo_pack.model.config import layer_windows
 from dpo_pack.model.fast_layers import tile_feed_forwards, trim_last_layer
 from dpo_pack.model.layout import Row, packed_row
-from dpo_pack.model.lora import LoraSettings, attach_adapter
+from dpo_pack.model.lora import attach_adapter
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.packing.lengths import Group
+from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 
 Checkpointing = bool | Literal["selective"]
 
 
 def load(
-    path: Path, *, packed: bool, checkpointing: Checkpointing, lora: LoraSettings | None = None
+    path: Path, *, packed: bool, checkpointing: Checkpointing, lora: LoraRecipe | None = None
 ) -> LoadedModel:
     return load_usual(path, packed=packed, gradient_checkpointing=checkpointing, adapter=lora)
 
@@ -50,8 +51,8 @@ def gradients_of(loaded: LoadedModel, rows: list[Row]) -> tuple[Tensor, dict[str
 
 ADAPTERS = {
     "full": None,
-    "LoRA": LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules="all-linear", seed=0),
-    "LoRA with dropout": LoraSettings(r=4, alpha=8.0, dropout=0.5, target_modules="all-linear", seed=0),
+    "LoRA": LoraRecipe(r=4, alpha=8.0),
+    "LoRA with dropout": LoraRecipe(r=4, alpha=8.0, dropout=0.5),
 }
 
 
@@ -149,7 +150,7 @@ def test_selective_checkpointing_goes_with_uncompiled_layers_alone() -> None:
 OFFLOAD: dict[str, Any] = {"gradient_checkpointing": True, "activation_offload": True}
 TILES: dict[str, Any] = {"mlp_tile_tokens": 16}
 SETTINGS = {"offload": OFFLOAD, "tiles": TILES, "both": OFFLOAD | TILES}
-DROPOUT = LoraSettings(r=4, alpha=8.0, dropout=0.5, target_modules="all-linear", seed=0)
+DROPOUT = LoraRecipe(r=4, alpha=8.0, dropout=0.5)
 
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -166,12 +167,12 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
     ],
 )
 def test_gradients_are_those_of_whole_layers(
-    family: str, packed: bool, kind: str, adapter: LoraSettings | None, tmp_path: Path
+    family: str, packed: bool, kind: str, adapter: LoraRecipe | None, tmp_path: Path
 ) -> None:
     tiny_model(family).save_pretrained(tmp_path)
     settings: dict[str, Any] = {"packed": packed, "adapter": adapter}
     if adapter is not None and "mlp_tile_tokens" in SETTINGS[kind]:  # dropout is drawn in another order
-        settings["adapter"] = LoraSettings(r=4, alpha=8.0, dropout=0.0, target_modules="all-linear", seed=0)
+        settings["adapter"] = LoraRecipe(r=4, alpha=8.0)
     rows = proof_rows("shared" if packed else "padded")
     _, expected = gradients(load_usual(tmp_path, **settings).scorer, *rows)
     _, found = gradients(load_usual(tmp_path, **settings, **SETTINGS[kind]).scorer, *rows)
@@ -274,7 +275,7 @@ def count_bytes(
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16
         )
-        settings = LoraSettings(r=16, alpha=32.0, dropout=0.0, target_modules="all-linear", seed=0)
+        settings = LoraRecipe(r=16, alpha=32.0)
         monkeypatch.setattr(torch.nn.Module, "to", lambda self, *_, **__: self)  # by swapping tensors
         adapter = attach_adapter(
             model, settings, base="a", revision=None, recipe_key="model.path", reads_weights=True
@@ -285,7 +286,7 @@ def count_bytes(
         scorer = CompletionLogps(
             model, backend=BACKENDS["torch_varlen"], autocast=torch.bfloat16, adapter=adapter
         ).eval()
-        _checkpoint_activations(model, offloads=offloads)
+        checkpoint_activations(model, offloads=offloads)
         live, moved = LiveBytes(), list[int]()
 
         def to_host(tensor: Tensor) -> tuple[Any, ...]:

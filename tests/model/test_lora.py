@@ -27,12 +27,13 @@ from transformers import (
 )
 
 from dpo_pack.model.layout import Row, packed_row, padded_row
-from dpo_pack.model.lora import Adapter, LoraSettings, attach_adapter, read_adapter
+from dpo_pack.model.lora import Adapter, attach_adapter, read_adapter
 from dpo_pack.model.saving import save_model
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.proofs.start_up import prove
+from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.system.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -58,12 +59,12 @@ def test_an_adapter_stays_trainable_while_its_base_is_the_reference(bases: Calla
     assert trained() == before
 
 
-def load(base: Path, adapter: LoraSettings | Path, *, packed: bool = True) -> LoadedModel:
+def load(base: Path, adapter: LoraRecipe | Path, *, packed: bool = True) -> LoadedModel:
     return load_usual(base, packed=packed, adapter=adapter)
 
 
-def settings(*targets: str, dropout: float = 0.0) -> LoraSettings:
-    return LoraSettings(r=4, alpha=8.0, dropout=dropout, target_modules=targets or "all-linear", seed=0)
+def settings(*targets: str, dropout: float = 0.0) -> LoraRecipe:
+    return LoraRecipe(r=4, alpha=8.0, dropout=dropout, target_modules=targets or "all-linear")
 
 
 @pytest.fixture(scope="module")
@@ -244,9 +245,7 @@ def test_a_setting_that_peft_does_not_know_is_named(
 def test_a_new_adapter_depends_on_the_seed_alone(bases: Callable[[str], Path]) -> None:
     def first(seed: int) -> Tensor:
         torch.manual_seed(torch.initial_seed() + 1)
-        model = load(
-            bases("llama"), LoraSettings(r=2, alpha=4, dropout=0.0, target_modules=("q_proj",), seed=seed)
-        )
+        model = load_usual(bases("llama"), adapter=LoraRecipe(r=2, alpha=4), seed=seed)
         return next(p for p in model.scorer.parameters() if p.requires_grad).detach()
 
     assert torch.equal(first(3), first(3)) and not torch.equal(first(3), first(4))

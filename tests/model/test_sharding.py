@@ -144,7 +144,7 @@ def gradients(loaded: LoadedModel) -> dict[str, Tensor]:
 
 def loaded_policy(recipe: Recipe, precision: Precision, strategy: Strategy = ALONE) -> LoadedModel:
     facts = replace(resolve_model(recipe, CPU), precision=precision)
-    return load_model(facts, device=CPU, strategy=strategy, adapter=facts.new_adapter)
+    return load_model(facts, device=CPU, strategy=strategy, adds_adapter=True)
 
 
 def compare(

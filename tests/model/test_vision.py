@@ -28,13 +28,13 @@ from dpo_pack.model.attention import ATTENTION_NAME
 from dpo_pack.model.config import attention_names
 from dpo_pack.model.fingerprint import relevant_config
 from dpo_pack.model.layout import packed_row
-from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.recurrence import torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.model.vision import VisionInputs, vision_family
 from dpo_pack.online.transformers_generator import generating
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.start_up import as_published, prove_images
+from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.system.errors import ModelError, UnsupportedModelError
 
 CPU = torch.device("cpu")
@@ -261,7 +261,7 @@ def test_an_adapter_of_tied_embeddings_is_refused_where_only_the_whole_config_sa
 ) -> None:
     config = vision_config("qwen2_5_vl", tie_word_embeddings=True)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
-    adapter = LoraSettings(r=2, alpha=2, dropout=0.0, target_modules=("q_proj", "embed_tokens"), seed=0)
+    adapter = LoraRecipe(r=2, alpha=2, dropout=0.0, target_modules=("q_proj", "embed_tokens"))
     with pytest.raises(ModelError, match="are one tensor in this model"):
         load_usual(tmp_path, adapter=adapter)
 

@@ -27,12 +27,12 @@ from support.two_ranks import run_on_ranks
 from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 from dpo_pack import trainer
-from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.saving import save_model
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import read_back
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.run import export
 from dpo_pack.system.errors import RunError
 
@@ -197,7 +197,7 @@ def saved_checkpoint(family: str, directory: Path) -> Path:
     return directory
 
 
-def saved_job(path: Path, target: Path, lora: LoraSettings | None, *, packed: bool = True) -> dict[str, Any]:
+def saved_job(path: Path, target: Path, lora: LoraRecipe | None, *, packed: bool = True) -> dict[str, Any]:
     """Changes and saves a checkpoint; returns what a reader needs."""
     loaded = load_usual(path, packed=packed, adapter=lora)
     with torch.no_grad():
@@ -225,14 +225,14 @@ def test_of_an_export_the_tensors_in_the_files_are_counted() -> None:
     assert "hold all 2 trained tensors" in export.verified_sentence(job, answer)
 
 
-LORA = LoraSettings(r=2, alpha=4, dropout=0.0, target_modules="all-linear", seed=0)
+LORA = LoraRecipe(r=2, alpha=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
 @pytest.mark.parametrize("family", [*TEN, "gemma3"])
 def test_readers_of_every_kind_of_model_find_what_was_trained(
-    family: str, lora: LoraSettings | None, tmp_path: Path
+    family: str, lora: LoraRecipe | None, tmp_path: Path
 ) -> None:
     """After a change of every trained tensor, in a process of its own."""
     path = saved_checkpoint(family, tmp_path / "base")

@@ -26,10 +26,10 @@ from transformers import AutoProcessor
 
 from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.store import pair_lengths
-from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.saving import save_model
 from dpo_pack.packing.lengths import ModelShape, pair_flops
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.run.memory_estimate import memory_facts
 from dpo_pack.run.pairs import offline_source, trained_pair_sizes
 from dpo_pack.run.samples import sample_models
@@ -114,7 +114,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 
 LORA = ("model.lora={r: 3, alpha: 6}", "optim.lr=1e-2")
-LORA_SETTINGS = LoraSettings(r=2, alpha=4.0, dropout=0.0, target_modules="all-linear", seed=0)
+LORA_SETTINGS = LoraRecipe(r=2, alpha=4.0)
 
 
 @pytest.mark.parametrize("variant", slow(*VARIANTS))

@@ -408,7 +408,7 @@ def test_facts_of_a_run_are_read_off_its_recipe_and_models(
     shutil.copytree(recipe_path.parent / "model", quantised)
     setup, plan = prepared(recipe_path, *(each.replace("quantised", str(quantised)) for each in overrides))
     model = setup.policy_facts
-    if model.path == str(quantised):  # a config that says so from the start is refused on the CPU
+    if model.settings.path == str(quantised):  # a config that says so from the start is refused on the CPU
         model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     facts, longest_pair = memory_facts(setup, plan)
     assert (facts.lora_rank, facts.bits, facts.has_second_model) == expected

@@ -22,7 +22,7 @@ from support.whole_runs import num_computed
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dpo_pack.model.facts import without_weights
-from dpo_pack.model.quantize import Quantization, check_quantizable, compute_restored, quantization_settings
+from dpo_pack.model.quantize import check_quantizable, compute_restored, quantization_settings
 from dpo_pack.recipe.load import check_environment
 from dpo_pack.run.export import merge_adapter
 from dpo_pack.run.models import load_and_prove
@@ -58,9 +58,7 @@ def run_in(assets: Path, run: Path, *overrides: str) -> Path:
 def test_packed_rows_of_a_quantised_base_are_proved_exact(kind: str, autocast: str, assets: Path) -> None:
     recipe = recipe_in(assets, LORA, kind, f"model.autocast={autocast}")
     prepared = prepare(recipe, Console(quiet=True))
-    loaded, outcome = load_and_prove(
-        prepared.policy_facts, device=CPU, adapter=prepared.policy_facts.new_adapter, again=True
-    )
+    loaded, outcome = load_and_prove(prepared.policy_facts, device=CPU, adds_adapter=True, again=True)
     types = {parameter.dtype for parameter in loaded.model.parameters()}
     assert types == {torch.float32, torch.uint8 if kind == NF4 else torch.int8}
     assert [proof.name for proof in outcome.proofs if not proof.passed] == []
@@ -71,7 +69,7 @@ def test_packed_rows_of_a_quantised_base_are_proved_exact(kind: str, autocast: s
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_quantised_layer_computes_as_a_linear_layer_with_the_restored_weight(
-    kind: Quantization, assets: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def first_layer(**options: Any) -> Any:
         model = AutoModelForCausalLM.from_pretrained(assets / "model", dtype=torch.float32, **options)

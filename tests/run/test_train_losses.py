@@ -65,7 +65,7 @@ def test_a_loss_without_a_reference_computes_and_keeps_none(
     loaded: list[str] = []
 
     def spy(facts: ModelFacts, **settings: Any) -> Any:
-        loaded.append(facts.path)
+        loaded.append(facts.settings.path)
         return load_model(facts, **settings)
 
     monkeypatch.setattr(recipe_models, "load_model", spy)

@@ -10,37 +10,37 @@ import torch
 from dpo_pack.model.building import load_model
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.loading import load_config
-from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
+from dpo_pack.recipe.schema import LoraRecipe, ModelRecipe
 
 
 def facts_of(path: str | Path, **changes: Any) -> ModelFacts:
-    """The facts of a model in fp32 for packed rows; `changes`: other facts."""
-    settings: dict[str, Any] = {
-        "path": str(path),
-        "revision": None,
+    """The facts of a model in fp32 for packed rows; `changes`: other facts, or keys of `ModelRecipe`."""
+    keys = {key: changes.pop(key) for key in changes.keys() & ModelRecipe.model_fields.keys()}
+    settings = ModelRecipe(**{"path": str(path), "unused_tensors": "warn", **keys})
+    facts: dict[str, Any] = {
         "recipe_key": "model.path",
         "adapter": None,
-        "trust_remote_code": False,
         "precision": Precision(parameters=torch.float32, autocast=None),
         "is_packed": True,
         "cache_dir": Path(path).parent,
         **changes,
     }
-    named = {key: settings[key] for key in ("revision", "trust_remote_code", "recipe_key")}
-    config = settings.pop("config", None) or load_config(str(path), **named)
-    return ModelFacts(config=config, **settings)
+    if "config" not in facts:
+        named = {key: getattr(settings, key) for key in ("revision", "trust_remote_code")}
+        facts["config"] = load_config(str(path), recipe_key=facts["recipe_key"], **named)
+    return ModelFacts(settings=settings, **facts)
 
 
 def load_usual(
     path: str | Path,
     *,
     packed: bool = True,
-    adapter: LoraSettings | Path | None = None,
+    adapter: LoraRecipe | Path | None = None,
     tensors: Any = None,
     **changes: Any,
 ) -> LoadedModel:
     """Loads a model on the CPU; `changes` of what `facts_of` gives."""
     saved, new = (adapter, None) if isinstance(adapter, Path) else (None, adapter)
-    facts = facts_of(path, is_packed=packed, adapter=saved, **changes)
-    return load_model(facts, device=torch.device("cpu"), adapter=new, tensors=tensors)
+    facts = facts_of(path, is_packed=packed, adapter=saved, lora=new, **changes)
+    return load_model(facts, device=torch.device("cpu"), adds_adapter=True, tensors=tensors)

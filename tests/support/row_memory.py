@@ -13,9 +13,8 @@ import torch
 
 from dpo_pack.model.facts import model_shape, without_weights
 from dpo_pack.model.layout import Row
-from dpo_pack.model.lora import LoraSettings
 from dpo_pack.model.scorer import LoadedModel, Precision
-from dpo_pack.recipe.schema import ModelRecipe
+from dpo_pack.recipe.schema import LoraRecipe, ModelRecipe
 from dpo_pack.run.memory_estimate import MemoryFacts, estimate_memory, memory_shape
 from dpo_pack.training.optim import build_optimizer
 from support.groups import CPU, make_row, random_groups
@@ -40,7 +39,7 @@ SETTINGS = {
 
 
 def load(kind: str, directory: Path) -> LoadedModel:
-    adapter = LoraSettings(r=RANK, alpha=16.0, dropout=0.0, target_modules="all-linear", seed=0)
+    adapter = LoraRecipe(r=RANK, alpha=16.0)
     return load_usual(
         directory,
         precision=SETTINGS[kind],
