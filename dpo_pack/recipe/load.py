@@ -25,7 +25,9 @@ MAX_RECIPE_BYTES = 1 << 17  # PyYAML takes some seconds for so many bytes
 RECIPE_FILE, INFO_FILE = "recipe.yaml", "run.json"  # of a run, in its output_dir
 # Keys and losses of earlier releases. Of a key: the values that changed no step, which are dropped without a
 # word (None: all values are), and what to do about another value.
-REMOVED_KEYS: dict[str, tuple[tuple[object, ...] | None, str]] = {}
+REMOVED_KEYS: dict[str, tuple[tuple[object, ...] | None, str]] = {
+    "model.kernels": (None, "compiled layers fuse the same"),
+}
 REMOVED_LOSSES: dict[str, str] = {}
 # What `dpopack recipe --defaults` prints.
 BEGINNING = """\
