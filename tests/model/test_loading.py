@@ -132,9 +132,9 @@ def test_tensors_that_the_config_does_not_name_are_told(
     )
     if message is not None:
         with pytest.raises(ModelError, match=message):
-            read(refuses_unused=True)
+            read(unused_tensors="error")
         return
-    loaded = read(refuses_unused=True)
+    loaded = read(unused_tensors="error")
     assert [name in note for note in loaded.notes] == [True]
     assert not loaded.model.config.to_dict().get("num_nextn_predict_layers")
 
