@@ -200,7 +200,7 @@ def prove_and_measure(recipe: Recipe, console: Console) -> ProofOutcome:
         check_generator(setup)
     facts = setup.policy_facts
     loaded, outcome = load_and_prove(
-        facts, device=setup.device, strategy=setup.strategy, adapter=facts.new_adapter, again=True
+        facts, device=setup.device, strategy=setup.strategy, adds_adapter=True, again=True
     )
     for note in loaded.notes:
         console.print(note)
