@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dpo_pack.data.view import ShownRecipe
-    from dpo_pack.packing.report import PackingReport
     from dpo_pack.proofs.rows import ProofOutcome
     from dpo_pack.recipe.load import Recipe
 
@@ -261,7 +260,7 @@ def inspect_packing(
     budgets: Sequence[int] = (4096, 8192, 16384),
     quiet: bool = True,
     **overrides: Any,
-) -> PackingReport:
+) -> dict[str, Any]:
     """Returns how full packed rows are and what packing saves; loads no weights.
 
     ranks: numbers of processes whose balance is measured; none: the number of processes of a run here.

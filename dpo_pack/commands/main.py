@@ -221,7 +221,7 @@ def inspect_packing(
     )
     from dpo_pack.reports.pages import packing_page
 
-    text = json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
     _write_files(json_file, lambda: text, html_file, lambda: packing_page(report))
 
 

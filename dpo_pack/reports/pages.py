@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dpo_pack.packing.report import PackingReport
 from dpo_pack.reports import evaluation_tables, packing_tables, pair_views, run_files, run_views
 from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.process import printable
@@ -28,7 +27,7 @@ _ENVIRONMENT = Environment(
 )
 
 
-def packing_page(report: PackingReport) -> str:
+def packing_page(report: dict[str, Any]) -> str:
     """Returns the page that `inspect-packing --html` writes."""
     return render_page("packing.html.jinja", report=report, text=packing_tables)
 

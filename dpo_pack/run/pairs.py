@@ -7,8 +7,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.bin_packing import PADDED
 from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, PairSizes, pair_flops
 from dpo_pack.packing.plan import PlanSettings
-from dpo_pack.packing.report import PackingReport, inspect_packing
+from dpo_pack.packing.report import inspect_packing
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import ReferenceCache, namespace_digest
 from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache, find_values
@@ -108,7 +109,7 @@ def packing_report(
     model: str,
     num_ranks: Sequence[int] = (),
     budgets: Sequence[int] = (4096, 8192, 16384),
-) -> PackingReport:
+) -> dict[str, Any]:
     """Reports how the first epoch of `source` fills rows, for each number of ranks (of none: of this run) and
     each token budget."""
     table, sources = data.train, data.report["train"]["sources"]
@@ -121,7 +122,6 @@ def packing_report(
         source.first_plan,
         pair_lengths(table, shape),
         shape,
-        order=source.first_plan.order if source.first_plan.row_begins is None else source.order(0),
         share_prompt=source.builder.share_prompt,
         ranks=num_ranks or (ranks.num_ranks(),),
         budgets=budgets,
@@ -135,7 +135,7 @@ def packing_report(
 def write_packing_report(setup: Setup, source: OfflineSource, path: Path) -> None:
     """Writes the report of the run's first epoch as JSON."""
     shape, model = setup.policy_facts.shape, setup.recipe.model.path
-    write_json_atomically(path, asdict(packing_report(source, setup.data, shape, model=model)))
+    write_json_atomically(path, packing_report(source, setup.data, shape, model=model))
 
 
 def trained_pair_sizes(setup: Setup, source: OfflineSource, *, trains_adapter: bool) -> PairSizes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,11 @@ from support.inspected_lengths import inspect
 from support.outline import Outline
 
 from dpo_pack.packing.lengths import PairLengths
-from dpo_pack.packing.report import PackingReport
 from dpo_pack.reports.packing_tables import headline, rows_sentence, tables
 from dpo_pack.reports.pages import packing_page
 
 
-def full_report() -> PackingReport:
+def full_report() -> dict[str, Any]:
     random = np.random.default_rng(0)
     prompt, chosen, rejected = (random.integers(20, 200, 300) for _ in range(3))
     return inspect(
@@ -32,7 +32,7 @@ def full_report() -> PackingReport:
     )
 
 
-def outline(report: PackingReport) -> Outline:
+def outline(report: dict[str, Any]) -> Outline:
     parser = Outline()
     parser.feed(packing_page(report))
     parser.close()

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from dpo_pack.packing.bin_packing import PADDED
-from dpo_pack.packing.lengths import IntArray, ModelShape, PairLengths, PromptMerging, pair_flops
+from dpo_pack.packing.lengths import IntArray, ModelShape, PairLengths, pair_flops
 from dpo_pack.packing.plan import PlanSettings
-from dpo_pack.packing.report import PackingReport, inspect_packing
+from dpo_pack.packing.report import inspect_packing
 
 
 def ints(values: list[int]) -> IntArray:
@@ -35,10 +35,9 @@ def inspect(
     *,
     shape: ModelShape = ONE_WEIGHT,
     share_prompt: bool = True,
-    merging: PromptMerging | None = None,
     **changes: Any,
-) -> PackingReport:
-    keys = ("token_budget", "pairs_per_step", "algorithm", "rows_per_step", "window_pairs")
+) -> dict[str, Any]:
+    keys = ("token_budget", "pairs_per_step", "algorithm")
     settings: dict[str, Any] = {
         "token_budget": 50,
         "pairs_per_step": 3,
@@ -50,7 +49,7 @@ def inspect(
     if settings["algorithm"] != PADDED:
         tokens = lengths.row_tokens(share_prompt=share_prompt)
         costs = pair_flops(shape, lengths, share_prompt=share_prompt)
-    plan = PlanSettings(**settings).plan(tokens, order=order, row_costs=costs, merging=merging)
+    plan = PlanSettings(**settings).plan(tokens, order=order, row_costs=costs)
     options: dict[str, Any] = {
         "ranks": (1,),
         "budgets": (),
@@ -59,6 +58,4 @@ def inspect(
         "truncated": {},
         "describe_pair": "pair {}".format,
     }
-    return inspect_packing(
-        plan, lengths, shape, order=order, share_prompt=share_prompt, **(options | changes)
-    )
+    return inspect_packing(plan, lengths, shape, share_prompt=share_prompt, **(options | changes))
