@@ -48,7 +48,6 @@ optim: {lr: 5.0e-7, schedule: linear, warmup_ratio: 0.1}
 train: {epochs: 1}               # checkpoint: {every_steps: 100} lets a run that was killed go on
 # All keys: dpopack recipe --defaults --all
 """
-MODEL_FILES = ("config.json", "adapter_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -201,98 +200,58 @@ def default_in_yaml(field: FieldInfo) -> str:
 
 
 def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
-    """Raises RecipeError if this machine lacks a path or package; trackers only where the recipe `trains`."""
-    packages = _package_problems(recipe, trains=trains)
-    _fail_if_any([*_path_problems(recipe, trains=trains), *_model_problems(recipe), *packages])
+    """Raises RecipeError if a path or package is not here; trackers count only where the recipe `trains`."""
+    _fail_if_any([*_path_problems(recipe), *_adapter_problems(recipe), *_package_problems(recipe, trains)])
 
 
-def _path_problems(recipe: Recipe, *, trains: bool) -> Iterator[Problem]:
-    model, template, resume = recipe.model, recipe.tokenizer.chat_template, recipe.checkpoint.resume
-    judges = enumerate(recipe.online.judges if recipe.online else ())
-    for key, path, needed in (
-        ("model.path", model.path, MODEL_FILES), ("tokenizer.path", recipe.tokenizer.path, TOKENIZER_FILES),
-        ("reference.path", recipe.reference.path, MODEL_FILES),
-        *((f"online.judges.{number}.path", judge.path, MODEL_FILES) for number, judge in judges),
-    ):  # fmt: skip
-        if path is None or any(os.path.isfile(os.path.join(path, name)) for name in needed):
+def _path_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yields what is neither here nor a hub id. What else is wrong with a path, its reader says."""
+    for key, path in recipe.inputs.items():
+        if path is None or os.path.exists(path):
             continue
-        if os.path.isdir(path):
-            remedy = "give one that save_pretrained wrote, or a hub id"
-            yield key, f"directory {show(path)} has no {' or '.join(needed)}; {remedy}"
-        elif os.path.exists(path):
-            yield key, f"must be a directory or a hub id, and {show(path)} is a file"
-        elif not HUB_ID.fullmatch(path):
-            yield key, f"no such directory, and not a hub id: {show(path)}{instead_of_url(path)}"
-    if model.revision and os.path.isdir(model.path):
-        yield "model.revision", "a local directory has no revisions; leave it out"
-    if template and not os.path.isfile(template):
-        yield "tokenizer.chat_template", f"no such file: {show(str(template))}"
-    for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
-        for index, source in enumerate(sources):
-            key, path = f"data.{part}.{index}.path", source.path
-            is_data_file = path.endswith(DATA_FILE_SUFFIXES)
-            has_suffix = path.endswith(".gz") or ("/" not in path and os.path.splitext(path)[1] != "")
-            if os.path.exists(path):
-                if not is_data_file and not os.path.isdir(path):
-                    yield key, f"a data file ends in {', '.join(DATA_FILE_SUFFIXES)}, not as {show(path)}"
-            elif is_data_file or has_suffix or not HUB_ID.fullmatch(path):
-                where = f"(relative paths start at {os.getcwd()})"
-                remedy = instead_of_url(path) or f" {where}"
-                yield key, f"no such file or directory, and not a hub id: {show(path)}{remedy}"
-    # A read-only cache is enough if it has all values. A run that must write to it tests that first.
-    directories = {"output_dir": recipe.output_dir, "reference.cache_dir": recipe.reference.cache_dir}
-    for key, directory in ((key, directory) for key, directory in directories.items() if directory):
-        nearest = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
-        is_written = nearest != directory or (trains and key == "output_dir")
-        if not os.path.isdir(nearest):
-            yield key, f"{show(str(nearest))} is in the way: it is not a directory"
-        elif is_written and not os.access(nearest, os.W_OK | os.X_OK):
-            yield key, f"no permission to write in {show(str(nearest))}"
-    if resume not in ("auto", "never") and not os.path.isdir(resume):
-        yield "checkpoint.resume", f"must be auto, never or the directory of a checkpoint, not {show(resume)}"
+        is_file = key == "tokenizer.chat_template" or path.endswith(DATA_FILE_SUFFIXES)
+        if is_file or not HUB_ID.fullmatch(path):
+            where = instead_of_url(path) or f" (relative paths start at {os.getcwd()})"
+            yield key, f"no such file or directory, and not a hub id: {show(path)}{where}"
 
 
-def _model_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields problems that depend on whether model.path is an adapter."""
+def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yields what depends on whether model.path is an adapter."""
     model, has_adapter = recipe.model, is_adapter(recipe.model.path)
     trains_adapter = model.lora is not None or has_adapter
     if model.lora is not None and has_adapter:
-        remedy = "leave it out, or merge it first (dpopack merge)"
-        yield "model.lora", f"model.path is an adapter, which is trained further; {remedy}"
+        yield "model.lora", "model.path is an adapter, which is trained further; leave it out, or merge first"
     if model.quantize is not None and not trains_adapter:
         yield "model.quantize", "quantised weights cannot be trained; set model.lora, or leave quantize out"
     if model.dtype != "bfloat16":
         return
     # The weights of an adapter are always fp32, whatever the type of its base model.
     if recipe.optim.name != "adamw" and not trains_adapter:
-        remedy = "set optim.name: adamw or model.dtype: float32"
         what = f"{recipe.optim.name} keeps no fp32 master weights for bfloat16 parameters"
-        yield "optim.name", f"{what}; {remedy}"
+        yield "optim.name", f"{what}; set optim.name: adamw or model.dtype: float32"
     # In bfloat16, a mix of two models, or base plus adapter, may round to the old reference. A copy is exact.
     if recipe.reference.sync is not None and (recipe.reference.sync.mixup < 1.0 or trains_adapter):
         remedy = "set model.dtype: float32, or mixup: 1 without an adapter"
         yield "reference.sync", f"model.dtype bfloat16 rounds most of an update away; {remedy}"
 
 
-def _package_problems(recipe: Recipe, *, trains: bool) -> Iterator[Problem]:
+def _package_problems(recipe: Recipe, trains: bool) -> Iterator[Problem]:
     """Yields packages that keys need. What only a model's files need is refused when they are read."""
-    online = recipe.online
+    model, online = recipe.model, recipe.online
     generator, judges = ("", ()) if online is None else (online.generator.type, online.judges)
-    for key, module, is_needed in (
-        ("model.lora", "peft", recipe.model.lora is not None),
-        ("model.images", "PIL", recipe.model.images),
-        ("model.quantize", "bitsandbytes", recipe.model.quantize is not None),
-        ("optim.name", "bitsandbytes", recipe.optim.name == "adamw_8bit"),
-        ("online.generator.type", "vllm", generator == "vllm"),
-        ("online.generator.endpoint", "openai", generator == "http"),
-        *((f"online.judges.{n}.endpoint", "openai", judge.type == "llm") for n, judge in enumerate(judges)),
-    ):
-        if is_needed and importlib.util.find_spec(module) is None:
-            install = install_command("images" if module == "PIL" else module.removesuffix("_kernel"))
-            package = "pillow" if module == "PIL" else module.replace("_", "-")
-            yield key, f"needs the package {package}, which is not installed; {install}"
+    needed = {
+        "model.lora": "peft" if model.lora else "",
+        "model.images": "PIL" if model.images else "",
+        "model.quantize": "bitsandbytes" if model.quantize else "",
+        "optim.name": "bitsandbytes" if recipe.optim.name == "adamw_8bit" else "",
+        "online.generator": {"vllm": "vllm", "http": "openai"}.get(generator, ""),
+        **{f"online.judges.{n}": "openai" if judge.type == "llm" else "" for n, judge in enumerate(judges)},
+    }
+    for key, module in needed.items():
+        if module and importlib.util.find_spec(module) is None:
+            install = install_command("images" if module == "PIL" else module)
+            yield key, f"needs the package {module}, which is not installed; {install}"
     for tracker in recipe.logging.trackers if trains else ():
         modules = ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]
         if not any(importlib.util.find_spec(module) for module in modules):
-            package = tracker.replace("_", "-")
-            yield "logging.trackers", f"'{tracker}' is not installed; pip install {package}"
+            yield "logging.trackers", f"{tracker} is not installed; pip install {tracker.replace('_', '-')}"

@@ -294,9 +294,7 @@ def test_an_absent_package_is_found_before_anything_is_loaded(
 ) -> None:
     recipe = online_recipe(tmp_path / "assets", tmp_path / "run", "online.generator.type=vllm")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        RecipeError, match=r"online\.generator\.type: needs the package vllm.*pip install 'vllm>="
-    ):
+    with pytest.raises(RecipeError, match=r"online\.generator: needs the package vllm.*pip install 'vllm>="):
         check_environment(recipe)
 
 

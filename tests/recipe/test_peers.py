@@ -478,10 +478,6 @@ def test_dpo_pack_has_the_losses_of_trl() -> None:
         ({"pref_loss": "ipo"}, ["LLaMA-Factory's pref_loss is loss.type here"]),
         ({"padding_free": True}, ["padding_free is not needed here: nothing is padded"]),
         ({"use_dora": True}, ["use_dora has no counterpart here: plain LoRA"]),
-        ({"loss": {"type": "dpo"}}, ["loss.type: write sigmoid, not 'dpo'"]),
-        ({"optim": {"name": "adamw_torch"}}, ["write adamw, not"]),
-        ({"model": {"path": "a/b", "attention": "flash_attention_2"}}, ["write flash_attn, not"]),
-        ({"data": {"train": "a.jsonl", "truncation": "keep_start"}}, ["write completion_right, not"]),
     ],
 )
 def test_an_error_about_a_peer_s_word_names_ours(settings: dict[str, Any], fragments: list[str]) -> None:

@@ -122,5 +122,5 @@ def test_a_run_goes_on_with_another_server_and_batch_but_not_with_another_judge(
 def test_a_reward_model_that_is_not_there_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").touch()
     judges = "online.judges=[{type: reward_model, path: ./no/such/model}]"
-    with pytest.raises(RecipeError, match=r"online\.judges\.0\.path: no such directory"):
+    with pytest.raises(RecipeError, match=r"online\.judges\.0\.path: no such file"):
         check_environment(load(judges, f"data.train={tmp_path}/pairs.jsonl", text=ONLINE))
