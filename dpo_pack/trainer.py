@@ -283,8 +283,9 @@ class Trainer:
         grad_norm = clip_gradients(state.scorer, self.recipe.optim.max_grad_norm)
         learning_rate = float(state.scheduler.get_last_lr()[0])
         losses = column(values, "loss")
-        # after it, optimizer.step() may change nothing
-        self.log.guard.check(state.step + 1, losses, grad_norm, batch.pair_indices, optimizer)
+        self.log.guard.skip_if_nonfinite(
+            optimizer, losses, grad_norm, step=state.step + 1, pairs=batch.pair_indices
+        )
         state.step += 1  # first: an error while the parameters change must not save them
         optimizer.step()
         state.scheduler.step()

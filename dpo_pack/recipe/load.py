@@ -27,6 +27,7 @@ RECIPE_FILE, INFO_FILE = "recipe.yaml", "run.json"  # of a run, in its output_di
 # word (None: all values are), and what to do about another value.
 REMOVED_KEYS: dict[str, tuple[tuple[object, ...] | None, str]] = {
     "model.kernels": (None, "compiled layers fuse the same"),
+    "logging.breakdowns": (None, ""),
 }
 REMOVED_LOSSES: dict[str, str] = {}
 # What `dpopack recipe --defaults` prints.

@@ -130,8 +130,6 @@ class LoggingRecipe(types.Section):
         types.Allowed(f"one or a list of {', '.join(get_args(Tracker))}"),
     ] = ()
     """Experiment trackers that get the metrics too, by accelerate's names."""
-    breakdowns: bool = False
-    """Send trackers also the evaluations by source and by length, which metrics.jsonl always has."""
     pairs: bool = True
     """Write each pair's loss, margin and log-probs, each time it is trained on, to `pairs.parquet`."""
     samples: SamplesRecipe | None = Field(default_factory=SamplesRecipe)

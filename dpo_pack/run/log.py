@@ -95,13 +95,11 @@ class RunLog:
         mlflow_run = start_trackers(
             self.setup.accelerator,
             recipe.model_dump(mode="json"),
-            trackers=recipe.logging.trackers,
-            directory=run.trackers,
+            run.trackers,
             name=recipe.logging.run_name or recipe.output_dir.name,
             run_id=str(run.info["tracking_id"]),
-            goes_on=run.has_own_checkpoint,
-            step=step,
             mlflow_run=run.info.get("mlflow_run") if run.has_own_checkpoint else None,
+            resumed_after=step if run.has_own_checkpoint else None,
         )
         if mlflow_run is not None:
             run.update(mlflow_run=mlflow_run)
@@ -135,10 +133,9 @@ class RunLog:
     def _write(self, record: dict[str, Any]) -> None:
         assert self.file is not None
         self.file.write(record)
-        logging = self.setup.recipe.logging
-        if logging.trackers:
+        if self.setup.recipe.logging.trackers:
             sources = list(self.setup.data.eval_prompts or self.setup.data.eval)
-            track(self.setup.accelerator, record, held_out_names=sources, breakdowns=logging.breakdowns)
+            track(self.setup.accelerator, record, sources)
 
     def report_nonfinite(self) -> None:
         """Prints each step that made no update because of a non-finite value; writes its pairs to a file.

@@ -8,6 +8,7 @@ next logs, evaluates or saves.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -57,31 +58,17 @@ def build_optimizer(
         if parameters
     ]
     trains_bfloat16 = any(parameter.dtype == torch.bfloat16 for _, parameter in trained)
-    if name != "adamw":
-        return _low_memory_optimizer(name, groups, lr=lr, betas=betas, eps=eps, is_low=trains_bfloat16)
-    if trains_bfloat16:
+    if name == "adamw" and trains_bfloat16:
         return SplitAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-
-
-def _low_memory_optimizer(
-    name: str,
-    groups: list[dict[str, Any]],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    is_low: bool,
-) -> Optimizer:
-    """`is_low`: there are parameters in bfloat16."""
-    if is_low:
+    if name == "adamw":
+        return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    if trains_bfloat16:
         raise RecipeError(
             f"optim.name: {name} keeps no fp32 master weights, so updates of parameters in bfloat16 would "
             "round away; set optim.name: adamw or model.dtype: float32"
         )
     if name == "adafactor":  # each group has its `weight_decay`
         return Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False)
-    assert name == "adamw_8bit"
     from bitsandbytes.optim import AdamW8bit
 
     optimizer: Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
@@ -113,8 +100,15 @@ def learning_rate_schedule(
 ) -> LRScheduler:
     """Returns transformers' schedule `name`. Step i of w warm-up steps has the rate lr x (i - 1) / w.
     `linear` and `cosine` end at `min_lr_ratio` times the largest rate."""
-    if min_lr_ratio > 0.0 and name == "linear":
-        return _linear_above_zero(optimizer, num_steps, warmup_steps, min_lr_ratio)
+    if min_lr_ratio > 0.0 and name == "linear":  # transformers' linear schedule ends at 0
+
+        def factor(step: int) -> float:
+            if step < warmup_steps:
+                return step / warmup_steps
+            remaining = max(0.0, (num_steps - step) / max(1, num_steps - warmup_steps))
+            return min_lr_ratio + (1.0 - min_lr_ratio) * remaining
+
+        return LambdaLR(optimizer, factor)
     options = {"min_lr_rate": min_lr_ratio} if min_lr_ratio > 0.0 else None
     scheduler: LRScheduler = get_scheduler(
         name if options is None else "cosine_with_min_lr",
@@ -124,20 +118,6 @@ def learning_rate_schedule(
         scheduler_specific_kwargs=options,
     )
     return scheduler
-
-
-def _linear_above_zero(
-    optimizer: Optimizer, num_steps: int, warmup_steps: int, min_lr_ratio: float
-) -> LRScheduler:
-    """transformers has no linear schedule that ends above 0."""
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return step / warmup_steps
-        remaining = max(0.0, (num_steps - step) / max(1, num_steps - warmup_steps))
-        return min_lr_ratio + (1.0 - min_lr_ratio) * remaining
-
-    return LambdaLR(optimizer, factor)
 
 
 def schedule_warnings(optimizer: Optimizer, *, lr: float, num_steps: int, warmup_steps: int) -> Iterator[str]:
@@ -160,8 +140,8 @@ def schedule_warnings(optimizer: Optimizer, *, lr: float, num_steps: int, warmup
 
 
 class NonfiniteGuard:
-    """Decides for each step whether to skip its update, and later reports the steps that were not finite.
-    With `stops` the first such step also blocks all later updates, until the host reads about it."""
+    """Skips the update of a step that is not finite, and reports such steps later. With `stops` it also skips
+    all later updates, until the host reads of the first such step."""
 
     def __init__(self, *, stops: bool, device: torch.device) -> None:
         self.stops = stops
@@ -170,8 +150,14 @@ class NonfiniteGuard:
         # norm of its gradient, and this rank's pairs with their losses.
         self._unread: list[tuple[int, Tensor, Tensor, npt.NDArray[np.int64], Tensor]] = []
 
-    def check(
-        self, step: int, losses: Tensor, grad_norm: Tensor, pairs: npt.NDArray[np.int64], optimizer: Optimizer
+    def skip_if_nonfinite(
+        self,
+        optimizer: Optimizer,
+        losses: Tensor,
+        grad_norm: Tensor,
+        *,
+        step: int,
+        pairs: npt.NDArray[np.int64],
     ) -> None:
         """Makes the next `optimizer.step()` change nothing if a loss or gradient of `step` is not finite.
 
@@ -195,30 +181,29 @@ class NonfiniteGuard:
         those whose own loss is not finite first. Waits for the device; every rank must call it."""
         unread, self._unread = self._unread, []
         flags = torch.stack([is_nonfinite for _, is_nonfinite, *_ in unread]).tolist() if unread else []
-        for step, _, grad_norm, own_pairs, own_losses in itertools.compress(unread, flags):
+        for step, _, norm, own_pairs, own_losses in itertools.compress(unread, flags):
             pairs = gather_over_ranks(torch.from_numpy(own_pairs).to(own_losses.device)).cpu().numpy()
             losses = gather_over_ranks(own_losses).cpu().numpy()
-            path = directory / f"nonfinite-step-{step:06d}.json"
-            order = np.lexsort((pairs, np.isfinite(losses)))
+            order, rows = np.lexsort((pairs, np.isfinite(losses))), table.row_numbers[pairs]
             listed = [
                 {
-                    "source": source_names[table.source_indices[pair]],
-                    "row": int(table.row_numbers[pair]),
-                    "pair": int(pair),
-                    "loss": _json_number(loss),
+                    "source": source_names[table.source_indices[pairs[n]]],
+                    "row": int(rows[n]),
+                    "pair": int(pairs[n]),
+                    "loss": _json_number(losses[n]),
                 }
-                for pair, loss in zip(pairs[order], losses[order], strict=True)
+                for n in order
             ]
-            if ranks.is_first():
-                norm = _json_number(float(grad_norm))
-                write_json_atomically(path, {"step": step, "grad_norm": norm, "pairs": listed})
-            rows = sorted(table.row_numbers[pairs].tolist())
+            path = directory / f"nonfinite-step-{step:06d}.json"
+            content = {"step": step, "grad_norm": _json_number(norm), "pairs": listed}
+            ranks.only_first_does(functools.partial(write_json_atomically, path, content))
             yield (
                 f"step {step}: loss or gradient is not finite, and no update was made; lower optim.lr, "
-                f"or look at the step's rows of data.train ({', '.join(map(str, rows[:10]))}"
+                f"or look at its rows of data.train ({', '.join(map(str, np.sort(rows)[:10]))}"
                 f"{', ...' if len(rows) > 10 else ''}), listed in {path}"
             )
 
 
-def _json_number(value: float) -> float | str:
-    return float(value) if np.isfinite(value) else str(float(value))
+def _json_number(value: Any) -> float | str:
+    number = float(value)
+    return number if math.isfinite(number) else str(number)

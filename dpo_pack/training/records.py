@@ -85,47 +85,41 @@ class MetricsLog:
 def start_trackers(
     accelerator: Accelerator,
     settings: Mapping[str, Any],
-    *,
-    trackers: Sequence[str],
     directory: Path,
+    *,
     name: str,
     run_id: str,
-    goes_on: bool = False,
-    step: int = 0,
     mlflow_run: str | None = None,
+    resumed_after: int | None = None,
 ) -> str | None:
-    """Starts accelerate's `trackers`, those of `Accelerator(log_with=...)`, which show `settings`.
-
-    For a resumed run (`goes_on`), pass the same `run_id`, and as `mlflow_run` the id that this function
-    returned: MLflow makes the id itself. TensorBoard does not show what an earlier process sent of steps
-    after `step`. Raises RunError if a tracker fails."""
+    """Starts the trackers of `Accelerator(log_with=...)`, which show `settings`; returns the id of an MLflow
+    run, which MLflow makes itself. A run that is `resumed_after` a step passes the same ids again, and is the
+    same run there. Raises RunError if a tracker fails."""
     directory.mkdir(exist_ok=True)
-    key = hashlib.sha256(run_id.encode()).hexdigest()  # comet_ml and swanlab get parts of it as id
-    # Without these options, accelerate would name the project after the run, and a resumed run would be new.
+    resumes, key = resumed_after is not None, hashlib.sha256(run_id.encode()).hexdigest()
     options: dict[str, dict[str, Any]] = {
         "wandb": {"name": name, "id": run_id, "resume": "allow", "dir": str(directory)},
-        "trackio": {"name": name, "resume": "allow" if goes_on else "never"},
+        "trackio": {"name": name, "resume": "allow" if resumes else "never"},
         "mlflow": {"run_name": name, "run_id": mlflow_run},
         "comet_ml": {"experiment_key": key[:32]},
         "swanlab": {"name": name, "id": key[:21], "resume": "allow", "log_dir": str(directory)},
     }
-    for place, kind in enumerate(map(str, accelerator.log_with)):
-        if kind in options:
+    for number, kind in enumerate(map(str, accelerator.log_with)):
+        if kind in options:  # else accelerate would name the project after the run
             variable = "COMET_PROJECT_NAME" if kind == "comet_ml" else f"{kind.upper()}_PROJECT"
             project = os.environ.get(variable, "dpo-pack")
-            accelerator.log_with[place] = LOGGER_TYPE_TO_CLASS[kind](project, **options[kind])
+            accelerator.log_with[number] = LOGGER_TYPE_TO_CLASS[kind](project, **options[kind])
+    # MLflow refuses a second value of a setting. TensorBoard hides what was sent of later steps.
     config = {
         key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
         for key, value in leaves(settings, separator=".")
     }
+    purge = {} if resumed_after is None else {"tensorboard": {"purge_step": resumed_after + 1}}
     try:
-        # A resumed run does not send its settings again, because MLflow refuses a second value.
-        purged = {"tensorboard": {"purge_step": step + 1}} if goes_on else {}
-        accelerator.init_trackers(name, config=None if goes_on else config, init_kwargs=purged)
+        accelerator.init_trackers(name, None if resumes else config, purge)
     except Exception as error:  # each tracker raises its own errors: no login, no server
         raise RunError(
-            f"logging.trackers: {', '.join(trackers)} cannot be started ({first_line(error)}); log in to the "
-            "tracker, or remove it from logging.trackers"
+            f"logging.trackers: one cannot be started ({first_line(error)}); log in to it"
         ) from error
     begun = {tracker.name: tracker.tracker for tracker in accelerator.trackers} if ranks.is_first() else {}
     if "comet_ml" in begun:
@@ -142,27 +136,17 @@ def end_trackers(accelerator: Accelerator) -> None:
             _warn_once(first_line(error))
 
 
-def track(
-    accelerator: Accelerator,
-    record: dict[str, Any],
-    *,
-    held_out_names: Sequence[str] = (),
-    breakdowns: bool = False,
-) -> None:
-    """Sends the numbers of a metrics line to the trackers, under the names of transformers' Trainer and TRL;
-    numbers by source and by length only with `breakdowns`. A tracker's error does not end training."""
+def track(accelerator: Accelerator, record: dict[str, Any], held_out_names: Sequence[str] = ()) -> None:
+    """Sends the numbers of a metrics line to the trackers, under the names of transformers' Trainer and TRL.
+    A tracker's error does not end training."""
     prefix = "train/"
     if record["split"] != "train":
         prefix = "eval/" if len(held_out_names) == 1 else f"eval/{record['source']}_"
-    numbers = {  # not intervals: these are lists
-        prefix + name: value
-        for name, value in (leaves(record, separator="/") if breakdowns else record.items())
-        if isinstance(value, int | float) and name != "step"
-    }
+    numbers = {prefix + name: value for name, value in record.items() if isinstance(value, int | float)}
     # transformers' Trainer sends the step under this name, so W&B can show both runs over one x-axis.
-    numbers["train/global_step"] = record["step"]
+    numbers = {name: value for name, value in numbers.items() if name != f"{prefix}step"}
     try:
-        accelerator.log(numbers, step=record["step"])
+        accelerator.log(numbers | {"train/global_step": record["step"]}, step=record["step"])
     except Exception as error:
         _warn_once(first_line(error))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 import time
 from collections.abc import Iterable
@@ -58,35 +59,27 @@ class Meter:
 
     sizes: PairSizes | None = None  # of the pairs that are trained on; `costs` are FLOPs; None: unknown
     peak_flops: float | None = None  # FLOPs a second that this device can do; None: no `mfu`
-    steps: int = 0
-    pairs: int = 0
-    tokens: int = 0
-    flops: float = 0.0
-    seconds: float = 0.0
+    _steps: list[tuple[int, int, float, float]] = field(default_factory=list)  # pairs, tokens, FLOPs, seconds
 
     def add(self, rows: Iterable[IntArray], *, pairs: int, tokens: int, seconds: float) -> float:
         """Counts a step. rows: the pairs of each row of all ranks. Returns the step's FLOPs on one device, a
         mean."""
         sizes = self.sizes
         flops = 0.0 if sizes is None else sum(sizes.of_row(row).cost for row in rows) / num_ranks()
-        self.steps += 1
-        self.pairs += pairs
-        self.tokens += tokens
-        self.flops += flops
-        self.seconds += seconds
+        self._steps.append((pairs, tokens, flops, seconds))
         return flops
 
     def take(self) -> dict[str, float]:
         """Returns rates of the steps since the previous call, and mean seconds a step; begins anew."""
-        seconds = max(self.seconds, 1e-9)
+        pairs, tokens, flops, seconds = map(sum, zip(*self._steps, strict=True))
         rates = {
-            "tokens_per_second": self.tokens / seconds,
-            "pairs_per_second": self.pairs / seconds,
-            "seconds": self.seconds / max(self.steps, 1),
+            "tokens_per_second": tokens / max(seconds, 1e-9),
+            "pairs_per_second": pairs / max(seconds, 1e-9),
+            "seconds": seconds / len(self._steps),
         }
         if self.peak_flops is not None:
-            rates["mfu"] = self.flops / seconds / self.peak_flops
-        self.steps, self.pairs, self.tokens, self.flops, self.seconds = 0, 0, 0, 0.0, 0.0
+            rates["mfu"] = flops / max(seconds, 1e-9) / self.peak_flops
+        self._steps = []
         return rates
 
 
@@ -98,12 +91,11 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
         return gpu_peak(torch.cuda.get_device_name(device), dtype)
     if device.type != "cpu":
         return None
-    size = 768
+    size, best = 768, math.inf
     left, right = (torch.full((size, size), 0.5, dtype=dtype) for _ in range(2))
-    best = float("inf")
     times_transposed(left, right)  # the first product is slow: it also starts threads
     begun = time.monotonic()
-    while best == float("inf") or time.monotonic() - begun < 0.1:
+    while best == math.inf or time.monotonic() - begun < 0.1:
         started = time.perf_counter()
         times_transposed(left, right)
         best = min(best, time.perf_counter() - started)

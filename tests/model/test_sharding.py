@@ -504,7 +504,7 @@ def _take_steps_that_are_not_finite(directory: Path, fsdp2: dict[str, Any] | Non
             losses = torch.tensor([torch.inf] if is_poisoned and poison == "loss" else [])
             norms.append(clip_gradients(scorer, 0.5))
             if poison is None or scorer is scorers[0]:
-                guard.check(1, losses, norms[-1], pairs, optimizer)
+                guard.skip_if_nonfinite(optimizer, losses, norms[-1], step=1, pairs=pairs)
                 optimizer.step()
             optimizer.zero_grad()
             moved = [not torch.equal(p, old) for p, old in zip(scorer.parameters(), before, strict=True)]

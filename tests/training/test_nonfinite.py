@@ -38,7 +38,7 @@ def take_step(
         next(network.parameters()).grad.view(-1)[1] = torch.nan  # type: ignore[union-attr]
     device = next(network.parameters()).device
     losses = torch.tensor([0.5, torch.inf if bad == "loss" else 0.5], dtype=torch.float64, device=device)
-    guard.check(number, losses, clip_gradients(network, 1.0), PAIRS, optimizer)
+    guard.skip_if_nonfinite(optimizer, losses, clip_gradients(network, 1.0), step=number, pairs=PAIRS)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -116,7 +116,7 @@ def test_a_step_on_cuda_waits_for_nothing(tmp_path: Path) -> None:
     for parameter in network.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan)
     with waiting_is_an_error():
-        guard.check(2, losses, norm, PAIRS, optimizer)
+        guard.skip_if_nonfinite(optimizer, losses, norm, step=2, pairs=PAIRS)
         optimizer.step()
     assert_equal(state(network, optimizer), before)
     assert reported(guard, tmp_path) == [2]
