@@ -235,7 +235,7 @@ def evaluate(
     with _on_every_rank(recipe, overrides, command, quiet=quiet, lenient=True) as (loaded, console):
         for line in loaded.dropped:
             console.print(f"Note: evaluated without {line}")
-        from dpo_pack.reports import evaluation_tables as tables
+        from dpo_pack.reports.evaluation_tables import render_evaluations
         from dpo_pack.run.checkpoint import model_of
         from dpo_pack.run.evaluate import compare_models, evaluate_models
 
@@ -245,11 +245,10 @@ def evaluate(
         with contextlib.ExitStack() as stack:
             paths = [stack.enter_context(model_of(name, console)) for name in names]
             results = evaluate_models(loaded, paths, console)
-        if compare is None:
-            tables.render_results(results[0], console)
-            return Evaluation(sets={name: result.record for name, result in results[0].items()})
-        sets = compare_models(results, names, seed=loaded.seed)
-        tables.render_comparisons(sets, console, beta=loaded.loss.beta)
+        sets = {name: result.record for name, result in results[0].items()}
+        if compare is not None:
+            sets = compare_models(results, names, seed=loaded.seed)
+        render_evaluations(sets, console, beta=loaded.loss.beta)
         return Evaluation(sets=sets)
 
 

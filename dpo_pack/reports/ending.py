@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from dpo_pack.reports.evaluation_tables import METRIC_NAMES, estimate
-from dpo_pack.reports.run_files import read_runs
-from dpo_pack.reports.run_views import sample_rows
-from dpo_pack.reports.tables import Cells, render_completions, terminal_table
+from dpo_pack.reports.evaluation_tables import INTERVALS, evaluation_cells
+from dpo_pack.reports.run_files import read_runs, sample_rows
+from dpo_pack.reports.tables import render_completions, terminal_table
 from dpo_pack.training.health import what_can_be_told
-
-_METRICS = ("rewards/accuracies", "rewards/margins", "online/win_rate", "online/scores")
 
 
 def print_ending(
@@ -27,35 +22,24 @@ def print_ending(
     if console.quiet:
         return
     (run,) = read_runs([root])
-    before = {name: lines[0] for name, lines in run.evals.items() if lines[0]["step"] == 0}
-    rows = [
-        (
-            f"{held_out}: {METRIC_NAMES[name]}",
-            f"{before[held_out][name]:.3f}" if name in before.get(held_out, {}) else "",
-            *estimate(metrics, name),
-        )
-        for held_out, metrics in evaluation.items()
-        for name in _METRICS
-        if name in metrics
-    ]
-    if rows:
-        cells = Cells(("", "before", "after", "95 % interval"), rows)
-        console.print()
-        console.print(terminal_table("What was learned, on held-out data", cells, no_wrap=True))
+    before = {name: lines[0] for name, lines in run["evals"].items() if lines[0]["step"] == 0}
     for held_out, metrics in evaluation.items():
+        columns = {"before": before[held_out]} if held_out in before else {}
+        title = f"What was learned, on held-out data: {held_out}"
+        console.print()
+        console.print(terminal_table(title, evaluation_cells({**columns, "after": metrics}), no_wrap=True))
         if told := what_can_be_told(metrics):
-            console.print(f"{held_out}: {told}.")
+            console.print(f"{INTERVALS}; {told}.")
     if any(metrics.get("rewards/margins") == 0.0 for metrics in before.values()):
         console.print(
             "Before training, policy and reference are equal: each margin is 0, and a tie counts half."
         )
     both = [(prompt, texts) for prompt, texts in sample_rows([run]).items() if len(texts) == 2]
-    pairs = [(prompt, texts) for prompt, texts in both if len(set(texts.values())) == 2]
-    if both and not pairs:
+    changed = [(prompt, texts) for prompt, texts in both if len(set(texts.values())) == 2]
+    if both and not changed:
         console.print("The samples are the same before and after training")
-    prompts = [prompt for prompt, _ in pairs[:1]]
-    columns = {name: [texts[f"{name} training"] for _, texts in pairs] for name in ("before", "after")}
-    render_completions(prompts, columns, console)
+    for prompt, texts in changed[:1]:
+        render_completions([prompt], {name: [text] for name, text in texts.items()}, console)
     if warnings:
         console.print()
         console.print("Warnings of this run:")
@@ -67,12 +51,8 @@ def print_next(
     root: Path, evaluation: Mapping[str, Mapping[str, Any]], console: Console, *, has_images: bool
 ) -> None:
     """Prints the commands to look at the finished run in `root`, whose model has this evaluation."""
-    program = "dpopack"
-    if shutil.which(program) is None and Path(sys.argv[0]).name == program:  # PATH does not have it
-        program = shlex.quote(sys.argv[0])
     console.print()
     console.print("Next:")
-    asked = " --prompt TEXT" if has_images else ""
-    console.print(f"  {program} sample {shlex.quote(str(root))}{asked}")
+    console.print(f"  dpopack sample {shlex.quote(str(root))}{' --prompt TEXT' if has_images else ''}")
     if any("rewards/margins" in metrics for metrics in evaluation.values()):  # an online run has no pairs
-        console.print(f"  {program} evaluate {shlex.quote(str(root / 'recipe.yaml'))}")
+        console.print(f"  dpopack evaluate {shlex.quote(str(root / 'recipe.yaml'))}")

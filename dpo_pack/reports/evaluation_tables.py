@@ -1,17 +1,15 @@
-"""Shows evaluations as tables in the terminal, or returns them for JSON."""
+"""Evaluations as tables: in the terminal, at the end of a run and on its page.
 
-from __future__ import annotations
+A record is a line of metrics.jsonl: means by metric, `intervals`, and the groups `by_source` and `by_length`.
+"""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from dpo_pack.reports.tables import Cells, terminal_table
 from dpo_pack.training.health import what_can_be_told
-
-if TYPE_CHECKING:  # these modules import torch; run pages use this file without torch
-    from dpo_pack.training.held_out import HeldOutResult
 
 METRIC_NAMES = {
     "rewards/accuracies": "reward accuracy",
@@ -23,90 +21,71 @@ METRIC_NAMES = {
     "online/scores": "score",
     "online/score_gain": "score above the start's",
 }
-BREAKDOWNS = {"by_source": "by source", "by_length": "by length of chosen, compared with rejected"}
-_INTERVALS = "Intervals: 95 %, bootstrap over prompts"
+INTERVALS = "In brackets: 95 % intervals, bootstrap over prompts"
 
 
-def render_results(results: Mapping[str, HeldOutResult], console: Console) -> None:
-    """Prints means and intervals of each held-out set, also by source and by length ratio."""
-    for name, result in results.items():
-        record = result.record
-        rows = [
-            (words, *estimate(record, metric)) for metric, words in METRIC_NAMES.items() if metric in record
-        ]
-        title = f"{name}: {pairs_and_prompts(record)}"
-        console.print(terminal_table(title, Cells(("", "mean", "interval"), rows), no_wrap=True))
-        _print_parts(record, console, sign="")
-        if told := what_can_be_told(record):
-            console.print(f"{told}.")
-        if "length/prefers_longer" in record:
-            console.print(
-                f"Rewards prefer the longer completion in {record['length/prefers_longer']:.1%} of pairs, "
-                f"the data does in {record['length/chosen_longer']:.1%}"
-            )
-    console.print(_INTERVALS)
-
-
-def render_comparisons(sets: Mapping[str, Mapping[str, Any]], console: Console, *, beta: float) -> None:
-    """Prints the metrics of models `a` and `b` and their paired `difference` on each held-out set."""
+def render_evaluations(sets: Mapping[str, Mapping[str, Any]], console: Console, *, beta: float) -> None:
+    """Prints a model's record on each held-out set, by name; or the records of models `a` and `b` and their
+    paired `difference`."""
     for name, found in sets.items():
-        one, other, difference = found["a"], found["b"], found["difference"]
-        rows = [
-            (words, f"{one[metric]:.3f}", f"{other[metric]:.3f}", *estimate(difference, metric, sign="+"))
-            for metric, words in METRIC_NAMES.items()
-            if metric in one
-        ]
-        title = f"{name}: {pairs_and_prompts(one)}"
-        console.print(terminal_table(title, Cells(("", "A", "B", "B - A", "interval"), rows), no_wrap=True))
-        _print_parts(difference, console, sign="+")
-        console.print(f"B - A: {what_can_be_told(difference, without_effect=0.0)}.")
-        console.print(f"Rewards: beta {beta:g} x log-ratio to the recipe's reference")
-    console.print(f"A: {one['model']}")
-    console.print(f"B: {other['model']}")
-    console.print(f"{_INTERVALS}; those of B - A are of each pair's own difference")
+        judged, columns, told = found, {"": found}, what_can_be_told(found)
+        if "difference" in found:
+            judged, told = found["difference"], ""
+            means = {title: {**found[title.lower()], "intervals": {}} for title in ("A", "B")}
+            columns = {**means, "B - A": judged}
+            if difference := what_can_be_told(judged, without_effect=0.0):
+                told = f"B - A: {difference}"
+        console.print(terminal_table(name, evaluation_cells(columns), no_wrap=True))
+        console.print(terminal_table(f"{name}, by group", group_cells(judged), no_wrap=True))
+        if told:
+            console.print(f"{told}.")
+        if "length/prefers_longer" in found:
+            console.print(
+                f"Rewards prefer the longer completion in {found['length/prefers_longer']:.1%} of pairs, "
+                f"the data does in {found['length/chosen_longer']:.1%}"
+            )
+        for model in ("a", "b") if "difference" in found else ():
+            console.print(f"{model.upper()}: {found[model]['model']}")
+    console.print(f"{INTERVALS}. Rewards: beta {beta:g} x log-ratio to the recipe's reference")
 
 
-def _print_parts(record: Mapping[str, Any], console: Console, *, sign: str) -> None:
-    for breakdown, words in BREAKDOWNS.items():
-        cells = part_cells(record, breakdown, sign=sign)
-        if cells.rows:
-            title = f"B - A, {words}" if sign else words
-            console.print(terminal_table(title, cells, no_wrap=True))
+def evaluation_cells(columns: Mapping[str, Mapping[str, Any]]) -> Cells:
+    """Returns a column for each record, by its title, and a row for each metric that one of them has."""
+    rows = [("measured on", *map(pairs_and_prompts, columns.values()))]
+    for metric, words in METRIC_NAMES.items():
+        if any(metric in record for record in columns.values()):
+            rows.append((words, *(estimate(record, metric) for record in columns.values())))
+    return Cells(("", *columns), rows)
 
 
-def part_cells(record: Mapping[str, Any], breakdown: str, *, sign: str = "") -> Cells:
-    """Returns accuracy and margin by source or by length ratio; `breakdown` is a key of BREAKDOWNS."""
+def group_cells(record: Mapping[str, Any]) -> Cells:
+    """Returns accuracy and margin of each group: of sources, and of lengths of chosen against rejected."""
+    groups = {**record.get("by_source", {})}
+    groups |= {group.replace("_", " "): of for group, of in record.get("by_length", {}).items()}
+    metrics = ("rewards/accuracies", "rewards/margins")
     rows = [
-        (
-            _shortened(part) if breakdown == "by_length" else part,
-            f"{summary['pairs']:,}",
-            *estimate(summary, "rewards/accuracies", sign=sign),
-            *estimate(summary, "rewards/margins", sign=sign),
-        )
-        for part, summary in record.get(breakdown, {}).items()
+        (group, f"{of['pairs']:,}", *(estimate(of, metric) for metric in metrics))
+        for group, of in groups.items()
     ]
-    return Cells(("", "pairs", "accuracy", "interval", "margin", "interval"), rows)
+    return Cells(("", "pairs", "reward accuracy", "reward margin"), rows)
 
 
-def _shortened(bucket: str) -> str:
-    """Returns the name of one of LENGTH_BUCKETS so that tables fit 80 columns."""
-    return bucket.removeprefix("chosen_").removesuffix("_length").replace("_", " ")
+def estimate(record: Mapping[str, Any], metric: str) -> str:
+    """Returns the mean as text, with its interval if it has one: "0.612 (0.550 to 0.670)".
 
-
-def estimate(summary: Mapping[str, Any], metric: str, *, sign: str = "") -> tuple[str, str]:
-    """Returns mean and interval as texts. With `sign` "+", positive numbers have a sign too.
-
-    The texts are empty if a number is null, which metrics.jsonl has for a number that is not finite.
+    The text is empty if a number is null, which metrics.jsonl has for a number that is not finite.
     """
-    low, high = summary.get("intervals", {}).get(metric) or (None, None)
-    if None in (summary.get(metric), low, high):
-        return "", ""
-    return f"{summary[metric]:{sign}.3f}", f"{low:{sign}.3f} to {high:{sign}.3f}"
+    mean, bounds = record.get(metric), record.get("intervals", {}).get(metric) or ()
+    if mean is None or None in bounds:
+        return ""
+    return f"{mean:.3f}" + (f" ({bounds[0]:.3f} to {bounds[1]:.3f})" if bounds else "")
 
 
 def pairs_and_prompts(record: Mapping[str, Any]) -> str:
-    """Returns the number of pairs, and that of their prompts if pairs share prompts. Online: of prompts."""
-    num_pairs = record.get("pairs", 0)
-    num_prompts = record.get("prompts", num_pairs)  # earlier releases wrote no number of prompts
-    pairs, prompts = f"{num_pairs:,} pairs", f"{num_prompts:,} prompts"
-    return prompts if not num_pairs else pairs if num_pairs == num_prompts else f"{pairs} of {prompts}"
+    """Returns how many pairs were evaluated: of how many, if not all; and of how many prompts, if pairs share
+    prompts. Online: the number of prompts."""
+    pairs, prompts = record.get("pairs"), record.get("prompts")
+    if pairs is None:
+        return f"{prompts or 0:,} prompts"
+    whole = f" of {record['held_out_pairs']:,}" if "held_out_pairs" in record else ""
+    return f"{pairs:,}{whole} pairs" + (f", {prompts:,} prompts" if prompts not in (None, pairs) else "")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dpo_pack.reports import evaluation_tables, packing_tables, pair_views, run_files, run_views
+from dpo_pack.reports import evaluation_tables, packing_tables, pair_views, run_files
 from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.process import printable
 
@@ -49,9 +49,10 @@ def run_page(paths: Sequence[Path]) -> str:
     return render_page(
         "run.html.jinja",
         runs=runs,
-        data=run_views.chart_data(runs),
+        held_out=list(dict.fromkeys(name for run in runs for name in run["evals"])),
+        data=run_files.chart_data(runs),
         lowest=run_files.lowest_margins(runs[0]) if len(runs) == 1 else [],
-        views=run_views,
+        views=run_files,
         evaluations=evaluation_tables,
         asset=lambda name: (assets / name).read_text(encoding="utf-8"),
     )

@@ -1,116 +1,144 @@
-"""Reads what `dpopack train` has left in a run's directory into plain values, for the run's page.
+"""Reads what `dpopack train` has left in a run's directory, and makes tables and curves of it for a page.
 
 A file that is not there or cannot be read leaves out its part of the page. Files that grow with the steps are
 streamed and thinned, so neither the page nor the memory for it grows with them.
+
+A run is a dict: `path`, `name`, `info` (run.json), `recipe`, `steps` and `curves` (of logged steps, by
+metric), `lines_per_point`, `evals` (lines by held-out set, among them the first and the last), `samples` (of
+each prompt the latest from the start and from the policy), `warnings` (step and text), `notes` (the other
+warnings in console.log), `texts` (of files that are shown whole).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+import pyarrow.dataset as ds
+from pyarrow.acero import (
+    AggregateNodeOptions,
+    Declaration,
+    FilterNodeOptions,
+    ProjectNodeOptions,
+    ScanNodeOptions,
+)
 from tokenizers import Tokenizer
 
 from dpo_pack.data.store import PairTable, open_store
 from dpo_pack.recipe.text import read_yaml
+from dpo_pack.reports.evaluation_tables import evaluation_cells
+from dpo_pack.reports.tables import Cells
+from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import parse_json, read_json, text_of
 
 _MOST_POINTS = 2_000  # a curve has at most so many points
 _MOST_POINTS_OF_ALL_RUNS = 8_000  # of one metric in all runs, so that a page of many runs stays small
 _MOST_NOTES = 200
-_MOST_WAITING = 2**20  # lines of pairs.parquet that are added up together, or as many as there are pairs
-_SUMS = ["source", "row", "margin", "num_times", "last_step"]  # columns, added up for each source and row
 _MOST_PAIRS = 100  # with the lowest margins, on the page
 _MOST_CHARACTERS = 800  # of a text of such a pair
-_SHOWN_WHOLE = ("recipe.yaml", "run.json", "data_report.json", "packing_report.json")
+
+# The metrics of each chart, by its title. A metric of evaluations, which have intervals, begins with "eval ".
+CHARTS = {
+    "Loss, held out": ("eval loss",),
+    "Reward accuracy, held out": ("eval rewards/accuracies",),
+    "Reward margin, held out": ("eval rewards/margins",),
+    "Wins against the start, held out": ("eval online/win_rate",),
+    "Score, held out": ("eval online/scores",),
+    "Score above the start's, held out": ("eval online/score_gain",),
+    "Loss": ("loss",),
+    "Reward accuracy": ("rewards/accuracies",),
+    "Reward margin": ("rewards/margins",),
+    "Reward margin, lowest and highest tenth": ("rewards/margins_p10", "rewards/margins_p90"),
+    "Rewards": ("rewards/chosen", "rewards/rejected"),
+    "Log-probs of a completion, in nats": ("logps/chosen", "logps/rejected"),
+    "Gradient norm before clipping": ("grad_norm",),
+    "Learning rate": ("learning_rate",),
+    "Entropy, in nats a token": ("entropy",),
+    "Scores of completions": ("online/scores", "online/scores_best", "online/scores_worst"),
+    "Tokens of a completion": ("online/completion_tokens",),
+    "Share of completions that end, and that differ": ("online/eos_rate", "online/distinct_rate"),
+    "Age of the pairs, in steps": ("online/staleness", "online/staleness_max"),
+    "Prompts so far": ("online/total_prompts", "online/total_paired", "online/total_unpaired"),
+    "Pairs left out so far": ("online/total_ties", "online/total_duplicates", "online/total_stale_pairs"),
+    "Failures so far": ("online/total_generator_failures", "online/total_judge_failures"),
+    "Seconds by phase": ("seconds/data", "seconds/forward", "seconds/backward", "seconds/optimizer"),
+    "Pairs a second": ("pairs_per_second",),
+    "Tokens a second": ("tokens_per_second",),
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFiles:
-    """What the files of one run say."""
-
-    path: Path
-    name: str
-    info: Mapping[str, Any]  # run.json
-    recipe: Mapping[str, Any]
-    curves: Mapping[str, Sequence[Any]]  # of the lines of steps, see `thinned`
-    lines_per_point: int
-    evals: Mapping[str, Sequence[Mapping[str, Any]]]  # by held-out set: lines, among them the first and last
-    samples: Iterable[Mapping[str, Any]]  # of each prompt the latest from the start, and from the policy
-    warnings: Sequence[tuple[int, str]]  # about the run's health, each with the step after which it was given
-    notes: Sequence[str]  # warnings that only console.log has, and lines that cannot be read
-    texts: Mapping[str, str]  # of _SHOWN_WHOLE
-
-
-def read_runs(paths: Sequence[Path]) -> list[RunFiles]:
+def read_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Reads the files of runs, finished or not. Raises RunError if a path holds no run."""
     names = [path.resolve().name for path in paths]
     if len(set(names)) < len(names):
         names = list(map(str, paths))
     most = min(_MOST_POINTS, max(_MOST_POINTS_OF_ALL_RUNS // len(paths), 100))
-    return [_read_run(path, name, most) for path, name in zip(paths, names, strict=True)]
+    return [{"name": name, **_read_run(path, most)} for path, name in zip(paths, names, strict=True)]
 
 
-def _read_run(path: Path, name: str, most: int) -> RunFiles:
+def _read_run(path: Path, most: int) -> dict[str, Any]:
     info = read_json(path / "run.json")
     if info is None or "status" not in info:
         raise RunError(f"{path}: no run (no readable run.json); give the output_dir of a 'dpopack train'")
-    metrics = path / "metrics.jsonl"
-    num_lines = Counter('"split": "train"' in line for line in _lines(metrics))
-    group, every = (max(1, -(-num_lines[is_train] // most)) for is_train in (True, False))
+    metrics = read_metrics(path / "metrics.jsonl", most)
+    logged = {warning for _, warning in metrics["warnings"]}
+    printed = (re.match(r"\s*(?:Warning|Note): (.*)", line) for line in _lines(path / "console.log"))
+    notes = dict.fromkeys(note[1] for note in printed if note is not None and note[1] not in logged)
+    samples = {
+        (sample["source"], sample["prompt"], sample["model"] == "start"): sample
+        for sample in _json_lines(path / "samples.jsonl")
+    }
+    shown_whole = ("recipe.yaml", "run.json", "data_report.json", "packing_report.json")
+    texts = {name: text_of(path / name) for name in shown_whole}
+    return {
+        "path": path,
+        "info": info,
+        "recipe": read_yaml(texts["recipe.yaml"], where=str(path / "recipe.yaml")) or {},
+        "samples": list(samples.values()),
+        "notes": list(notes)[:_MOST_NOTES],
+        "texts": texts,
+        **metrics,
+    }
+
+
+def read_metrics(path: Path, most: int) -> dict[str, Any]:
+    """Returns what metrics.jsonl says of a run, in at most `most` points of a curve: means over successive
+    lines. A value that was not finite is null in its line, and is left out of the mean."""
+    group = max(1, -(-sum('"split": "train"' in line for line in _lines(path)) // most))
+    charted = {metric for metrics in CHARTS.values() for metric in metrics}
+    steps: list[int] = []
+    points: list[dict[str, list[float]]] = []  # values of each metric, of the lines of each point
     evals: dict[str, list[Mapping[str, Any]]] = {}
     warnings: list[tuple[int, str]] = []
-    counts: Counter[str | None] = Counter()
-
-    def train_lines() -> Iterator[Mapping[str, Any]]:
-        for line in map(_parsed, _lines(metrics)):
-            if line is not None and line.get("split") == "train":
-                warnings.extend((line["step"], warning) for warning in line.get("warnings", ()))
-                yield line
-                continue
-            source = None if line is None else str(line.get("source"))
-            if line is not None and source is not None:
-                # The latest line is always the last one; it stays if its number is a multiple of `every`.
-                kept = evals.setdefault(source, [])
-                kept[len(kept) if (counts[source] - 1) % every == 0 else -1 :] = [line]
-            counts[source] += 1
-
-    curves = thinned(train_lines(), group=group)
-    said = {warning for _, warning in warnings}
-    printed = (re.match(r"\s*(?:Warning|Note): (.*)", line) for line in _lines(path / "console.log"))
-    notes = dict.fromkeys(note[1] for note in printed if note is not None and note[1] not in said)
-    shown = list(notes)[:_MOST_NOTES]
-    if len(notes) > len(shown):
-        shown.append(f"console.log has {len(notes) - len(shown):,} more notes and warnings.")
-    if counts[None]:
-        shown.append(f"metrics.jsonl has {counts[None]:,} line(s) that cannot be read; they are left out.")
-    samples = (sample for sample in map(_parsed, _lines(path / "samples.jsonl")) if sample is not None)
-    latest = {(each["source"], each["prompt"], each["model"] == "start"): each for each in samples}
-    texts = {name: text_of(path / name) for name in _SHOWN_WHOLE}
-    return RunFiles(
-        path=path,
-        name=name,
-        info=info,
-        recipe=read_yaml(texts["recipe.yaml"], where=str(path / "recipe.yaml")) or {},
-        curves=curves,
-        lines_per_point=group,
-        evals=evals,
-        samples=latest.values(),
-        warnings=warnings,
-        notes=shown,
-        texts=texts,
-    )
+    num_lines = 0
+    for line in _json_lines(path):
+        if line["split"] != "train":
+            lines = evals.setdefault(str(line["source"]), [])
+            lines.append(line)
+            if len(lines) > most:
+                del lines[1:-1:2]
+            continue
+        warnings += [(line["step"], warning) for warning in line.get("warnings", ())]
+        if num_lines % group == 0:
+            steps.append(line["step"])
+            points.append({})
+        num_lines, steps[-1] = num_lines + 1, line["step"]
+        for metric in charted & line.keys():
+            if line[metric] is not None:
+                points[-1].setdefault(metric, []).append(line[metric])
+    curves = {
+        metric: [float(np.mean(point[metric])) if metric in point else None for point in points]
+        for metric in {metric for point in points for metric in point}
+    }
+    facts = {"steps": steps, "curves": curves, "lines_per_point": group}
+    return {**facts, "evals": evals, "warnings": warnings}
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -118,87 +146,175 @@ def _lines(path: Path) -> Iterator[str]:
         yield from file
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
-    found: dict[str, Any] | None = parse_json(line.encode())
-    return found
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines that can be read: the last one of a killed process may be cut."""
+    return (found for line in _lines(path) if (found := parse_json(line.encode())) is not None)
 
 
-def thinned(lines: Iterable[Mapping[str, Any]], *, group: int) -> dict[str, list[Any]]:
-    """Returns the means of numbers over each `group` successive lines, and as "step" the last step of each.
-
-    A value that was not finite is null in its line, and is left out of the mean.
-    """
-    curves: dict[str, list[Any]] = {"step": []}
-    lines, num_points = iter(lines), 0
-    while some := list(itertools.islice(lines, group)):
-        for metric in dict.fromkeys(itertools.chain(*some)):
-            numbers = [line[metric] for line in some if isinstance(line.get(metric), int | float)]
-            if numbers:
-                curve = curves.setdefault(metric, [])
-                curve += [None] * (num_points - len(curve))
-                curve.append(sum(numbers) / len(numbers))
-        curves["step"][num_points:] = [some[-1]["step"]]
-        num_points += 1
-    return {metric: curve + [None] * (num_points - len(curve)) for metric, curve in curves.items()}
+# ------------------------------------------------------------------------------- pairs
 
 
-def lowest_margins(run: RunFiles) -> list[dict[str, Any]]:
+def lowest_margins(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the pairs with the lowest mean margins of pairs.parquet, lowest first.
 
     A pair has source, row, margin (the mean: by the last one the policy knows wrong labels by heart),
     num_times, last_step and texts (prompt, chosen, rejected; None if their tokens are not at hand).
     """
-    sums: list[pa.Table] = []  # the first of earlier parts, added up
-    parts = sorted((run.path / "pairs.parquet").glob("part-*.parquet"))
-    for part in parts:
-        with pq.ParquetFile(part) as file:  # on one thread: each run reads in the same order
-            lines = file.read(["source", "row", "step", "margin"], use_threads=False)
-        lines = lines.filter(pc.is_finite(lines["margin"]))
-        columns = [lines["source"].cast(pa.string()), lines["row"], lines["margin"].cast(pa.float64())]
-        columns += [pa.array(np.ones(len(lines), dtype=np.int64)), lines["step"]]
-        sums.append(pa.table(columns, names=_SUMS))
-        if part is parts[-1] or sum(map(len, sums[1:])) > max(_MOST_WAITING, len(sums[0])):
-            grouped = pa.concat_tables(sums).group_by(_SUMS[:2], use_threads=False)
-            sums = [grouped.aggregate([("margin", "sum"), ("num_times", "sum"), ("last_step", "max")])]
-            sums[0] = sums[0].select([*_SUMS[:2], "margin_sum", "num_times_sum", "last_step_max"])
-            sums[0] = sums[0].rename_columns(_SUMS)
-    if not sums:
+    parts = sorted((run["path"] / "pairs.parquet").glob("part-*.parquet"))
+    if not parts:
         return []
-    pairs = sums[0].set_column(2, "margin", pc.divide(sums[0]["margin"], sums[0]["num_times"]))
+    columns = {name: pc.field(name) for name in ("row", "step", "margin")}
+    columns["source"] = pc.field("source").cast("string")
+    sums = [
+        ("margin", "hash_mean", None, "margin"),
+        ("margin", "hash_count", None, "num_times"),
+        ("step", "hash_max", None, "last_step"),
+    ]
+    streamed = [
+        Declaration("scan", ScanNodeOptions(ds.dataset(parts), columns=["source", *columns])),
+        Declaration("filter", FilterNodeOptions(pc.is_finite(pc.field("margin")))),
+        Declaration("project", ProjectNodeOptions(list(columns.values()), list(columns))),
+        Declaration("aggregate", AggregateNodeOptions(sums, keys=["source", "row"])),
+    ]
+    # On one thread, each process adds up in the same order.
+    pairs = Declaration.from_sequence(streamed).to_table(use_threads=False)
     order = [("margin", "ascending"), ("source", "ascending"), ("row", "ascending")]
     lowest = pairs.sort_by(order).slice(0, _MOST_PAIRS).to_pylist()
     texts = _texts(run, [(pair["source"], pair["row"]) for pair in lowest])
     return [{**pair, "texts": texts.get((pair["source"], pair["row"]))} for pair in lowest]
 
 
-def _texts(run: RunFiles, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], list[tuple[str, str]]]:
+def _texts(run: Mapping[str, Any], keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], dict[str, str]]:
     """Returns prompt, chosen and rejected by source and row, decoded from the tokens in the cache, if both
     tokenizer and tokens are at hand."""
-    named = [run.recipe.get(section, {}).get("path") for section in ("tokenizer", "model")]
-    files = (Path(directory) / "tokenizer.json" for directory in (run.path / "model", *named) if directory)
-    texts: dict[tuple[str, int], list[tuple[str, str]]] = {}
+    named = [run["recipe"].get(section, {}).get("path") for section in ("tokenizer", "model")]
+    files = (Path(place) / "tokenizer.json" for place in (run["path"] / "model", *named) if place)
+    texts: dict[tuple[str, int], dict[str, str]] = {}
     try:
         tokenizer = Tokenizer.from_file(str(next(filter(Path.is_file, files))))
     except Exception:  # no file, or a damaged one: tokenizers raises no other class
         return texts
-    for source in (read_json(run.path / "data_report.json") or {}).get("train", {}).get("sources", ()):
+    for source in (read_json(run["path"] / "data_report.json") or {}).get("train", {}).get("sources", ()):
         rows = [row for name, row in keys if name == source["name"]]
         with contextlib.suppress(CacheError):
             store = open_store(Path(source.get("token_store", "None")))  # "None": tokens are not on disk
-            tables = () if store is None else (PairTable.of([part]) for part in store.parts)
-            places = ((table, np.flatnonzero(np.isin(table.row_numbers, rows)).tolist()) for table in tables)
-            for table, pair in ((table, pair) for table, pairs in places for pair in pairs):
-                group = table.group(pair)
-                parts = zip(
-                    ("prompt", "chosen", "rejected"), (group.context, *group.completions), strict=True
-                )
-                texts[source["name"], int(table.row_numbers[pair])] = [
-                    (part, _shortened(tokenizer.decode(ids.tolist(), skip_special_tokens=False)))
-                    for part, ids in parts
-                ]
+            for table in () if store is None else (PairTable.of([part]) for part in store.parts):
+                for pair in np.flatnonzero(np.isin(table.row_numbers, rows)).tolist():
+                    group = table.group(pair)
+                    parts = [group.context, *group.completions]
+                    decoded = [tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in parts]
+                    texts[source["name"], int(table.row_numbers[pair])] = dict(
+                        zip(("prompt", "chosen", "rejected"), map(_shortened, decoded), strict=True)
+                    )
     return texts
 
 
 def _shortened(text: str) -> str:
     left_out, half = len(text) - _MOST_CHARACTERS, _MOST_CHARACTERS // 2
     return text if left_out <= 0 else f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}"
+
+
+# ------------------------------------------------------------------------------- tables and curves
+
+
+def runs_cells(runs: Sequence[Mapping[str, Any]]) -> Cells:
+    """Returns a row for each run: how far it came and how fast."""
+    rows = []
+    for run in runs:
+        totals = run["info"].get("totals", {})
+        counts = [f"{totals.get(name, 0):,}" for name in ("steps", "pairs")]
+        seconds, rate = totals.get("train_seconds", 0), totals.get("pairs_per_second", 0)
+        rows.append([run["name"], run["info"]["status"], *counts, format_seconds(seconds), format_rate(rate)])
+    return Cells(("run", "status", "steps", "pairs", "time of steps", "pairs/s"), rows)
+
+
+def differing_keys(runs: Sequence[Mapping[str, Any]]) -> Cells:
+    """Returns the keys of the recipes and of run.json's versions that differ, with each run's value."""
+    also = ("dpo_pack", "versions", "devices", "git_commit")
+    flat = [dict(_flat({**run["recipe"], **{key: run["info"].get(key) for key in also}})) for run in runs]
+    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key != "output_dir"]
+    rows = [[key, *(_as_in_yaml(one.get(key)) for one in flat)] for key in keys]
+    return Cells(["key", *(run["name"] for run in runs)], [row for row in rows if len(set(row[1:])) > 1])
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for name, item in items:
+        dotted = f"{key}.{name}" if key else str(name)
+        listed = item if isinstance(item, list) else [item]
+        nested = any(isinstance(each, Mapping) for each in listed)
+        yield from _flat(item, dotted) if nested else [(dotted, item)]
+
+
+def _as_in_yaml(value: Any) -> str:
+    """Returns the text of a value. A key without a value, null, and a key that is not there look alike."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def last_evaluations(runs: Sequence[Mapping[str, Any]], name: str) -> Cells:
+    """Returns the last evaluation of each run on a held-out set; of a single run the first one, too."""
+    if len(runs) == 1:
+        first, last = (runs[0]["evals"][name][number] for number in (0, -1))
+        return evaluation_cells({f"after step {line['step']}": line for line in (first, last)})
+    lasts = {run["name"]: run["evals"][name][-1] for run in runs if name in run["evals"]}
+    return evaluation_cells({f"{run}, step {line['step']}": line for run, line in lasts.items()})
+
+
+def sample_rows(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, str]]:
+    """Returns for source and prompt of each sample its latest completions, by name: of a single run those
+    before and after training, of several runs the latest one of each run."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for run in runs:
+        for sample in run["samples"]:
+            is_start = sample["model"] == "start"
+            name = run["name"] if len(runs) > 1 else "before training" if is_start else "after training"
+            if len(runs) == 1 or not is_start:
+                rows.setdefault((sample["source"], sample["prompt"]), {})[name] = sample["completion"]
+    return rows
+
+
+def chart_data(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns what assets/run.js draws. A curve names its steps by their position in "steps".
+
+    Its values are [values], or of an evaluation [values, lower bounds, upper bounds].
+    """
+    tracks: list[tuple[int, list[str], dict[str, Any]]] = []  # run, words that name it, values by metric
+    steps: list[Sequence[int]] = []  # of each track
+    for number, run in enumerate(runs):
+        names = [run["name"]] if len(runs) > 1 else []
+        tracks.append((number, names, {name: [_rounded(of)] for name, of in run["curves"].items()}))
+        steps.append(run["steps"])
+        for held_out, lines in run["evals"].items():
+            metrics = {metric for line in lines for metric in line.get("intervals", {})}
+            values = {f"eval {metric}": _with_interval(lines, metric) for metric in metrics}
+            tracks.append((number, [*names, held_out], values))
+            steps.append([line["step"] for line in lines])
+    charts = []
+    for title, of_chart in CHARTS.items():
+        curves = []
+        for place, (number, names, values) in enumerate(tracks):
+            for metric in (metric for metric in of_chart if metric in values):
+                words = [*names, metric.rpartition("/")[2].replace("_", " ")] if len(of_chart) > 1 else names
+                label = " ".join(words) or "training"
+                curves.append({"run": number, "label": label, "steps": place, "values": values[metric]})
+        if curves:
+            charts.append({"title": title, "is_log": "grad_norm" in of_chart, "curves": curves})
+    return {
+        "num_runs": len(runs),
+        "steps": steps,
+        "charts": charts,
+        "warnings": sorted({step for run in runs for step, _ in run["warnings"]}),
+        "lines_per_point": max(run["lines_per_point"] for run in runs),
+    }
+
+
+def _with_interval(lines: Sequence[Mapping[str, Any]], metric: str) -> list[list[float | None]]:
+    intervals = [line.get("intervals", {}).get(metric) or (None, None) for line in lines]
+    columns = [[line.get(metric) for line in lines], *zip(*intervals, strict=True)]
+    return [_rounded(column) for column in columns]
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else float(f"{value:.5g}") for value in values]

@@ -11,7 +11,6 @@ from rich.text import Text
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.process import printable
 
-_NARROWEST = 24  # columns of a completion; in less room, completions stand below each other
 _MOST_OF_PROMPT = 300  # characters; the end is kept, because it says what is asked
 
 
@@ -56,16 +55,11 @@ def render_completions(
         cut = prompt if len(prompt) <= _MOST_OF_PROMPT else f"... {prompt[-_MOST_OF_PROMPT:]}"
         console.print()
         console.print(f"{source}: {cut}")
-        answers = {name: texts[number].strip("\n") for name, texts in completions.items()}
-        if console.width // len(answers) < _NARROWEST:
-            for name, answer in answers.items():
-                console.print(f"  {name}: {answer}")
-            continue
         table = Table(box=SIMPLE_HEAD)
-        for name in answers:
+        for name in completions:
             table.add_column(Text(printable(name)), ratio=1, overflow="fold")
-        lines = (map(printable, answer.split("\n")) for answer in answers.values())
-        table.add_row(*(Text("\n".join(some)) for some in lines))
+        answers = (texts[number].strip("\n").split("\n") for texts in completions.values())
+        table.add_row(*(Text("\n".join(map(printable, lines))) for lines in answers))
         console.print(table)
 
 

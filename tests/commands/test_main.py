@@ -460,7 +460,7 @@ def test_evaluate_compares_two_models_pair_by_pair(trained: Path, dpopack: Dpopa
     low, high = difference["intervals"]["rewards/margins"]
     assert 0 < low < difference["rewards/margins"] < high  # training has raised them
     in_words = dpopack("evaluate", trained, "--compare", *models).out
-    assert f"{difference['rewards/margins']:+.3f}" in in_words and f"B: {models[1]}" in in_words
+    assert f"{difference['rewards/margins']:.3f}" in in_words and f"B: {models[1]}" in in_words
 
 
 def test_evaluate_needs_held_out_pairs_and_one_trained_model_or_two(recipe: Path, dpopack: Dpopack) -> None:

@@ -28,7 +28,7 @@ from dpo_pack.data.store import join_pairs, write_store
 from dpo_pack.packing.lengths import Group
 from dpo_pack.reports import run_files
 from dpo_pack.reports.pages import run_page, write_run_page
-from dpo_pack.reports.run_files import lowest_margins, read_runs, thinned
+from dpo_pack.reports.run_files import lowest_margins, read_metrics, read_runs
 from dpo_pack.system.errors import RunError
 
 WARNING = "both rewards are falling. Lower optim.lr"
@@ -153,31 +153,23 @@ def test_more_than_2000_lines_become_means_of_successive_lines_and_the_page_says
     page = run_page([long])
     assert len(drawn(page)["steps"][0]) == 1367
     assert "Each point is the mean of 3 logged steps" in said(page)
-    lines: list[Row] = [
-        {"step": n, "loss": v} for n, v in ((1, 1.0), (2, None), (3, 2.0), (4, 4.0), (5, 123456.7))
-    ]
-    assert thinned(lines, group=2) == {"step": [2, 4, 5], "loss": [1, 3, 123456.7]}
-    late: list[Row] = [{"step": 1}, {"step": 2, "entropy": 1}, {"step": 3, "entropy": None}, {"step": 4}]
-    assert thinned(late, group=1) == {"step": [1, 2, 3, 4], "entropy": [None, 1, None, None]}
+    lines = [{"split": "train", "step": n, "loss": v} for n, v in enumerate((1.0, None, 2.0, 4.0, 5.5), 1)]
+    write_rows(tmp_path / "metrics.jsonl", [*lines[:2], {**lines[2], "entropy": 1.0}, *lines[3:]])
+    found = read_metrics(tmp_path / "metrics.jsonl", 3)
+    assert found["steps"] == [2, 4, 5] and found["lines_per_point"] == 2
+    assert found["curves"] == {"loss": [1, 3, 5.5], "entropy": [None, 1, None]}
 
 
-def test_of_many_evaluations_the_first_the_last_and_evenly_many_between_them_are_kept(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_evaluations_and_notes_some_are_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [{**evaluation(step, 0.5), "source": name} for step in range(11) for name in ("a", "b")]
     write_rows(run / "metrics.jsonl", lines)
-    monkeypatch.setattr(run_files, "_MOST_POINTS", 8)
-    kept = {name: [line["step"] for line in of] for name, of in read_runs([run])[0].evals.items()}
-    assert kept == {"a": [0, 3, 6, 9, 10], "b": [0, 3, 6, 9, 10]}
-
-
-def test_of_many_notes_the_first_are_shown_and_the_others_counted(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     log = "".join(f"  Note: {name}\nstep 1\n" for name in ("moo", "moo", "baa", "cluck", "quack"))
     (run / "console.log").write_text(log)
+    monkeypatch.setattr(run_files, "_MOST_POINTS", 8)
     monkeypatch.setattr(run_files, "_MOST_NOTES", 2)
-    assert read_runs([run])[0].notes == ["moo", "baa", "console.log has 2 more notes and warnings."]
+    (found,) = read_runs([run])
+    steps = [[line["step"] for line in lines] for lines in found["evals"].values()]
+    assert steps == [[0, 2, 4, 6, 8, 9, 10]] * 2 and found["notes"] == ["moo", "baa"]
 
 
 @pytest.mark.slow
@@ -244,11 +236,7 @@ def keep_tokens(run: Path, prompts: list[str]) -> None:
     (run / "data_report.json").write_text(json.dumps({"train": {"sources": [source]}}), encoding="utf-8")
 
 
-@pytest.mark.parametrize("most_waiting", [0, 2**20])
-def test_the_pairs_with_the_lowest_mean_margins_come_first_with_their_text(
-    most_waiting: int, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_files, "_MOST_WAITING", most_waiting)
+def test_the_pairs_with_the_lowest_mean_margins_come_first_with_their_text(run: Path) -> None:
     nan = float("nan")
     write_pairs(run, [1.0, -7.0, nan, -5.0], [-3.0, 1.0, nan, nan])
     keep_tokens(run, ["red moon", "blue sun", "one", "two <b>"])
@@ -256,7 +244,7 @@ def test_the_pairs_with_the_lowest_mean_margins_come_first_with_their_text(
     assert [[pair[key] for key in ("row", "margin", "num_times", "last_step")] for pair in found] == [
         [4, -5, 1, 1], [2, -3, 2, 2], [1, -1, 2, 2]
     ]  # fmt: skip
-    assert found[1]["texts"][0][1].strip() == "blue sun"
+    assert found[1]["texts"]["prompt"].strip() == "blue sun"
     text = said(run_page([run]))
     assert "pairs row 4: margin -5, times trained: 1, last at step 1" in text and "two <b>" in text
 

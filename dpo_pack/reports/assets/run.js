@@ -13,10 +13,10 @@
   };
 
   // The running mean of a curve; its first values weigh more, so that it does not begin at 0.
-  const smoothed = (values, keep) => {
+  const smoothed = (values) => {
     let sum = 0, weight = 0;
     return values.map((value) =>
-      value == null ? null : (sum = keep * sum + value) / (weight = keep * weight + 1));
+      value == null ? null : (sum = 0.9 * sum + value) / (weight = 0.9 * weight + 1));
   };
 
   const drawWarnings = (plot) => {
@@ -27,7 +27,7 @@
     }
   };
 
-  const draw = (element, chart, keep) => {
+  const draw = (element, chart) => {
     const series = [{ label: "step", value: (plot, step) => format(step ?? plot.data[0].at(-1)) }];
     const tables = [], bands = [];
     for (const curve of chart.curves) {
@@ -42,9 +42,9 @@
           : steps.indexOf(plot.data[0][index]);
         return format(values[at]) + (low?.[at] == null ? "" : ` (${format(low[at])} to ${format(high[at])})`);
       };
-      const isSmooth = !low && keep > 0 && steps.length > 20;
+      const isSmooth = !low && steps.length > 100;
       const faint = low ? [high, low] : isSmooth && !many ? [values] : [];
-      tables.push([steps, isSmooth ? smoothed(values, keep) : values, ...faint]);
+      tables.push([steps, isSmooth ? smoothed(values) : values, ...faint]);
       series.push({ label, value: textAt, stroke: colour, width: 1.6, dash, spanGaps: true,
         points: { show: Boolean(low) || steps.length < 3, size: 6, fill: colour } });
       if (low) bands.push({ series: [series.length, series.length + 1], fill: colour + "26" });
@@ -68,15 +68,13 @@
     }, uPlot.join(tables), element);
   };
 
-  const slider = document.getElementById("smoothing");
   const elements = [...document.querySelectorAll(".chart")]; // in the order of data.charts
   let plots = [];
   const drawAll = () => {
     plots.forEach((plot) => plot.destroy());
-    plots = elements.map((element, index) => draw(element, data.charts[index], +slider.value));
+    plots = elements.map((element, index) => draw(element, data.charts[index]));
   };
   drawAll();
-  slider.addEventListener("change", drawAll);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   addEventListener("resize", () =>
     plots.forEach((plot, index) => plot.setSize({ width: elements[index].clientWidth, height: 210 })));
