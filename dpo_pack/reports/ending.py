@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dpo_pack.reports.evaluation_tables import INTERVALS, evaluation_cells
+from dpo_pack.reports.evaluation_tables import INTERVALS, evaluation_cells, pairs_and_prompts
 from dpo_pack.reports.run_files import read_runs, sample_rows
 from dpo_pack.reports.tables import render_completions, terminal_table
 from dpo_pack.training.health import what_can_be_told
@@ -25,7 +25,7 @@ def print_ending(
     before = {name: lines[0] for name, lines in run["evals"].items() if lines[0]["step"] == 0}
     for held_out, metrics in evaluation.items():
         columns = {"before": before[held_out]} if held_out in before else {}
-        title = f"What was learned, on held-out data: {held_out}"
+        title = f"What was learned, on {held_out}: {pairs_and_prompts(metrics)}"
         console.print()
         console.print(terminal_table(title, evaluation_cells({**columns, "after": metrics}), no_wrap=True))
         if told := what_can_be_told(metrics):

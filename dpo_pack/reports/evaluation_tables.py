@@ -35,7 +35,8 @@ def render_evaluations(sets: Mapping[str, Mapping[str, Any]], console: Console, 
             columns = {**means, "B - A": judged}
             if difference := what_can_be_told(judged, without_effect=0.0):
                 told = f"B - A: {difference}"
-        console.print(terminal_table(name, evaluation_cells(columns), no_wrap=True))
+        title = f"{name}: {pairs_and_prompts(found.get('a', found))}"
+        console.print(terminal_table(title, evaluation_cells(columns), no_wrap=True))
         console.print(terminal_table(f"{name}, by group", group_cells(judged), no_wrap=True))
         if told:
             console.print(f"{told}.")
@@ -51,10 +52,11 @@ def render_evaluations(sets: Mapping[str, Mapping[str, Any]], console: Console, 
 
 def evaluation_cells(columns: Mapping[str, Mapping[str, Any]]) -> Cells:
     """Returns a column for each record, by its title, and a row for each metric that one of them has."""
-    rows = [("measured on", *map(pairs_and_prompts, columns.values()))]
-    for metric, words in METRIC_NAMES.items():
-        if any(metric in record for record in columns.values()):
-            rows.append((words, *(estimate(record, metric) for record in columns.values())))
+    rows = [
+        (words, *(estimate(record, metric) for record in columns.values()))
+        for metric, words in METRIC_NAMES.items()
+        if any(metric in record for record in columns.values())
+    ]
     return Cells(("", *columns), rows)
 
 

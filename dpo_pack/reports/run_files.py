@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 
 from dpo_pack.data.store import PairTable, open_store
 from dpo_pack.recipe.text import read_yaml
-from dpo_pack.reports.evaluation_tables import evaluation_cells
+from dpo_pack.reports.evaluation_tables import evaluation_cells, pairs_and_prompts
 from dpo_pack.reports.tables import Cells
 from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import CacheError, RunError
@@ -257,9 +257,12 @@ def last_evaluations(runs: Sequence[Mapping[str, Any]], name: str) -> Cells:
     """Returns the last evaluation of each run on a held-out set; of a single run the first one, too."""
     if len(runs) == 1:
         first, last = (runs[0]["evals"][name][number] for number in (0, -1))
-        return evaluation_cells({f"after step {line['step']}": line for line in (first, last)})
-    lasts = {run["name"]: run["evals"][name][-1] for run in runs if name in run["evals"]}
-    return evaluation_cells({f"{run}, step {line['step']}": line for run, line in lasts.items()})
+        lines = {f"after step {line['step']}": line for line in (first, last)}
+    else:
+        lasts = {run["name"]: run["evals"][name][-1] for run in runs if name in run["evals"]}
+        lines = {f"{run}, step {line['step']}": line for run, line in lasts.items()}
+    columns, rows, _ = evaluation_cells(lines)
+    return Cells(columns, [("measured on", *map(pairs_and_prompts, lines.values())), *rows])
 
 
 def sample_rows(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, str]]:
