@@ -7,23 +7,19 @@ import functools
 import os
 import shlex
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 import dpo_pack
 from dpo_pack.data.store import content_key, file_hashes, path_hash
-from dpo_pack.model.facts import router_balance
 from dpo_pack.model.fingerprint import weights_fingerprint
 from dpo_pack.recipe.changes import changed_values, only_goes_on
 from dpo_pack.recipe.load import INFO_FILE, RECIPE_FILE, TOKENIZER_FILES, Recipe, dump_recipe, load_recipe
 from dpo_pack.recipe.text import show
 from dpo_pack.reference.cache import default_cache_directory
 from dpo_pack.run.checkpoint_files import (
-    FileSums,
     checkpoints,
     damage_of_files,
     file_sums,
@@ -31,7 +27,6 @@ from dpo_pack.run.checkpoint_files import (
     saved_counters,
     step_of,
 )
-from dpo_pack.run.models import resolve_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RecipeError, RunError
 from dpo_pack.system.files import (
@@ -46,7 +41,8 @@ from dpo_pack.system.files import (
 from dpo_pack.system.machine import git_commit, package_versions
 
 LOCK_FILE = "run.lock"
-_MOST_SHOWN = 30  # characters of a recipe's value
+_STATUSES = ("running", "interrupted", "failed", "finished")
+_MOST_SHOWN = 80  # characters of what a key of the recipe was and is
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,16 +104,6 @@ class RunDir:
 PARTS = {one.name: str(one.default) for one in fields(RunDir) if isinstance(one.default, Path)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Info:
-    """The keys of run.json that a later run reads."""
-
-    status: Literal["running", "interrupted", "failed", "finished"]
-    totals: dict[str, float] = field(default_factory=dict)
-    tracking_id: str = ""
-    model_files: FileSums = field(default_factory=dict)
-
-
 @contextlib.contextmanager
 def only_run(root: Path, what: str = "") -> Iterator[None]:
     """Makes this run the only one that writes in `root`, for the `with` block. Every rank must call it; it
@@ -132,54 +118,46 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     """Decides whether the run is new, resumed or finished; raises RunError if the recipe cannot use
     `output_dir` or `checkpoint.resume`. Writes nothing."""
     root, resume = recipe.output_dir, recipe.checkpoint.resume
+    new = RunDir(root=root, checkpoint=None, is_finished=False)
     _refuse_to_replace_inputs(root, recipe.inputs)
-    # None: the file is missing, or no run wrote it.
-    info = None if read_json(root / INFO_FILE, _Info) is None else read_json(root / INFO_FILE)
-    checkpoint = None if resume in ("auto", "never") else Path(resume)
-    if info is None and (checkpoint is None or root.resolve() not in checkpoint.resolve().parents):
-        _refuse_to_replace_foreign_files(root, lambda: dump_recipe(recipe), overwrite=overwrite)
-    if info is None and checkpoint is None:
-        return RunDir(root=root, checkpoint=None, is_finished=False)
-    return _earlier_run(recipe, info, checkpoint, overwrite=overwrite)
-
-
-def _earlier_run(
-    recipe: Recipe, info: dict[str, Any] | None, checkpoint: Path | None, *, overwrite: bool
-) -> RunDir:
-    """Like `find_run`, of the run that wrote `info` into `output_dir`, or the checkpoint that is named."""
-    root, ways_out = recipe.output_dir, "use another output_dir, or start again with --overwrite"
-    if checkpoint is not None:
-        if not (checkpoint / "checkpoint.json").is_file():
-            raise RunError(f"checkpoint.resume: {checkpoint} is not a checkpoint; give a step-... directory")
-        owner = checkpoint.resolve().parents[1]
+    info = read_json(root / INFO_FILE)
+    totals = info.get("totals", {}) if isinstance(info, dict) and info.get("status") in _STATUSES else None
+    info = info if isinstance(totals, dict) else None  # the file is missing, or no run wrote it
+    named = None if resume in ("auto", "never") else Path(resume)
+    owner = None if named is None else named.resolve().parent.parent  # the run that wrote it
+    if info is None and owner != root.resolve():
+        _refuse_to_replace_foreign_files(recipe, overwrite=overwrite)
+    if named is not None:
+        if owner is None or not (named / "checkpoint.json").is_file():
+            raise RunError(f"checkpoint.resume: {named} is not a checkpoint; give a step-... directory")
         _refuse_changes(owner, recipe, "use another checkpoint")
         if info is not None and owner != root.resolve():
-            raise RunError(
-                f"output_dir: {root} holds another run than the one that wrote {checkpoint}; use another "
-                "output_dir"
-            )
-        return RunDir(root=root, checkpoint=checkpoint, is_finished=False, info=info or {})
-    found = checkpoints(root / "checkpoints")
-    assert info is not None
-    never_began = (  # it failed before step 1 and left nothing to lose
-        info["status"] == "failed"
-        and info.get("totals", {}).get("steps", 0) == 0
-        and not (found or (root / "rollouts.parquet").exists() or (root / "model").exists())
-    )
-    if overwrite or never_began:
-        return RunDir(root=root, checkpoint=None, is_finished=False)
-    if recipe.checkpoint.resume == "never":
-        raise RunError(f"output_dir: {root} holds a run ({info['status']}); {ways_out}")
-    is_finished = info["status"] == "finished"
-    if is_finished and found and step_of(found[-1]) == info.get("totals", {}).get("steps"):
+            raise RunError(f"output_dir: {root} holds another run than {named}; use another output_dir")
+        return replace(new, checkpoint=named, info=info or {})
+    if info is None or overwrite:
+        return new
+    status, steps = info["status"], info.get("totals", {}).get("steps", 0)
+    found, ways_out = checkpoints(new.checkpoints), "use another output_dir, or start again with --overwrite"
+    if status == "failed" and not (steps or found or new.rollouts.exists() or new.model.exists()):
+        return new  # the earlier run left nothing to lose
+    if resume == "never":
+        raise RunError(f"output_dir: {root} holds a run ({status}); {ways_out}")
+    goes_on = replace(new, checkpoint=found[-1] if found else None, info=info)
+    if status != "finished":
+        _refuse_changes(root, recipe, ways_out)
+        return goes_on
+    if found and step_of(found[-1]) == steps:
         with contextlib.suppress(RecipeError):  # `_refuse_changes` says what is wrong
             if only_goes_on(load_recipe(root / RECIPE_FILE), recipe):
-                return RunDir(root=root, checkpoint=found[-1], is_finished=False, info=info)
-    further = f"; {way_on(recipe)}" if is_finished else ""
-    _refuse_changes(root, recipe, f"{ways_out}{further}", is_finished=is_finished)
-    if is_finished:
-        _require_model(root, found, ways_out)
-    return RunDir(root=root, checkpoint=found[-1] if found else None, is_finished=is_finished, info=info)
+                return goes_on
+    _refuse_changes(root, recipe, f"{ways_out}; {way_on(recipe)}")
+    sums = info.get("model_files", {})
+    damage = damage_of_files(new.model, sums) if new.model.is_dir() else "it is missing"
+    if damage is not None:
+        again = f"write it again with checkpoint.resume={found[-1]}, " if found else ""
+        what = f"this run is finished, but {new.model} is not whole ({damage})"
+        raise RunError(f"output_dir: {what}; {again}{ways_out}")
+    return replace(goes_on, is_finished=True)
 
 
 def way_on(recipe: Recipe) -> str:
@@ -195,47 +173,25 @@ def way_on(recipe: Recipe) -> str:
     return f"to train on from its model (the optimizer's moments begin anew), run {command}"
 
 
-def _require_model(root: Path, found: Sequence[Path], ways_out: str) -> None:
-    """Raises RunError if a finished run's model/ is not as it was written. `found`: the run's checkpoints."""
-    model = root / "model"
-    info: _Info = read_json(root / INFO_FILE, _Info)
-    try:
-        damage = damage_of_files(model, info.model_files) if model.is_dir() else "it is missing"
-    except OSError as error:
-        damage = f"{error.filename} cannot be read: {error.strerror}"
-    if damage is not None:
-        again = f"write it again with checkpoint.resume={found[-1]}, " if found else ""
-        raise RunError(
-            f"output_dir: this run is finished, but {model} is not whole ({damage}); {again}{ways_out}"
-        )
-
-
 def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> None:
     """Sets `run.checkpoint` to the newest checkpoint without damaged files; every rank must call it.
 
     Raises RunError if a rank cannot see it, or if `checkpoint.resume` names one that is damaged.
     """
     if run.checkpoint is not None and not all(ranks.every_rank_says(run.checkpoint.is_dir())):
-        raise RunError(
-            f"output_dir: not every node sees {run.checkpoint}; use a directory on a file system that all "
-            "nodes share"
-        )
-    while run.checkpoint is not None:
+        raise RunError(f"output_dir: not every node sees {run.checkpoint}; use a directory that all share")
+    while run.checkpoint is not None and (damage := damage_of(run.checkpoint)) is not None:
         path = run.checkpoint
-        damage = damage_of(path)
-        if damage is None:
-            if run.has_own_checkpoint:
-                ranks.first_does_for_all(functools.partial(_require_metrics, run.metrics, path))
-            return
         if resume != "auto":
             raise RunError(
-                f"checkpoint.resume: {path} is damaged: {damage}; give another checkpoint, "
-                "or auto for the newest undamaged one"
+                f"checkpoint.resume: {path} is damaged: {damage}; give another checkpoint, or auto"
             )
         older = ranks.first_says([c for c in checkpoints(path.parent) if step_of(c) < step_of(path)])
         run.checkpoint = older[-1] if older else None
         instead = f"going on from {run.checkpoint}" if older else "none is older, so the run begins at step 0"
         say(f"Warning: {path} is damaged: {damage}; {instead}")
+    if run.checkpoint is not None and run.has_own_checkpoint:
+        ranks.first_does_for_all(functools.partial(_require_metrics, run.metrics, run.checkpoint))
 
 
 def _require_metrics(metrics: Path, checkpoint: Path) -> None:
@@ -243,12 +199,10 @@ def _require_metrics(metrics: Path, checkpoint: Path) -> None:
     saved = saved_counters(checkpoint)
     content = metrics.read_bytes() if metrics.is_file() else b""
     if zlib.crc32(content[: saved.metrics_offset]) != saved.metrics_crc32:
-        what = f"has {len(content):,} bytes, but it had {saved.metrics_offset:,}"
-        if len(content) >= saved.metrics_offset:
-            what = f"has other content in its first {saved.metrics_offset:,} bytes than"
         raise RunError(
-            f"output_dir: {metrics} {what} when {checkpoint} was written; put the whole file back, or go on "
-            f"in another output_dir with checkpoint.resume={checkpoint}"
+            f"output_dir: {metrics} does not begin with the {saved.metrics_offset:,} bytes that it had when "
+            f"{checkpoint} was written; put the whole file back, or go on in another output_dir with "
+            f"checkpoint.resume={checkpoint}"
         )
 
 
@@ -262,9 +216,9 @@ def damage_of(checkpoint: Path) -> str | None:
         try:
             return find_damage(checkpoint, rank=ranks.rank(), num_ranks=ranks.num_ranks())
         except OSError as error:
-            reason = f"{error.filename or checkpoint}: {error.strerror or error}"
             raise RunError(
-                f"{checkpoint} cannot be read ({reason}); run the same command when the disk is back"
+                f"{error.filename or checkpoint} cannot be read: {error.strerror or error}; run the same "
+                "command when the disk is back"
             ) from error
 
     return next((damage for damage in ranks.every_rank_does(look) if damage is not None), None)
@@ -298,34 +252,23 @@ def begin_run(run: RunDir, recipe_text: str, device: str) -> None:
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-def _refuse_changes(root: Path, recipe: Recipe, ways_out: str, *, is_finished: bool = False) -> None:
+def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
+    """Raises RunError, which names the keys, if the run in `root` had a recipe that trains otherwise."""
     try:
-        earlier = load_recipe(root / RECIPE_FILE)
+        changed = changed_values(load_recipe(root / RECIPE_FILE), recipe)
     except RecipeError as error:
-        raise RunError(
-            f"output_dir: the recipe of the run in {root} cannot be read ({error}); {ways_out}"
-        ) from error
-    changed = changed_values(earlier, recipe)
+        what = f"the recipe of the run in {root} cannot be read ({error})"
+        raise RunError(f"output_dir: {what}; {ways_out}") from error
     if moved := [key for key in changed if key in recipe.inputs]:  # their content may be the same
         written, read = (read_json(root / INFO_FILE) or {}).get("inputs"), input_fingerprints(recipe, moved)
         for key in moved:
             if isinstance(written, dict) and written.get(key) == read.get(key) is not None:
                 for same in (key, key.replace(".path", ".revision")):
                     changed.pop(same, None)
-    then, now = earlier.loss.router_aux_coef, recipe.loss.router_aux_coef
-    if is_finished and then != now:
-        # 0 and null differ for some mixtures of experts only, so `changed_values` does not compare these two.
-        # A run that is not finished finds the difference in its checkpoint.
-        model = resolve_model(recipe, torch.device("cpu"))
-        if router_balance(model.architecture, None) is not None:
-            changed["loss.router_aux_coef"] = (then, now)
     if changed:
-        differences = []
-        for key, values in changed.items():
-            before, after = map(show, values)
-            is_short = max(len(before), len(after)) <= _MOST_SHOWN
-            differences.append(f"{key} ({before} then, {after} now)" if is_short else key)
-        raise RunError(f"output_dir: {root} holds a run with another {', '.join(differences)}; {ways_out}")
+        texts = {key: f" ({show(then)} then, {show(now)} now)" for key, (then, now) in changed.items()}
+        keys = ", ".join(key + (text if len(text) < _MOST_SHOWN else "") for key, text in texts.items())
+        raise RunError(f"output_dir: {root} holds a run with another {keys}; {ways_out}")
 
 
 def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> dict[str, str | None]:
@@ -354,38 +297,33 @@ def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> d
 
 def _refuse_to_replace_inputs(root: Path, named: dict[str, str | None]) -> None:
     """Raises RunError if a file that the recipe reads lies where the run writes, and so would be replaced."""
+    written = [(root / name).resolve() for name in (*PARTS.values(), RECIPE_FILE, INFO_FILE)]
     for key, path in list(named.items()):
         base = None if path is None else read_json(Path(path) / "adapter_config.json")
         named[f"the adapter of {key}"] = (base or {}).get("base_model_name_or_path")
     for key, path in named.items():
-        if not isinstance(path, str) or not os.path.exists(path):
-            continue
-        for name in (*PARTS.values(), RECIPE_FILE, INFO_FILE):
-            if Path(path).resolve().is_relative_to((root / name).resolve()):
-                raise RunError(
-                    f"output_dir: this run would replace {path}, which {key} names; use another output_dir"
-                )
+        real = Path(path).resolve() if isinstance(path, str) and os.path.exists(path) else root
+        if any(real.is_relative_to(place) for place in written):
+            what = f"this run would replace {path}, which {key} names"
+            raise RunError(f"output_dir: {what}; use another output_dir")
 
 
-def _refuse_to_replace_foreign_files(root: Path, dump: Callable[[], str], *, overwrite: bool) -> None:
+def _refuse_to_replace_foreign_files(recipe: Recipe, *, overwrite: bool) -> None:
     """Raises RunError if the run would replace files, but no valid run.json shows that a run wrote them."""
+    root = recipe.output_dir
     if (root / INFO_FILE).exists():
         if overwrite:
             return
-        raise RunError(
-            f"output_dir: {root / INFO_FILE} cannot be read, so it is unknown which run is there; repair "
-            "it, name one of its checkpoints with checkpoint.resume, use another output_dir, or start again "
-            "with --overwrite"
-        )
-    for name in (*PARTS.values(), RECIPE_FILE, INFO_FILE):
-        path = root / name
+        what = f"{root / INFO_FILE} cannot be read, so it is unknown which run is there; repair it"
+        ways_out = "name one of its checkpoints with checkpoint.resume, or start again with --overwrite"
+        raise RunError(f"output_dir: {what}, use another output_dir, {ways_out}")
+    for path in (root / name for name in (*PARTS.values(), RECIPE_FILE)):
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             continue
         # A process that is killed right after its start leaves its recipe alone, without run.json.
-        with contextlib.suppress(OSError):
-            if name == RECIPE_FILE and path.read_bytes() == dump().encode():
-                continue
-        raise RunError(
-            f"output_dir: this run would replace {path}, and there is no {INFO_FILE} to show that an earlier "
-            "run wrote it; move it away, or use another output_dir"
+        if path.name == RECIPE_FILE and path.is_file() and path.read_bytes() == dump_recipe(recipe).encode():
+            continue
+        what = (
+            f"this run would replace {path}, and there is no {INFO_FILE} to show that an earlier run wrote it"
         )
+        raise RunError(f"output_dir: {what}; move it away, or use another output_dir")
