@@ -9,8 +9,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 __all__ = (
-    "Completions", "DpoPackError", "Evaluation", "Recipe", "ReferenceLogps", "Run", "evaluate",
-    "inspect_packing", "merge", "precompute_ref", "push", "recipe_from", "report", "sample", "show", "train",
+    "DpoPackError", "Recipe", "Run", "check", "doctor", "evaluate", "inspect_packing", "merge",
+    "precompute_ref", "push", "recipe_from", "report", "sample", "show", "train",
 )  # fmt: skip
 _ELSEWHERE = {"DpoPackError": "dpo_pack.system.errors", "Recipe": "dpo_pack.recipe.load"}
 

@@ -7,11 +7,11 @@ arguments set keys, as KEY=VALUE does on the command line. Where a function take
 Errors that the user can mend are DpoPackErrors with a message of one line.
 
 `show` and `inspect_packing` print nothing, unless `quiet` is False. The other functions print what the
-commands print; with `quiet=True` nothing.
+commands print; with `quiet=True` nothing. What they return is what the commands write as JSON.
 
-`train`, `precompute_ref` and `evaluate` run in this process, on one device; if torchrun or accelerate launch
-started several processes, each uses its own device. `dpopack` gives a `command`: if the recipe needs several
-processes, each of them runs this command.
+`train`, `doctor`, `precompute_ref` and `evaluate` run in this process, on one device; if torchrun or
+accelerate launch started several processes, each uses its own device. `dpopack` gives a `command`: if the
+recipe needs several processes, each of them runs this command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +35,22 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from dpo_pack.data.view import ShownRecipe
-    from dpo_pack.proofs.rows import ProofOutcome
     from dpo_pack.recipe.load import Recipe
 
     AnyPath = str | os.PathLike[str]
     AnyRecipe = AnyPath | Mapping[str, Any] | Recipe
+
+
+# Options and arguments that an earlier release had, and what to use now.
+_DOCTOR = "use 'dpopack doctor RECIPE' (dpo_pack.doctor), which loads, proves and measures as a run does"
+_INSPECT = "use 'dpopack inspect-packing RECIPE --memory SIZE --devices N' (dpo_pack.inspect_packing)"
+REMOVED = {
+    "dry_run": _DOCTOR,
+    "full": _DOCTOR,
+    "memory": _INSPECT,
+    "devices": _INSPECT,
+    "template": "copy a file of configs/, or begin with what 'dpopack recipe --defaults' prints",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +68,6 @@ class Run:
         text = (self.path / "metrics.jsonl").read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
 
-    rows = metrics
-
     @property
     def evaluation(self) -> dict[str, Any]:
         """The metrics of the newest evaluation by held-out set; empty if no pairs are held out."""
@@ -74,77 +83,17 @@ class Run:
         return self.path / "report.html"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Metrics of one model on each held-out set; or of two models, `a` and `b`, and their `difference`."""
-
-    sets: dict[str, dict[str, Any]]  # by the name of the set, as `dpopack evaluate --json` writes them
-
-    def __getitem__(self, held_out_set: str) -> dict[str, Any]:
-        return self.sets[held_out_set]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.sets)
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """The numbers of each set, a dict for each model, `of` model, or a, b and difference."""
-        return [
-            {"set": name, "of": part, **{key: one[key] for key in one if not isinstance(one[key], dict)}}
-            for name, found in self.sets.items()
-            for part, one in (found if "difference" in found else {"model": found}).items()
-        ]
-
-    def __repr__(self) -> str:
-        return f"Evaluation({', '.join(self.sets)}: {len(self.rows)} rows)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completions:
-    """What models answer to the same prompts."""
-
-    # source (the held-out set of the prompt), prompt, model, completion
-    rows: list[dict[str, str]] = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceLogps:
-    """The reference's log-probs of a recipe's pairs, and how many different sequences the cache had."""
-
-    num_cached: int
-    num_computed: int
-    # rows in the data; nats of (chosen, rejected)
-    sets: dict[str, tuple[list[int], list[list[float]]]] = field(repr=False)
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """Of each pair: set (train, or a held-out set), row in its source, log-probs under TRL's names."""
-        names = ("set", "row", "ref_chosen_logps", "ref_rejected_logps")
-        return [
-            dict(zip(names, (name, row, *logps), strict=True))
-            for name, found in self.sets.items()
-            for row, logps in zip(*found, strict=True)
-        ]
-
-
 def train(
     recipe: AnyRecipe,
     *,
     overwrite: bool = False,
-    memory: int | None = None,
-    devices: int = 1,
     quiet: bool = False,
     verbose: bool = False,
     command: Sequence[str] | None = None,
     **overrides: Any,
 ) -> Run:
-    """Trains, or resumes the run in `output_dir`. Returns the run.
-
-    memory: train nothing, print whether the run fits `devices` GPUs of so many bytes each. An interrupt (in a
-    notebook: the stop button) saves the state and then raises KeyboardInterrupt.
-    """
-    if memory is not None:
-        return _plan_memory(recipe, overrides, memory, devices, quiet=quiet)
+    """Trains, or resumes the run in `output_dir`. Returns the run. An interrupt (in a notebook: the stop
+    button) saves the state and then raises KeyboardInterrupt."""
     with _on_every_rank(recipe, overrides, command, trains=True, quiet=quiet, verbose=verbose) as found:
         from dpo_pack.trainer import train as run_training
 
@@ -153,37 +102,42 @@ def train(
     return Run(path=Path(loaded.output_dir))
 
 
-def _plan_memory(
-    recipe: AnyRecipe, overrides: Mapping[str, Any], memory: int, devices: int, *, quiet: bool
-) -> Run:
+def check(recipe: AnyRecipe, *, quiet: bool = False, **overrides: Any) -> list[str]:
+    """Takes the steps of a run on the first rows of each source, without weights, and prints what is in
+    order. Returns what is wrong: an empty list if a run would start."""
     loaded = load(recipe, overrides, trains=True)
     with many_imports():
-        import torch
+        from dpo_pack.run.setup import check_recipe
 
-        from dpo_pack.run.memory_estimate import memory_report, print_memory_report
-        from dpo_pack.run.pairs import offline_source
-        from dpo_pack.run.setup import prepare
-        from dpo_pack.system.console import make_console
-
-    elsewhere: dict[str, Any] = {"runs_models": False, "device": torch.device("cuda")}
-    setup = prepare(loaded, make_console(quiet=quiet), takes_prompts=True, **elsewhere)
-    plan = None
-    if loaded.online is None:
-        of_one = offline_source(loaded, setup.data, setup.policy_facts)
-        plan = replace(of_one, num_ranks=devices).first_plan
-    report = memory_report(setup, plan, device_bytes=memory, num_devices=devices)
-    print_memory_report(report, setup.console)
-    return Run(path=Path(loaded.output_dir))
+    found, wrong = check_recipe(loaded)
+    for line in () if quiet else found:
+        say(line)
+    return wrong
 
 
 def doctor(
-    recipe: AnyRecipe, *, quiet: bool = False, command: Sequence[str] | None = None, **overrides: Any
-) -> ProofOutcome:
-    """Loads the recipe's models as `train` does, proves that rows are exact, prints the memory of a step."""
+    recipe: AnyRecipe | None = None,
+    *,
+    quiet: bool = False,
+    command: Sequence[str] | None = None,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Prints and returns what this machine can do. With a recipe it loads the models as `train` does, proves
+    that rows are exact, and estimates the memory of a step; on CUDA it measures that, too.
+
+    The result's `error` says which proof has failed; None: all hold, or there is no recipe.
+    """
+    if recipe is None:
+        with many_imports():
+            from dpo_pack.reports import doctor_tables as tables
+            from dpo_pack.system.console import make_console
+        return tables.environment(make_console(quiet=quiet))
     with _on_every_rank(recipe, overrides, command, trains=True, quiet=quiet) as (loaded, console):
+        from dpo_pack.reports import doctor_tables as tables
         from dpo_pack.run.inputs import prove_and_measure
 
-        return prove_and_measure(loaded, console)
+        environment = tables.environment(console)
+        return environment | tables.proofs(*prove_and_measure(loaded, console), console)
 
 
 def precompute_ref(
@@ -193,8 +147,12 @@ def precompute_ref(
     verbose: bool = False,
     command: Sequence[str] | None = None,
     **overrides: Any,
-) -> ReferenceLogps:
-    """Computes the reference log-probs that the cache lacks, and returns those of all pairs."""
+) -> dict[str, Any]:
+    """Computes the reference log-probs that the cache lacks.
+
+    Returns `num_cached` and `num_computed` (different sequences), and `rows`: of each pair its set (train, or
+    a held-out set), its row in its source, and its log-probs in nats under TRL's names.
+    """
     with _on_every_rank(recipe, overrides, command, quiet=quiet, verbose=verbose) as (loaded, console):
         from dpo_pack.run.pairs import prepare_reference
         from dpo_pack.run.setup import prepare
@@ -206,14 +164,14 @@ def precompute_ref(
             raise RecipeError("loss.type: this loss needs no reference, so there is nothing to precompute")
         done = prepare_reference(setup)
         console.print(f"Cache: {done.cache.directory}")
-        return ReferenceLogps(
-            num_cached=done.num_cached,
-            num_computed=done.num_computed,
-            sets={
-                name: (table.row_numbers.tolist(), done.values.of(table).sums.tolist())
-                for name, table in zip(("train", *setup.data.eval), setup.tables, strict=True)
-            },
-        )
+        rows = [
+            {"set": name, "row": row, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+            for name, table in zip(("train", *setup.data.eval), setup.tables, strict=True)
+            for row, (chosen, rejected) in zip(
+                table.row_numbers.tolist(), done.values.of(table).sums.tolist(), strict=True
+            )
+        ]
+        return {"num_cached": done.num_cached, "num_computed": done.num_computed, "rows": rows}
 
 
 def evaluate(
@@ -224,11 +182,11 @@ def evaluate(
     quiet: bool = False,
     command: Sequence[str] | None = None,
     **overrides: Any,
-) -> Evaluation:
-    """Prints a model's metrics for each held-out set and returns them.
+) -> dict[str, dict[str, Any]]:
+    """Prints a model's metrics for each held-out set and returns them, by the set's name.
 
-    model: a run, a directory or a hub id; None: the model of `output_dir`. compare: two models, and their
-    paired difference, second minus first.
+    model: a run, a directory or a hub id; None: the model of `output_dir`. compare: two models, whose metrics
+    are returned as `a` and `b`, and their paired `difference`, b minus a.
     """
     if model is not None and compare is not None:
         raise RecipeError("evaluate: give --model or --compare, not both")
@@ -249,7 +207,7 @@ def evaluate(
         if compare is not None:
             sets = compare_models(results, names, seed=loaded.seed)
         render_evaluations(sets, console, beta=loaded.loss.beta)
-        return Evaluation(sets=sets)
+        return sets
 
 
 def inspect_packing(
@@ -257,34 +215,43 @@ def inspect_packing(
     *,
     ranks: Sequence[int] = (),
     budgets: Sequence[int] = (4096, 8192, 16384),
+    memory: int | None = None,
+    devices: int = 1,
     quiet: bool = True,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Returns how full packed rows are and what packing saves; loads no weights.
 
     ranks: numbers of processes whose balance is measured; none: the number of processes of a run here.
+    memory: also estimate whether a run fits `devices` GPUs of so many bytes each.
     """
     loaded = load(recipe, overrides)
     with many_imports():
         import torch
 
         from dpo_pack.reports.packing_tables import render_packing
-        from dpo_pack.run.models import CPU, resolve_model
+        from dpo_pack.run.memory_estimate import memory_report, print_memory_report
         from dpo_pack.run.pairs import offline_source, packing_report
-        from dpo_pack.run.setup import prepare_data, prepare_tokenizer
+        from dpo_pack.run.setup import prepare
         from dpo_pack.system.console import make_console
 
     console = make_console(quiet=quiet)
-    policy = resolve_model(loaded, CPU)
-    tokenizer = prepare_tokenizer(loaded, policy.processor)
-    data = prepare_data(loaded, tokenizer, console, processor=policy.processor)
-    source = offline_source(loaded, data, policy)
-    number = loaded.distributed.num_processes
+    setup = prepare(loaded, console, runs_models=False, device=torch.device("cuda"))
+    source, number = offline_source(loaded, setup.data, setup.policy_facts), loaded.distributed.num_processes
     usual = (max(1, torch.cuda.device_count()) if number == "auto" else number,)
     report = packing_report(
-        source, data, policy.shape, model=loaded.model.path, num_ranks=ranks or usual, budgets=budgets
+        source,
+        setup.data,
+        setup.policy_facts.shape,
+        model=loaded.model.path,
+        num_ranks=ranks or usual,
+        budgets=budgets,
     )
     render_packing(report, console)
+    if memory is not None:
+        plan = replace(source.first_plan, num_ranks=devices)
+        report["memory"] = memory_report(setup, plan, device_bytes=memory, num_devices=devices)
+        print_memory_report(report["memory"], console)
     return report
 
 
@@ -314,11 +281,12 @@ def show(
 
 def sample(
     *models: AnyPath, prompts: Sequence[str] = (), num: int | None = None, quiet: bool = False
-) -> Completions:
-    """Prints what models answer to the same prompts, side by side, and returns it.
+) -> list[dict[str, str]]:
+    """Prints what models answer to the same prompts, side by side.
 
     models: runs, directories of models or hub ids, and at most one recipe file. num: so many held-out prompts
-    of the recipe or the first run, if there are no `prompts`.
+    of the recipe or the first run, if there are no `prompts`. Returns for each model and prompt its source
+    (the held-out set), prompt, model and completion.
     """
     with many_imports():
         from dpo_pack.reports.tables import render_completions
@@ -331,13 +299,11 @@ def sample(
         paths = {name: stack.enter_context(model_of(name, console)) for name in names}
         asked, answers = sample_models(names, console, texts=prompts, num=num, paths=paths)
     render_completions(asked, answers, console)
-    return Completions(
-        rows=[
-            {"source": source, "prompt": prompt, "model": model, "completion": completion}
-            for model, completions in answers.items()
-            for (source, prompt), completion in zip(asked, completions, strict=True)
-        ]
-    )
+    return [
+        {"source": source, "prompt": prompt, "model": model, "completion": completion}
+        for model, completions in answers.items()
+        for (source, prompt), completion in zip(asked, completions, strict=True)
+    ]
 
 
 def recipe_from(peer: str, mapping: Mapping[str, Any]) -> str:
@@ -450,6 +416,8 @@ def load(
     """
     from dpo_pack.recipe.load import check_environment, load_recipe, parse_recipe
 
+    for name in overrides.keys() & REMOVED.keys():
+        raise RecipeError(f"{name}: {REMOVED[name]}")
     texts = [f"{key}={json.dumps(_as_yaml(value, key))}" for key, value in overrides.items()]
     if isinstance(recipe, str | os.PathLike):
         loaded = load_recipe(Path(recipe), texts, lenient=lenient)

@@ -146,8 +146,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
-from dpo_pack.commands.doctor import render_proofs
 from dpo_pack.recipe.load import parse_recipe
+from dpo_pack.reports.doctor_tables import proofs
 from dpo_pack.run.models import load_and_prove, resolve_model
 work, failed = Path(sys.argv[1]), False
 (work / "none.jsonl").touch()
@@ -169,7 +169,7 @@ for compiled in (False, True):
             }, [])
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             _, outcome = load_and_prove(resolve_model(recipe, device), device=device, again=True)
-            render_proofs(outcome, Console(width=160))
+            proofs(outcome, {}, Console(width=160))
             failed |= not all(proof.passed for proof in outcome.proofs)
         except Exception as error:  # the others are still to be tried
             failed = True

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,20 +20,12 @@ import dpo_pack
 from dpo_pack import api
 from dpo_pack.commands.cache_commands import cache_app, parse_bytes
 from dpo_pack.system.endings import USER_CAN_MEND, ending_of
-from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.system.interrupts import STOP_SIGNALS, interruptible
-from dpo_pack.system.process import Placement, complain, guard_output, many_imports, placement, say
+from dpo_pack.system.process import Placement, complain, guard_output, placement, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from dpo_pack.recipe.load import Recipe
-
-
-# Options that an earlier release had, and what to use now.
-REMOVED_OPTIONS = dict.fromkeys(
-    ("--dry-run", "--full"), "'dpopack doctor RECIPE' loads, proves and measures what a run would"
-)
 
 
 class _Commands(TyperGroup):
@@ -45,13 +36,11 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except Exception as error:
             # click's NoSuchOption, of which some releases of typer have a copy
-            option = getattr(error, "option_name", None)
-            if option in REMOVED_OPTIONS:
-                raise RecipeError(f"no option {option}: {REMOVED_OPTIONS[option]}") from None
-            if option is not None:
+            if (option := getattr(error, "option_name", None)) is not None:
                 from dpo_pack.recipe.mistakes import advice_on_option
 
-                if advice := advice_on_option(option.lstrip("-")):
+                name = option.lstrip("-")
+                if advice := api.REMOVED.get(name.replace("-", "_")) or advice_on_option(name):
                     raise RecipeError(f"no option {option}: {advice}") from None
             raise
 
@@ -124,6 +113,11 @@ def _place_among_ranks() -> Placement | None:
     return None
 
 
+def _is_first() -> bool:
+    place = _place_among_ranks()
+    return place is None or place.rank == 0
+
+
 def _load(file: Path, overrides: list[str] | None, *, lenient: bool = False) -> Recipe:
     from dpo_pack.recipe.load import load_recipe
 
@@ -136,21 +130,20 @@ def _own_command() -> list[str]:
     return [sys.executable, *safe_path, "-m", "dpo_pack", *sys.argv[1:]]
 
 
-def _write_files(
-    json_file: Path | None,
-    to_json: Callable[[], str],
-    html_file: Path | None = None,
-    page: Callable[[], str] = str,
-) -> None:
-    """Writes a report as JSON into the file of --json (`-`: prints it), and as a page into that of --html."""
+def _json(report: object) -> str:
+    return json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+
+
+def _write(json_file: Path | None, text: str, html_file: Path | None = None, page: str = "") -> None:
+    """Writes JSON into the file of --json (`-`: prints it), and a page into that of --html."""
     from dpo_pack.system.files import write_text_atomically
 
     if json_file == Path("-"):
-        print(to_json(), end="")
+        print(text, end="")
     elif json_file is not None:
-        write_text_atomically(json_file, to_json())
+        write_text_atomically(json_file, text)
     if html_file is not None:
-        write_text_atomically(html_file, page())
+        write_text_atomically(html_file, page)
         if json_file != Path("-"):
             say(f"Page: {html_file}")
 
@@ -162,13 +155,6 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Discard an earlier run in output_dir and start again.")
     ] = False,
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Would it fit GPUs of 80GiB? Loads no weights."),
-    ] = None,
-    devices: Annotated[
-        int, typer.Option(metavar="N", min=1, help="With --memory: so many GPUs in one machine.")
-    ] = 1,
     verbose: Verbose = False,
 ) -> None:
     """Train a recipe's model, or resume its run.
@@ -179,14 +165,7 @@ def train(
     loaded = _load(recipe, overrides)
     if _place_among_ranks() is None:
         say(f"dpo-pack {dpo_pack.__version__} starts: its imports take some seconds")
-    api.train(
-        loaded,
-        overwrite=overwrite,
-        memory=None if memory is None else parse_bytes(memory, "--memory", "80GiB or 24GB"),
-        devices=devices,
-        verbose=verbose,
-        command=_own_command(),
-    )
+    api.train(loaded, overwrite=overwrite, verbose=verbose, command=_own_command())
 
 
 @app.command("precompute-ref")
@@ -206,23 +185,29 @@ def inspect_packing(
     budgets: Annotated[
         str, typer.Option(help="Compare token budgets; the best is named, for the first number of --ranks.")
     ] = "4096,8192,16384",
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Would a run fit GPUs of 80GiB? Loads no weights.")
+    ] = None,
+    devices: Annotated[
+        int, typer.Option(metavar="N", min=1, help="With --memory: so many GPUs in one machine.")
+    ] = 1,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
-    """Preview rows, fill and savings, without model weights."""
+    """Preview rows, fill, savings and memory, without model weights."""
     from dpo_pack.reports.tables import parse_numbers
 
-    loaded = _load(recipe, overrides)
     report = api.inspect_packing(
-        loaded,
+        _load(recipe, overrides),
         ranks=() if ranks is None else parse_numbers(ranks, option="--ranks", instance="1,8,64"),
         budgets=parse_numbers(budgets, option="--budgets", instance="4096,8192"),
+        memory=None if memory is None else parse_bytes(memory, "--memory", "80GiB or 24GB"),
+        devices=devices,
         quiet=json_file == Path("-"),
     )
     from dpo_pack.reports.pages import packing_page
 
-    text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
-    _write_files(json_file, lambda: text, html_file, lambda: packing_page(report))
+    _write(json_file, _json(report), html_file, packing_page(report))
 
 
 @app.command()
@@ -258,7 +243,7 @@ def show(
     from dpo_pack.reports.pages import pairs_page
     from dpo_pack.reports.pair_views import to_json
 
-    _write_files(json_file, lambda: to_json(shown), html_file, lambda: pairs_page(shown))
+    _write(json_file, to_json(shown), html_file, pairs_page(shown) if html_file else "")
 
 
 @app.command()
@@ -282,9 +267,8 @@ def evaluate(
     """
     loaded, command = _load(recipe, overrides, lenient=True), _own_command()
     found = api.evaluate(loaded, model, compare=compare, quiet=json_file == Path("-"), command=command)
-    place = _place_among_ranks()
-    if place is None or place.rank == 0:
-        _write_files(json_file, lambda: json.dumps(found.sets, indent=2) + "\n")
+    if _is_first():
+        _write(json_file, _json(found))
 
 
 @app.command()
@@ -341,25 +325,15 @@ def doctor_command(
     """Show what this machine can do; prove packing exact.
 
     Lists devices and attention backends, with the reason if a backend cannot be used. With a recipe, it also
-    loads the models as train does: small packed rows must give the same log-probs as each sequence alone. On
-    CUDA it measures the memory of the largest row. It writes into caches only.
+    loads the models as train does: small packed rows must give the same log-probs as each sequence alone. It
+    estimates the memory of a step, and on CUDA measures it on the largest row. It writes into caches only.
     """
-    loaded = None if recipe is None else api.load(_load(recipe, overrides), trains=True)
-    with many_imports():
-        from dpo_pack.commands import doctor
-        from dpo_pack.system.console import make_console
-
-    report, place = doctor.describe_environment(), _place_among_ranks()
-    console = make_console(quiet=as_json or place is not None)
-    doctor.render_environment(report, console)
-    outcome = None if loaded is None else api.doctor(loaded, quiet=as_json, command=_own_command())
-    if outcome is not None:
-        report["proofs"] = [asdict(proof) for proof in outcome.proofs]
-        doctor.render_proofs(outcome, make_console(quiet=as_json or (place is not None and place.rank > 0)))
-    if as_json and (place is None or place.rank == 0):
-        print(json.dumps(report, indent=2))
-    if outcome is not None:
-        outcome.raise_failure()
+    loaded = None if recipe is None else _load(recipe, overrides)
+    report = api.doctor(loaded, quiet=as_json, command=_own_command())
+    if as_json and _is_first():
+        print(_json(report), end="")
+    if report.get("error"):
+        raise UnsupportedModelError(report["error"])
 
 
 @app.command()
@@ -442,15 +416,9 @@ def recipe_command(
         print(json.dumps(recipe_schema(), indent=2))
     elif check is not None:
         try:
-            loaded = api.load(_load(check, overrides), trains=True)
-            with many_imports():
-                from dpo_pack.run.setup import check_recipe
-
-            found, wrong = check_recipe(loaded)
+            wrong = api.check(_load(check, overrides))
         except RecipeError as error:
-            found, wrong = [], list(error.problems or [str(error)])
-        for line in found:
-            say(line)
+            wrong = list(error.problems or [str(error)])
         for line in wrong:
             complain(" ".join(f"error: {line}".split()))
         if wrong:

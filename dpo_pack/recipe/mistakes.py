@@ -94,8 +94,6 @@ def advice_on_option(name: str) -> str | None:
     """Returns what to write in place of `--name`, which is no option; None if no recipe key is meant."""
     if name == "config":
         return "give the recipe without an option, as in dpopack train recipe.yaml"
-    if name == "template":
-        return "copy a file of configs/ instead, or begin with what 'dpopack recipe --defaults' prints"
     name = name.replace("-", "_")
     if keys := [key for key in recipe_fields() if name in (key, key.rpartition(".")[2])]:
         return f"write {keys[0]}=VALUE after the recipe"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 from accelerate.utils import set_seed
 from rich.console import Console
@@ -186,16 +187,17 @@ def _resume(run: RunDir, state: TrainState, identity: Identity, console: Console
     return metrics_offset if run.has_own_checkpoint else 0
 
 
-def prove_and_measure(recipe: Recipe, console: Console) -> ProofOutcome:
-    """Loads what a run has in memory and repeats the proof that the policy's rows are exact. Prints the
-    memory that a step needs, estimated and on CUDA also measured. The caller checks the outcome.
+def prove_and_measure(recipe: Recipe, console: Console) -> tuple[ProofOutcome, dict[str, Any]]:
+    """Loads what a run has in memory and repeats the proof that the policy's rows are exact. Prints and
+    returns the memory that a step needs, estimated and on CUDA also measured. The caller checks the outcome.
 
     It computes no reference log-probs, and writes into caches only. Every rank must call it.
     """
     set_seed(recipe.seed)
     setup = prepare(recipe, console, takes_prompts=True)
     planned, gathers_once = _plan(setup)
-    print_memory_report(memory_report(setup, _first_plan(planned)), console)
+    memory = memory_report(setup, _first_plan(planned))
+    print_memory_report(memory, console)
     if planned is None:
         check_generator(setup)
     facts = setup.policy_facts
@@ -206,7 +208,7 @@ def prove_and_measure(recipe: Recipe, console: Console) -> ProofOutcome:
         console.print(note)
     describe_policy(setup, loaded)
     if not all(proof.passed for proof in outcome.proofs):
-        return outcome
+        return outcome, memory
     reference: Reference = CachedReference(lookup=None)
     source: BatchSource
     if planned is None:
@@ -222,5 +224,5 @@ def prove_and_measure(recipe: Recipe, console: Console) -> ProofOutcome:
             loaded.scorer, setup.strategy, setup.accelerator, stays_gathered=gathers_once
         )
         row = planned.builder.build(largest_row(planned.first_plan, rank=ranks.rank())).row
-        print_measured_memory(policy, state.optimizer, row, setup.device, console)
-    return outcome
+        memory["measured"] = print_measured_memory(policy, state.optimizer, row, setup.device, console)
+    return outcome, memory

@@ -435,9 +435,10 @@ def _changes(facts: MemoryFacts, num_devices: int) -> Iterator[tuple[str, Memory
 
 def print_measured_memory(
     policy: DistributedPolicy, optimizer: Optimizer, row: Row, device: torch.device, console: Console
-) -> None:
-    """Runs the largest row forward and backward on CUDA, beside optimizer state; prints the peak. Changes no
-    weights, because the gradient and the learning rate are zero. Every rank must call it."""
+) -> dict[str, int]:
+    """Runs the largest row forward and backward on CUDA, beside optimizer state; prints and returns
+    the peak. Changes no weights, because the gradient and the learning rate are zero. Every rank must call
+    it."""
     release_memory()
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -457,6 +458,7 @@ def print_measured_memory(
     peak = f"{format_bytes(used)} at the peak; torch held {format_bytes(held)}"
     in_use = f"{format_bytes(total - free)} of {format_bytes(total)} are in use"
     console.print(f"Measured on the largest row, {row.num_tokens:,} tokens: {peak}, and {in_use}")
+    return {"row_tokens": row.num_tokens, "peak": used, "held": held, "in_use": total - free, "total": total}
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -268,7 +268,7 @@ def prepare(
     # With several processes on CPUs, accelerate gives each a device number; for torch the CPU is one device.
     device = device or torch.device("cpu" if accelerator.device.type == "cpu" else accelerator.device)
     check_optimizer(recipe.optim.name, device)
-    policy, reference = _resolve_models(recipe, device)
+    policy, reference = _resolve_models(recipe, device, checks=runs_models)
     strategy = choose_strategy(recipe, policy, device) if runs_models else ALONE
     if ranks.num_ranks() > 1:
         console.print(f"Strategy: {strategy.sentence()}")
@@ -301,16 +301,19 @@ def prepare(
     return setup
 
 
-def _resolve_models(recipe: Recipe, device: torch.device) -> tuple[ModelFacts, ModelFacts]:
-    """Returns the facts of the starting policy and of the reference, which may be the same object."""
+def _resolve_models(recipe: Recipe, device: torch.device, *, checks: bool) -> tuple[ModelFacts, ModelFacts]:
+    """Returns the facts of the starting policy and of the reference, which may be the same object. `checks`:
+    whether this machine can load them."""
     policy = reference = resolve_model(recipe, device)
     if has_accelerate_config():
         check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
-    check_model(policy, device, is_trained=True)
+    if checks:
+        check_model(policy, device, is_trained=True)
     if recipe.reference.path is not None:
         reference = resolve_model(recipe, device, recipe.reference.path, recipe_key="reference.path")
         reference = replace(reference, processor=policy.processor)
-        check_model(reference, device)
+        if checks:
+            check_model(reference, device)
     return policy, reference
 
 

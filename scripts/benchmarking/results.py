@@ -107,10 +107,10 @@ def other_work(found: dict[str, float], tolerance: Tolerance, *, who: str) -> li
 
 def machine() -> dict[str, Any]:
     """Versions, devices and commit."""
-    from dpo_pack.commands.doctor import describe_environment
+    import dpo_pack
     from dpo_pack.system.machine import cpu_name, git_commit
 
-    return {**describe_environment(), "git_commit": git_commit(), "processor": cpu_name()}
+    return {**dpo_pack.doctor(quiet=True), "git_commit": git_commit(), "processor": cpu_name()}
 
 
 def hardware(machine: dict[str, Any]) -> str:

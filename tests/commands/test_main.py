@@ -401,15 +401,30 @@ def test_doctor_proves_and_estimates_and_leaves_output_dir_alone(recipe: Path, d
     assert "exact" in outcome.out and "Reference log-probs" not in outcome.out
     assert "2 steps of 8 pairs" in outcome.out and "Memory on one cpu device" in outcome.out
     assert "  columns of pairs that are not read: kind\n" in outcome.out
-    elsewhere = dpopack("train", recipe, "--memory", "80GiB", "--devices", "8").out
-    # Eight devices share a step's pairs, so their rows are shorter.
-    here, there = (re.findall("of ([0-9]+) tokens, the largest row", out) for out in (outcome.out, elsewhere))
-    assert int(there[0]) < int(here[0])
-    assert "Memory on each of 8 cuda devices" in elsewhere and "It fits: a device has 80.00 GiB" in elsewhere
-    assert "Proof" not in elsewhere
-    for option in ("--dry-run", "--full"):
-        refused = dpopack("train", recipe, option)
-        assert refused.status == 2 and f"no option {option}: 'dpopack doctor RECIPE'" in refused.err
+    memory = json.loads(dpopack("doctor", recipe, "--json").out)["memory"]
+    assert memory["fits"] and memory["num_devices"] == 1 and memory["step"] > memory["parts"]["optimizer"] > 0
+    assert not (recipe.parent / "run").exists()
+
+
+@pytest.mark.slow
+def test_doctor_of_several_processes_prints_one_report(recipe: Path) -> None:
+    command = [sys.executable, "-m", "dpo_pack", "doctor", recipe, "distributed.num_processes=2", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    report = json.loads(ended.stdout)
+    assert ended.returncode == 0 and report["memory"]["num_devices"] == 2 and report["error"] is None
+
+
+def test_inspect_packing_says_whether_a_run_fits_gpus_that_are_not_here(
+    recipe: Path, dpopack: Dpopack
+) -> None:
+    outcome = dpopack("inspect-packing", recipe, "--memory", "80GiB", "--devices", "8")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "Memory on each of 8 cuda devices" in outcome.out and "It fits: 80.00 GiB" in outcome.out
+    assert "Proof" not in outcome.out
+    little = ("--memory", "1600MB", "--json", "-", "packing.token_budget=999")
+    memory = json.loads(dpopack("inspect-packing", recipe, *little).out)["memory"]
+    assert not memory["fits"] and memory["num_devices"] == 1 and memory["row_tokens"] > 100
+    assert_refused(dpopack("inspect-packing", recipe, "--memory", "80"), "--memory: '80'")
     weighted = dpopack("inspect-packing", recipe, "data.train.0.weight=1.5").out
     assert "16 pairs to train on (24 an epoch, by the sources' w" in weighted
     assert "24 pairs in 3 steps" in weighted
@@ -628,7 +643,7 @@ def test_recipe_check_reads_only_the_first_rows_of_a_long_file(recipe: Path, dpo
 def test_doctor_names_versions_devices_and_backends(
     instructions: list[str], said: str, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpo_pack.commands.doctor.bfloat16_instructions", lambda: instructions)
+    monkeypatch.setattr("dpo_pack.reports.doctor_tables.bfloat16_instructions", lambda: instructions)
     outcome = dpopack("doctor", "--json")
     assert (outcome.status, outcome.err) == (0, "")
     environment = json.loads(outcome.out)
@@ -691,21 +706,29 @@ def test_recipe_prints_what_can_be_begun_with(dpopack: Dpopack, tmp_path: Path) 
     assert translated.err == "" and "No counterpart" not in translated.out
     (tmp_path / "dpo.yaml").write_text("model_name_or_path: a/b\ndataset_name: c/d\nuse_dora: true\n")
     assert "no counterpart" in dpopack("recipe", "--from", "trl", tmp_path / "dpo.yaml").err
-    outcome = dpopack("recipe", "--template", "list")
-    assert outcome.status == 2 and "configs/" in outcome.err and "recipe --defaults" in outcome.err
     assert {"model", "data", "output_dir"} <= set(json.loads(dpopack("recipe", "--schema").out)["required"])
 
 
-def test_an_option_that_is_a_recipe_key_somewhere_is_answered_with_our_key(dpopack: Dpopack) -> None:
-    for option, message in {
-        "--config": r"--config: .*dpopack train recipe\.yaml",
-        "--learning_rate": r"optim\.lr here",
-        "--max_length": r"data\.max_length=VALUE",
-        "--set": r"optim\.lr=1e-6",
-        "--nonsense": r"No such option: --nonsense",
-    }.items():
-        outcome = dpopack("train", "recipe.yaml", option, "1")
-        assert outcome.status == 2 and re.search(message, outcome.err)
+@pytest.mark.parametrize(
+    ("command", "option", "told"),
+    [
+        ("train", "--config", r"--config: .*dpopack train recipe\.yaml"),
+        ("train", "--learning_rate", r"optim\.lr here"),
+        ("train", "--max_length", r"data\.max_length=VALUE"),
+        ("train", "--set", r"optim\.lr=1e-6"),
+        ("train", "--nonsense", r"No such option: --nonsense"),
+        ("train", "--dry-run", r"dpopack doctor"),
+        ("train", "--full", r"dpopack doctor"),
+        ("train", "--memory", r"dpopack inspect-packing RECIPE --memory"),
+        ("train", "--devices", r"dpopack inspect-packing RECIPE --memory"),
+        ("recipe", "--template", r"configs/.*recipe --defaults"),
+    ],
+)
+def test_an_option_that_went_or_is_a_key_is_answered_with_what_to_use(
+    command: str, option: str, told: str, dpopack: Dpopack
+) -> None:
+    outcome = dpopack(command, "recipe.yaml", option, "1")
+    assert outcome.status == 2 and re.search(told, outcome.err)
 
 
 @pytest.mark.parametrize(("words", "expected"), [("train recipe.yaml optim.l", "optim.lr=")])
