@@ -185,7 +185,7 @@ def load_and_prove(
     begun = time.monotonic()
     setting = {
         "model": model.namespace,
-        "lora": [str(model.settings.lora), model.seed] if adds_adapter else None,
+        "lora": [str(model.settings.lora), model.seed] if adds_adapter and model.settings.lora else None,
         "attention": loaded.attention.name,
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
