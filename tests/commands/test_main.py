@@ -408,7 +408,15 @@ def test_doctor_proves_and_estimates_and_leaves_output_dir_alone(recipe: Path, d
 
 @pytest.mark.slow
 def test_doctor_of_several_processes_prints_one_report(recipe: Path) -> None:
-    command = [sys.executable, "-m", "dpo_pack", "doctor", recipe, "distributed.num_processes=2", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "dpo_pack",
+        "doctor",
+        str(recipe),
+        "distributed.num_processes=2",
+        "--json",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     report = json.loads(ended.stdout)
     assert ended.returncode == 0 and report["memory"]["num_devices"] == 2 and report["error"] is None
