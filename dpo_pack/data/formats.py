@@ -59,7 +59,6 @@ class Format:
     completion_columns: tuple[str, ...] = _COMPLETIONS
     prompt_column: str | None = "prompt"  # the column that the prompt is read from; None: no column is it
     infers_prompts: bool = False  # without prompt_column, the common beginning of the texts is the prompt
-    known_columns: tuple[Mapping[str, str], ...] = ()  # our names of columns -> those of known data sets
     pair: Callable[[Row], Pair]  # makes the pair of a row (at most one); raises BadRow
     prompt: Callable[[Row], Pair]  # makes a Pair without completions; raises BadRow
 
@@ -746,20 +745,6 @@ _KINDS: dict[type, str] = {
     list: "a list", dict: "an object",
 }  # fmt: skip
 
-_PKU_SAFE_RLHF = {"first": "response_0", "second": "response_1"}
-_COMPARED_COLUMNS = (
-    {"first": "response_1", "second": "response_2", "preference": "preference_strength"},  # HelpSteer 2
-    {  # HelpSteer 3
-        "prompt": "context",
-        "first": "response1",
-        "second": "response2",
-        "preference": "overall_preference",
-    },
-    {**_PKU_SAFE_RLHF, "better": "better_response_id"},
-    {**_PKU_SAFE_RLHF, "better": "safer_response_id"},
-    {"first": "conversation_a", "second": "conversation_b", "better": "winner"},  # LMArena
-)
-
 _NO_OUTPUTS = {"preferred_output": "", "non_preferred_output": ""}  # of OpenAI, where prompts suffice
 
 # Of all formats that match and can read a row, `format: auto` takes the first.
@@ -799,12 +784,10 @@ FORMATS: dict[str, Format] = {
     "alpaca": Format(prompt_column="instruction", **_as_messages(alpaca_prompt)),
     "compared": Format(
         completion_columns=("first", "second"),
-        known_columns=_COMPARED_COLUMNS,
         **_as_messages(lambda row: dialogue_prompt(row, "prompt") if "prompt" in row else None, compared),
     ),
     "ranked": Format(
         completion_columns=("answers",),
-        known_columns=({"prompt": "context", "answers": "completions"},),  # NeMo RL
         **_as_messages(lambda row: dialogue_prompt(row, "prompt"), ranked),
     ),
     "pictured": Format(**_as_messages(lambda row: [{"role": "user", "content": _text(row, "prompt")}])),

@@ -1,9 +1,8 @@
 """One pass over the rows of a source: finds the format, tokenises the rows and counts them."""
 
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice, tee
@@ -22,7 +21,7 @@ from dpo_pack.data.formats import (
     with_system,
 )
 from dpo_pack.data.images import ImageProcessor, ImageReader
-from dpo_pack.data.readers import FIRST_ROWS, TAKEN_ONCE, ColumnNames, NumberedRow, OpenRows, missing_column
+from dpo_pack.data.readers import FIRST_ROWS, TAKEN_ONCE, ColumnNames, NumberedRow, OpenRows
 from dpo_pack.data.tokenization import (
     DroppedRow,
     Submit,
@@ -81,9 +80,7 @@ class Ingestion:
     progress: Progress | None = None
     # What `start` finds.
     format: str = ""
-    # A row must have the column prompt, unless all its columns with texts are among these; then the prompt is
-    # what chosen and rejected begin with. None: unchecked.
-    known_columns: Sequence[str] | None = None
+    needs_prompt: bool = False  # of texts: a row without the column prompt is a bad row
     opened: OpenRows = field(init=False)
     settings: TokenizationSettings = field(init=False)
     num_workers: int = field(init=False)
@@ -105,10 +102,8 @@ class Ingestion:
         self.opened = self.located.open()
         with closing(self.opened.rows):
             self.format, rows = self._known_format(self.opened.rows)
-            if self.source.columns:
-                self._check_columns_are_read()
             if FORMATS[self.format].infers_prompts:
-                self._find_prompts()
+                self._check_prompts()
             self.settings = TokenizationSettings(
                 format=self.format,
                 max_length=self.data.max_length,
@@ -128,11 +123,6 @@ class Ingestion:
             with tokenizing(self.settings, self.tokenizer, self.num_workers) as self.submit:
                 yield self.checked(rows)
 
-    @property
-    def num_missing(self) -> int | None:
-        """How many more pairs are wanted; None: all."""
-        return None if self.source.max_pairs is None else self.source.max_pairs - self.num_kept
-
     def _image_reader(self, processor: ImageProcessor) -> ImageReader:
         folder, path = self.source.image_folder, Path(self.located.label)
         if folder is None and path.exists():
@@ -142,6 +132,105 @@ class Ingestion:
             folder=folder and Path(os.path.abspath(folder)),  # without `..`, as the paths of images
             max_pixels=self.data.max_pixels,
         )
+
+    # ---- Which format, which columns
+
+    def _known_format(self, rows: Iterator[NumberedRow]) -> tuple[str, Iterator[NumberedRow]]:
+        """Returns the format and all rows. With `auto`, the first readable row decides, or one with images
+        that is among the first rows. Raises DataError if two formats can read it, or if none reads a column
+        that the recipe names."""
+        if self.source.format != "auto":
+            return self.source.format, rows
+        rows, every = tee(rows)
+        ahead = list(islice(rows, 0 if self.images is None else FIRST_ROWS))
+        ahead.sort(key=lambda one: isinstance(one[1], BadRow) or not one[1].get("images"))
+        likely, named, is_whole = "", {ours for ours, theirs in self.source.columns.items() if theirs}, False
+        for number, row in chain(ahead, islice(rows, _DETECTION_ROWS)):
+            if isinstance(row, BadRow):
+                continue  # bad rows are counted when they are tokenised
+            is_whole = True  # it has the columns that the recipe names
+            pairs: dict[str, Pair] = {}
+            for name in possible_formats(row, self.source.columns):
+                likely, format = likely or name, FORMATS[name]
+                with suppress(BadRow):
+                    pair = (format.pair if self.completion_tokens is None else format.prompt)(row)
+                    check_last_turn(pair)
+                    pairs[name] = with_system(row, pair) if "system" in self.source.columns else pair
+            first, *others = pairs or [""]
+            different = [name for name in others if pairs[name] != pairs[first]]
+            if different:
+                names = [first, *different]
+                columns = " or ".join(f"{FORMATS[name].prompt_column} ({name})" for name in names)
+                raise DataError(
+                    f"{self._place(number)}: the prompt may be the column {columns}; "
+                    f"set {self.located.key}." + " or ".join(f"format: {name}" for name in names)
+                )
+            if first:
+                return first, every
+        format_name = likely or "preference"
+        if is_whole and (unread := sorted(named.difference(FIELDS_OF_FORMAT[format_name]))):
+            raise DataError(
+                f"{self.located.label}: no format reads these columns together; as {format_name}, "
+                f"{unread[0]} is not read; remove it from {self.located.key}.columns, or set its format"
+            )
+        return format_name, every
+
+    def _check_prompts(self) -> None:
+        """Raises DataError if the source has no column prompt, and another column may be it."""
+        prompt = self.source.columns.get("prompt", "prompt")
+        first_rows = [] if prompt is None or prompt in self.opened.columns else self.opened.first_rows()
+        columns = dict.fromkeys([*self.opened.columns, *chain.from_iterable(first_rows)])
+        self.needs_prompt = prompt in columns
+        if self.needs_prompt or prompt != "prompt":
+            return  # without the column that the recipe names, each row is refused
+        texts = texts_of_columns(first_rows, beside={*FIELDS_OF_FORMAT[self.format], *self._columns.values()})
+        possible = [column for column in texts if not are_labels(texts[column])]
+        has_answers = self.completion_tokens is not None or columns.keys() >= {
+            self.source.columns.get(column, column) for column in FORMATS[self.format].completion_columns
+        }
+        if not (possible and has_answers):
+            return
+        # Columns with many different texts come first, because questions differ; `system` comes last.
+        possible.sort(key=lambda column: (column == "system", -len(set(texts[column]))))
+        names = " or ".join(map(repr, possible[:_NAMED_COLUMNS]))
+        raise DataError(
+            f"{self.located.label}: no column 'prompt', and {names} may be it; set {self.located.key}."
+            f"columns: {{prompt: {possible[0]}}}, or {{prompt: null}} if chosen and rejected begin with the "
+            f"prompt, or {{instruction: {possible[0]}}} to use the chat template"
+        )
+
+    def checked(self, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
+        """Yields the rows; a row of texts becomes a BadRow if it lacks the prompt that other rows have."""
+        for number, row in rows:
+            if self.needs_prompt and isinstance(row, dict) and "prompt" not in row:
+                row = BadRow("missing_column", "no column 'prompt', which other rows have", row)
+            yield number, row
+
+    @property
+    def _columns(self) -> dict[str, str | None]:
+        """The fields that the format reads, and the source's names of their columns."""
+        mapping = self.source.columns
+        skipped = TAKEN_ONCE.intersection(mapping.values()).difference(mapping)
+        if self.format == "conversational" and "system" not in mapping:
+            skipped.add("system")
+        if named := {field for field in IMAGE_FIELDS if mapping.get(field) is not None}:
+            skipped.update({*IMAGE_FIELDS} - named)
+        return {
+            name: mapping.get(name, name) for name in FIELDS_OF_FORMAT[self.format] if name not in skipped
+        }
+
+    @property
+    def columns_read(self) -> dict[str, str]:
+        """The fields that the rows read so far have, and the source's names of their columns."""
+        columns, present = self._columns.items(), self.opened.columns
+        return {field: column for field, column in columns if column is not None and column in present}
+
+    # ---- Rows as tokens
+
+    @property
+    def num_missing(self) -> int | None:
+        """How many more pairs are wanted; None: all."""
+        return None if self.source.max_pairs is None else self.source.max_pairs - self.num_kept
 
     def batches(self, rows: Iterator[NumberedRow]) -> Iterator[TokenizedBatch]:
         """Yields the rows of `start` as tokens. Raises DataError if bad rows stop the run or none is kept."""
@@ -168,162 +257,6 @@ class Ingestion:
                     self.progress(f"Tokenizing {self.located.label}", self.num_rows, self.opened.num_rows)
                 yield batch
 
-    def check_end(self) -> None:
-        """Raises DataError if the source has changed, if bad rows stop the run, or if no row is kept."""
-        self.located.check_unchanged()
-        which = "the first " if self.num_rows == self.max_rows else ""
-        if self.first_dropped:
-            self._check_rows(which)
-        if self.num_kept == 0:
-            raise self._nothing_kept(which)
-
-    def _nothing_kept(self, which: str) -> DataError:
-        if self.num_rows == 0:
-            return DataError(f"{self.located.label} has no rows; correct or remove {self.located.key}")
-        kept = "pairs" if self.completion_tokens is None else "prompts"
-        number, bad = next(iter(self.first_dropped.values()))
-        remedy = self.remedy(bad) or f"mend the rows, or remove {self.located.key}"
-        reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped_counts.most_common())
-        return DataError(
-            f"{self.located.label}: no {kept} left of {which}{self.num_rows} rows ({reasons}); "
-            f"the first: {self.opened.row_word} {number}: {bad.detail}; {remedy}"
-        )
-
-    def summary(self) -> dict[str, Any]:
-        """Returns the counts of rows and pairs, for the store's manifest and for data_report.json."""
-        dropped = {
-            reason: {"rows": count, f"{self.opened.row_word}_numbers": self.dropped_rows[reason]}
-            for reason, count in sorted(self.dropped_counts.items())
-        }
-        read = {*self._columns.values()}
-        read.update(column.split(".")[0] for column in self.source.columns.values() if column is not None)
-        characters = self.counts["characters"]
-        missing = self.counts["characters_of_earlier_reasoning"] + self.counts["characters_cut"]
-        in_tokens = {"characters_in_tokens": max(0.0, 1 - missing / characters)} if characters else {}
-        return {
-            "format": self.format,
-            "rows_read": self.num_rows,
-            "pairs_kept" if self.completion_tokens is None else "prompts_kept": self.num_kept,
-            "dropped": dropped,
-            "columns_not_read": [column for column in self.opened.columns if column not in read],
-            **self.counts,
-            **in_tokens,
-            **({"files_not_read": [*files]} if (files := self.located.files_not_read) else {}),
-            "faults": self.faults,
-        }
-
-    def _known_format(self, rows: Iterator[NumberedRow]) -> tuple[str, Iterator[NumberedRow]]:
-        """Returns the format and all rows. With `auto`, the first readable row decides, or one with images
-        that is among the first rows."""
-        if self.source.format != "auto":
-            return self.source.format, rows
-        rows, every = tee(rows)
-        ahead = list(islice(rows, 0 if self.images is None else FIRST_ROWS))
-        ahead.sort(key=lambda one: isinstance(one[1], BadRow) or not one[1].get("images"))
-        likely = ""
-        for number, row in chain(ahead, islice(rows, _DETECTION_ROWS)):
-            if isinstance(row, BadRow):
-                continue  # bad rows are counted when they are tokenised
-            pairs: dict[str, Pair] = {}
-            for name in possible_formats(row, self.source.columns):
-                likely, format = likely or name, FORMATS[name]
-                read = format.pair if self.completion_tokens is None else format.prompt
-                with suppress(BadRow):
-                    pair = read(row)
-                    check_last_turn(pair)
-                    pairs[name] = with_system(row, pair) if "system" in self.source.columns else pair
-            if not pairs:
-                continue
-            first, *others = pairs
-            different = [name for name in others if pairs[name] != pairs[first]]
-            if different:
-                names = [first, *different]
-                columns = " or ".join(f"{FORMATS[name].prompt_column} ({name})" for name in names)
-                raise DataError(
-                    f"{self._place(number)}: the prompt may be the column {columns}; "
-                    f"set {self.located.key}." + " or ".join(f"format: {name}" for name in names)
-                )
-            return first, every
-        return likely or "preference", every
-
-    def _check_columns_are_read(self) -> None:
-        # If no row has one of the columns, the error names that one: without it, no format could be found.
-        named = {ours: theirs for ours, theirs in self.source.columns.items() if theirs is not None}
-        unread = [ours for ours in named if ours not in FIELDS_OF_FORMAT[self.format]]
-        if not unread:
-            return
-        present = self.opened.columns
-        for ours, theirs in named.items() if present else ():
-            if theirs not in present:
-                missing = missing_column(f"{self.located.key}.columns.{ours}", theirs, tuple(present))
-                raise DataError(f"{self.located.label}: {missing}; correct the name")
-        ours = unread[0]
-        remedy = f"remove {ours}, or set {self.located.key}.format"
-        if ours == "system" and self.format == "preference":
-            prompt = named.get("prompt", "prompt")
-            remedy = (
-                f"set {self.located.key}.columns: {{instruction: {prompt}, system: {named[ours]}}}, which "
-                "makes messages of prompt, chosen and rejected"
-            )
-        raise DataError(
-            f"{self.located.label}: its rows are read as {self.format}, which has no column {ours}, "
-            f"but {self.located.key}.columns.{ours} names column {named[ours]!r}; {remedy}"
-        )
-
-    @property
-    def _columns(self) -> dict[str, str | None]:
-        """The fields that the format reads, and the source's names of their columns."""
-        mapping = self.opened.mapping
-        skipped = TAKEN_ONCE.intersection(mapping.values()).difference(mapping)
-        if self.format == "conversational" and "system" not in self.source.columns:
-            skipped.add("system")
-        if named := {field for field in IMAGE_FIELDS if self.source.columns.get(field) is not None}:
-            skipped.update({*IMAGE_FIELDS} - named)
-        fields = (field for field in FIELDS_OF_FORMAT[self.format] if field not in skipped)
-        return {field: mapping.get(field, field) for field in fields}
-
-    @property
-    def columns_read(self) -> dict[str, str]:
-        """The fields that the rows read so far have, and the source's names of their columns."""
-        columns = self._columns.items()
-        present = self.opened.columns
-        return {field: column for field, column in columns if column is not None and column in present}
-
-    def _find_prompts(self) -> None:
-        """Finds out which rows of texts have a certain prompt, see `known_columns`."""
-        format, prompt = FORMATS[self.format], self.source.columns.get("prompt", "prompt")
-        if prompt is None:
-            return
-        first_rows = [] if prompt in self.opened.columns else self.opened.first_rows()
-        columns = {**self.opened.columns, **dict.fromkeys(chain.from_iterable(first_rows))}
-        if prompt in columns:
-            self.known_columns = ()
-            return
-        completions = [self.source.columns.get(column, column) for column in format.completion_columns]
-        is_pair = self.completion_tokens is None
-        if prompt != "prompt" or (is_pair and not columns.keys() >= set(completions)):
-            return  # each row will be refused, because it lacks a column that it must have
-        read = {*FIELDS_OF_FORMAT[self.format], *self._columns.values()}
-        texts = texts_of_columns(first_rows, beside=read)
-        possible = [column for column in texts if not are_labels(texts[column])]
-        # Columns with many different texts come first, because questions differ; `system` comes last.
-        possible.sort(key=lambda column: (column == "system", -len(set(texts[column]))))
-        if possible:
-            names = " or ".join(map(repr, possible[:_NAMED_COLUMNS]))
-            more = ", ..." if len(columns) > _NAMED_COLUMNS else ""
-            raise DataError(
-                f"{self.located.label}: no column 'prompt', and {names} may be it; the columns are: "
-                f"{', '.join(islice(columns, _NAMED_COLUMNS))}{more}; set {self.located.key}.columns: "
-                f"{{prompt: {possible[0]}}}, or {{prompt: null}} if chosen and rejected begin with the "
-                f"prompt, or {{instruction: {possible[0]}}} to use the chat template"
-            )
-        self.known_columns = sorted(column for column in {*read, *texts} if column is not None)
-
-    def checked(self, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
-        """Returns the rows; a row of texts becomes a BadRow if it is uncertain what its prompt is."""
-        known = self.known_columns
-        return rows if known is None else (_refuse_without_prompt(numbered, known) for numbered in rows)
-
     def count(self, batch: TokenizedBatch) -> None:
         """Adds the rows of a batch to the counts."""
         for number, bad in batch.dropped:
@@ -336,19 +269,48 @@ class Ingestion:
         self.num_rows += batch.num_rows
         self.num_kept += len(batch.pairs.records)
 
-    def _place(self, number: int) -> str:
-        return f"{self.located.label} {self.opened.row_word} {number}"
+    def summary(self) -> dict[str, Any]:
+        """Returns the counts of rows and pairs, for the store's manifest and for data_report.json."""
+        dropped = {
+            reason: {"rows": count, f"{self.opened.row_word}_numbers": self.dropped_rows[reason]}
+            for reason, count in sorted(self.dropped_counts.items())
+        }
+        read = {*self._columns.values()}
+        read.update(column.split(".")[0] for column in self.source.columns.values() if column is not None)
+        summary = {
+            "format": self.format,
+            "rows_read": self.num_rows,
+            "pairs_kept" if self.completion_tokens is None else "prompts_kept": self.num_kept,
+            "dropped": dropped,
+            "columns_not_read": [column for column in self.opened.columns if column not in read],
+            **self.counts,
+            "faults": self.faults,
+        }
+        if characters := self.counts["characters"]:
+            missing = self.counts["characters_of_earlier_reasoning"] + self.counts["characters_cut"]
+            summary["characters_in_tokens"] = max(0.0, 1 - missing / characters)
+        if self.located.files_not_read:
+            summary["files_not_read"] = [*self.located.files_not_read]
+        return summary
 
-    def stops_run(self, reason: str) -> bool:
-        """Returns True if rows with this reason end a run."""
-        if reason in _TRUNCATION_REASONS:
-            return self.data.truncation == "error"
-        if self.known_columns and reason == "no_common_prompt" and self._is_in_most_rows(reason):
-            return True  # the common beginnings of the other rows are not their prompts either
-        return self.data.on_bad_row == "error"
+    # ---- Rows that stop a run, and what mends them
 
-    def _is_in_most_rows(self, reason: str) -> bool:
-        return 2 * self.dropped_counts[reason] > self.num_rows
+    def check_end(self) -> None:
+        """Raises DataError if the source has changed, if bad rows stop the run, or if no row is kept."""
+        self.located.check_unchanged()
+        which = "the first " if self.num_rows == self.max_rows else ""
+        if self.num_rows == 0:
+            raise DataError(f"{self.located.label} has no rows; correct or remove {self.located.key}")
+        self._check_rows(which)
+        if self.num_kept == 0:
+            number, bad = next(iter(self.first_dropped.values()))
+            reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped_counts.most_common())
+            kept = "pairs" if self.completion_tokens is None else "prompts"
+            raise DataError(
+                f"{self.located.label}: no {kept} left of {which}{self.num_rows} rows ({reasons}); the "
+                f"first: {self.opened.row_word} {number}: {bad.detail}; "
+                f"{self.remedy(bad) or f'mend the rows, or remove {self.located.key}'}"
+            )
 
     def _check_rows(self, which: str) -> None:
         stopping = [reason for reason in self.first_dropped if self.stops_run(reason)]
@@ -358,6 +320,21 @@ class Ingestion:
         kinds = [f"{bad.reason}: {self.dropped_counts[bad.reason]:,} of {which}{self.num_rows:,} rows"]
         kinds += [f"{other}: {self.dropped_counts[other]:,}" for other in stopping[1:]]
         raise DataError(f"{self._place(number)}: {bad.detail}; {', '.join(kinds)}; {self.advice(bad)}")
+
+    def _place(self, number: int) -> str:
+        return f"{self.located.label} {self.opened.row_word} {number}"
+
+    def stops_run(self, reason: str) -> bool:
+        """Returns True if rows with this reason end a run."""
+        if reason in _TRUNCATION_REASONS:
+            return self.data.truncation == "error"
+        infers = FORMATS[self.format].infers_prompts and "prompt" not in self.source.columns
+        if infers and reason == "no_common_prompt" and self._is_in_most_rows(reason):
+            return True  # the common beginnings of the other rows are not their prompts either
+        return self.data.on_bad_row == "error"
+
+    def _is_in_most_rows(self, reason: str) -> bool:
+        return 2 * self.dropped_counts[reason] > self.num_rows
 
     def advice(self, bad: BadRow) -> str:
         """Returns the remedy, with `skip` if such rows stop a run and are not most of all; "": none."""
@@ -369,56 +346,19 @@ class Ingestion:
 
     def remedy(self, bad: BadRow) -> str | None:
         """Returns what the user can change so that rows with this fault are kept, or None."""
-        shorter = "" if self.completion_tokens is None else ", lower online.max_new_tokens"
-        if bad.reason == "no_common_prompt" and "prompt" not in FIELDS_OF_FORMAT[self.format]:
+        fields = FIELDS_OF_FORMAT[self.format]
+        if bad.reason == "no_common_prompt" and "prompt" not in fields:
             return None
-        if bad.reason == "nothing_scored" and self.format == "tokenized":
-            return None
-        template = "name a template that does in tokenizer.chat_template"
-        is_of_template = bad.detail.startswith("the chat template")
-        example = ColumnNames.example(self.opened.columns)
-        other_columns = f"name the column in {self.located.key}.columns{example}"
-        media = "set model.images: true to train on images, or remove them if the text alone is enough"
-        if self.images is not None:
-            media = "remove them from the data if the text alone is enough"
-            if bad.detail.startswith("rows of format preference"):
-                media = f"set {self.located.key}.format: pictured"
-            elif named := re.match(r"(?i)column '((?!.*(?:video|audio).*').+)' has", bad.detail):
-                media = f"name the column of images in {self.located.key}.columns: {{image: {named[1]}}}"
         # Where the first row is read as it is, other columns are no remedy for the rest.
         of_all_pairs = self.completion_tokens is None and self.num_kept == 0 and self.source.format == "auto"
         if of_all_pairs and bad.reason in _OTHER_COLUMNS and (line := self._columns_that_read()):
             return f"set {self.located.key}.columns: {line}, which reads the first row"
-        return {
-            "role_not_written": f"map the role to one that the template writes, or {template}",
-            "text_not_written": "put all text into the message's content, as text or as parts, whichever the "
-            f"template writes, or {template}",
-            "reasoning_not_written": f"leave the reasoning out, set chat_template_kwargs if the template has "
-            f"an option that keeps it, or {template}",
-            "call_not_written": f"write the call as text into content, or {template}",
-            "empty_completion": f"give it content that the template writes, or {template}"
-            if is_of_template
-            else None,
-            "template_error": f"if the rows are right, {template.replace('does', 'can render them')}",
-            "unknown_option": "correct the name, or set "
-            f"{self.located.key}.columns: {{chat_template_kwargs: null}}, which reads no options of rows",
-            "missing_column": other_columns if self._is_in_most_rows(bad.reason) else None,
-            "no_common_prompt": f"name the column of the prompt in {self.located.key}.columns",
-            "answered_prompt": f"set data.continue_final_message: true if the answers go on with this "
-            f"message, or name another column in {self.located.key}.columns, or set its format",
-            "no_json_type": "store it as text; if the set has JSON lines, download them and name the file or "
-            f"directory in {self.located.key}.path, where they are read as they are written",
-            "tie": "remove such rows",
-            "rewritten_turns": "set data.scored_turns: all, or name a template that has "
-            "{% generation %} marks in tokenizer.chat_template",
-            "nothing_scored": "write the role assistant, or score all roles with data.scored_turns: all",
-            "media": media,
-            "missing_image": f"set {self.located.key}.image_folder, or mend the rows",
-            "image_outside": f"set {self.located.key}.image_folder to a folder that has them all",
-            "too_long": f"raise data.max_length{shorter} or choose another data.truncation"
-            + (", or set data.max_pixels" if self.images is not None else ""),
-            "prompt_too_long": "raise data.max_prompt_length or choose another data.truncation",
-        }.get(bad.reason)
+        if bad.reason == "missing_column" and not self._is_in_most_rows(bad.reason):
+            return None
+        remedy = _REMEDIES.get(bad.reason)
+        return remedy and remedy.replace("KEY", self.located.key).replace(
+            "TEMPLATE", "name another template in tokenizer.chat_template"
+        )
 
     def _columns_that_read(self) -> str | None:
         """Returns a value of the recipe's `columns` with which the first row is a pair, if one is found."""
@@ -430,29 +370,40 @@ class Ingestion:
         for ours, theirs in (*candidates, ("messages", prompt), ("instruction", prompt)):
             columns = {**given, ours: theirs}
             names = ColumnNames(mapping=columns, label=self.located.label, key=self.located.key)
-            formats = []
             with suppress(BadRow):
-                renamed = names.rename(names.with_nested(row), columns)
-                formats = possible_formats(renamed, columns)
-            for name in formats:
-                with suppress(BadRow):
-                    FORMATS[name].pair(renamed)
-                    return "{" + ", ".join(f"{field}: {column}" for field, column in columns.items()) + "}"
+                renamed = names.rename(names.with_nested(row))
+                for name in possible_formats(renamed, columns):
+                    with suppress(BadRow):
+                        FORMATS[name].pair(renamed)
+                        return "{" + ", ".join(f"{mine}: {column}" for mine, column in columns.items()) + "}"
         return None
 
 
-def _refuse_without_prompt(numbered: NumberedRow, known: Collection[str]) -> NumberedRow:
-    """Returns a BadRow if a row lacks the column prompt, see `Ingestion.known_columns`."""
-    number, row = numbered
-    if isinstance(row, BadRow) or "prompt" in row:
-        return numbered
-    if not known:
-        detail = f"no column 'prompt', which other rows have (there are: {', '.join(row) or 'none'})"
-    elif texts := texts_of_columns([row], beside=known):
-        detail = f"no column 'prompt', and {next(iter(texts))!r} may be it"
-    else:
-        return numbered
-    return number, BadRow("missing_column", detail)
+_REMEDIES = {
+    "role_not_written": "map the role to one that the template writes, or TEMPLATE",
+    "text_not_written": "put all text into the message's content, as text or as parts, or TEMPLATE",
+    "reasoning_not_written": "leave the reasoning out, keep it with an option of the template in "
+    "chat_template_kwargs, or TEMPLATE",
+    "call_not_written": "write the call as text into content, or TEMPLATE",
+    "empty_completion": "give it content that a chat template writes, or TEMPLATE",
+    "template_error": "if the rows are right, TEMPLATE",
+    "rewritten_turns": "set data.scored_turns: all, or TEMPLATE, one that has {% generation %} marks",
+    "unknown_option": "correct the name, or set KEY.columns: {chat_template_kwargs: null}, which reads no "
+    "options of rows",
+    "missing_column": "name the column in KEY.columns; a row needs two answers",
+    "no_common_prompt": "name the column of the prompt in KEY.columns",
+    "answered_prompt": "set data.continue_final_message: true if the answers go on with this message, or "
+    "name another column in KEY.columns, or set its format",
+    "no_json_type": "store it as text, or name files of JSON lines in KEY.path",
+    "tie": "remove such rows",
+    "nothing_scored": "write the role assistant, or score all roles with data.scored_turns: all",
+    "media": "set model.images: true to train on images of prompts, name their column as image in "
+    "KEY.columns, set KEY.format (pictured: texts and images), or remove them if the text is enough",
+    "missing_image": "set KEY.image_folder, or mend the rows",
+    "image_outside": "set KEY.image_folder to a folder that has them all",
+    "too_long": "raise data.max_length, choose another data.truncation, or set data.max_pixels of images",
+    "prompt_too_long": "raise data.max_prompt_length or choose another data.truncation",
+}
 
 
 def columns_sentence(read: Mapping[str, str], not_read: Sequence[str]) -> str:

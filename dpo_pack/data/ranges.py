@@ -33,7 +33,7 @@ from dpo_pack.system.errors import CacheError
 
 SMALLEST_RANGE, LARGEST_RANGE = 1 << 14, 1 << 18  # rows; the last range of a source may be smaller
 MORE_ROWS = 1 << 16  # after the smallest range, one row of so many ends it
-# What the summary of a range's store has of its Ingestion, and columns, mapping, `rows_before`.
+# What the summary of a range's store has of its Ingestion, and columns, `rows_before`.
 _SAVED = ("num_rows", "num_kept", "counts", "faults", "dropped_counts", "dropped_rows")
 
 
@@ -58,19 +58,18 @@ def write_ranges(directory: Path, ingestion: Ingestion, facts: Mapping[str, Any]
     stored = {path.name for path in directory.parent.glob("*")}
     ranges: list[TokenStore] = []
     scanned, opened = ingestion.located.open(), ingestion.located.open()
-    columns, mapping = ingestion.opened.columns, ingestion.opened.mapping
+    columns = ingestion.opened.columns
     with closing(scanned.unparsed), closing(opened.rows):
         rows = ingestion.checked(opened.rows)
         while (max_pairs := ingestion.num_missing) != 0:
             # What becomes of a run with bad rows is decided at the end, so `on_bad_row` changes no range.
-            decided = {**facts, "max_pairs": max_pairs, "known_columns": ingestion.known_columns}
+            decided = {**facts, "max_pairs": max_pairs, "needs_prompt": ingestion.needs_prompt}
             key = content_key({**decided, "on_bad_row": None})
             most_rows = min(LARGEST_RANGE, max(SMALLEST_RANGE, max_pairs or LARGEST_RANGE))
             found = next_range(islice(scanned.unparsed, most_rows), key, stored)
             if found is None:
                 break
             opened.columns.clear()
-            opened.mapping.clear()
             part = replace(ingestion)  # with its own counts
             part.opened = opened
             store = _usable(directory.with_name(found.known), ingestion)
@@ -84,7 +83,6 @@ def write_ranges(directory: Path, ingestion: Ingestion, facts: Mapping[str, Any]
                 batches = ingestion.counted(taken, part)
                 store = _write(directory.with_name(found.name), store, batches, part, found.rows_before)
             columns.update(opened.columns)
-            mapping.update(opened.mapping)
             if store is not None:
                 ranges.append(replace(store, rows_before=found.rows_before))
     ingestion.check_end()
@@ -141,7 +139,7 @@ def _write(
         if part.num_kept == 0:
             raise _NothingKept
 
-    more = {"columns": part.opened.columns, "mapping": part.opened.mapping, "rows_before": rows_before}
+    more = {"columns": part.opened.columns, "rows_before": rows_before}
     with suppress(_NothingKept):
         write_store(path, pairs(), lambda: {name: getattr(part, name) for name in _SAVED} | more)
     store = open_store(path)
@@ -169,7 +167,6 @@ def _add(ingestion: Ingestion, saved: Mapping[str, Any], rows_before: int) -> No
     ingestion.counts.update(saved["counts"])
     ingestion.dropped_counts.update(saved["dropped_counts"])
     ingestion.opened.columns.update(saved["columns"])
-    ingestion.opened.mapping.update(saved["mapping"])
     for reason, numbers in saved["dropped_rows"].items():
         listed = ingestion.dropped_rows.setdefault(reason, [])
         listed += [number + shift for number in numbers][: LISTED_ROWS - len(listed)]

@@ -23,15 +23,13 @@ from dpo_pack.data.ingest import Ingestion, LocatedSource, Progress
 from dpo_pack.data.ranges import SMALLEST_RANGE, write_ranges
 from dpo_pack.data.readers import (
     READ_ROWS,
-    READERS,
     ColumnNames,
     NumberedRow,
     OpenRows,
     check_start,
-    columns_of,
     data_suffix,
     open_files,
-    rows_of_columns,
+    open_tables,
 )
 from dpo_pack.data.store import (
     PairTable,
@@ -44,6 +42,7 @@ from dpo_pack.data.store import (
 )
 from dpo_pack.data.tokenization import BEGINNINGS, TOKENIZATION_VERSION, Prompt, tokenizer_fingerprint
 from dpo_pack.data.tokenizer import Tokenizer
+from dpo_pack.recipe.data import DATA_FILE_SUFFIXES
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import CacheError, DataError, RecipeError, first_line
@@ -462,11 +461,11 @@ def locate_source(
         else:
             if source.split != DEFAULT_SPLIT:
                 raise RecipeError(f"{key}.split: {label} is a file, which has no splits; leave split out")
-            reader = READERS.get(data_suffix(path))
-            if reader is None:
-                raise DataError(f"{label}: no reader for this kind of file; there are: {', '.join(READERS)}")
+            if data_suffix(path) not in DATA_FILE_SUFFIXES:
+                known = ", ".join(DATA_FILE_SUFFIXES)
+                raise DataError(f"{label}: no reader for this kind of file; there are: {known}")
             check_start(path, label)
-            open_source = partial(reader, path, names)
+            open_source = partial(open_files, [path], names)
         hash_source: Callable[[], str] = str if hash_memo is None else partial(path_hash, path, hash_memo)
         return LocatedSource(
             label=label,
@@ -482,7 +481,7 @@ def locate_source(
 
 def _find_on_hub(path: Path, split: str, names: ColumnNames, options: Mapping[str, Any]) -> LocatedSource:
     label, key = names.label, names.key
-    if data_suffix(path) in READERS or label.startswith((".", "/", "~")) or label.count("/") > 1:
+    if data_suffix(path) in DATA_FILE_SUFFIXES or label.startswith((".", "/", "~")) or label.count("/") > 1:
         remedy = instead_of_url(label) or f"; correct {key}.path"
         raise DataError(f"{label}: no such file or directory in {Path.cwd()}{remedy}")
     check_dataset(label, f"{key}.path")
@@ -508,14 +507,14 @@ def _find_directory(
     elif (path / "state.json").is_file():
         if split != DEFAULT_SPLIT:
             raise RecipeError(f"{names.key}.split: {names.label} is saved without splits; leave split out")
-    elif any(data_suffix(file) in READERS for file in path.rglob("*")):
+    elif any(data_suffix(file) in DATA_FILE_SUFFIXES for file in path.rglob("*")):
         is_saved = False
         files, unread = _files_of_split(path, split)
         for file in files:
             check_start(file, str(file))
     else:
         raise DataError(
-            f"{names.label}: no data files in it ({', '.join(READERS)}); correct {names.key}.path"
+            f"{names.label}: no data files in it ({', '.join(DATA_FILE_SUFFIXES)}); correct {names.key}.path"
         )
 
     def open_source() -> OpenRows:
@@ -539,7 +538,7 @@ def _files_of_split(path: Path, split: str) -> tuple[list[Path], list[str]]:
     splits = {str(name): [*map(Path, files)] for name, files in (config.data_files or {}).items()}
     found = {file.resolve() for files in splits.values() for file in files}
     ignored = datasets.data_files.FILES_TO_IGNORE  # descriptions
-    others = (file for file in sorted(path.rglob("*")) if data_suffix(file) in READERS)
+    others = (file for file in sorted(path.rglob("*")) if data_suffix(file) in DATA_FILE_SUFFIXES)
     others = (file for file in others if file.resolve() not in found and file.name not in ignored)
     unread = [name for file in others if "/." not in f"/{(name := str(file.relative_to(path)))}"]
     is_read_by_us = options.get("field") is None and options.get("sep", ",") == ","
@@ -556,13 +555,12 @@ def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
             "remove the column if the text alone is enough"
         )
 
-    def read(columns: Sequence[str] | None) -> Iterator[NumberedRow]:
-        wanted = list(columns or dataset.column_names)
-        tables = dataset.select_columns(wanted).with_format("arrow").iter(batch_size=READ_ROWS)
-        return rows_of_columns(map(columns_of, tables))
+    def read(columns: list[str] | None) -> Iterator[Any]:
+        selected = dataset.select_columns(columns or dataset.column_names)
+        yield from selected.with_format("arrow").iter(batch_size=READ_ROWS)
 
     columns = [(field.name, str(field.type)) for field in dataset.features.arrow_schema]
-    return OpenRows(read, names, "row", columns=columns, num_rows=len(dataset))
+    return open_tables(read, names, columns, len(dataset))
 
 
 def _load_dataset(

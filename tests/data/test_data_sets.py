@@ -271,17 +271,6 @@ def test_a_row_with_chosen_and_rejected_is_read_by_them_also_beside_rankings(tmp
     assert loaded(tmp_path, [row], {}).report["train"]["sources"][0]["format"] == "preference"
 
 
-def test_of_two_columns_that_say_which_answer_is_better_the_recipe_picks_one(tmp_path: Path) -> None:
-    message = refused(tmp_path, [PKU])
-    choices = "{better: better_response_id} or {better: safer_response_id}"
-    assert message == (f": 2 columns may say which answer is better; set data.train.0.columns: {choices}")
-    for column, chosen in (("better_response_id", "bad"), ("safer_response_id", "good")):
-        splits = loaded(tmp_path, [PKU], {"columns": {"better": column}})
-        assert TOKENIZER.decode(splits.train.group(0).completions[0]).startswith(chosen)
-        assert "prompt_source" in splits.report["train"]["sources"][0]["columns_not_read"]
-        assert "response_0" not in splits.report["train"]["sources"][0]["columns_not_read"]
-
-
 @pytest.mark.parametrize(
     ("misspelt", "meant"), [("safer_id", "safer_response_id"), ("bettr_response_id", "better_response_id")]
 )
@@ -300,7 +289,7 @@ def test_a_misspelt_column_is_named_before_anything_else(
 
 
 def test_a_tie_stops_the_run_with_its_row_or_is_left_out_and_counted(tmp_path: Path) -> None:
-    rows = [{**HELPSTEER_3, "overall_preference": number % 3} for number in range(6)]
+    rows = [{"prompt": "why", "first": "good", "second": "bad", "preference": n % 3} for n in range(6)]
     assert refused(tmp_path, rows) == (
         " line 1: preference is 0: neither answer is better; tie: 2 of 6 rows; remove such rows, or set "
         "data.on_bad_row: skip"
@@ -308,17 +297,6 @@ def test_a_tie_stops_the_run_with_its_row_or_is_left_out_and_counted(tmp_path: P
     splits = loaded(tmp_path, rows, {}, on_bad_row="skip")
     dropped = splits.report["train"]["sources"][0]["dropped"]
     assert splits.train.num_pairs == 4 and dropped == {"tie": {"rows": 2, "line_numbers": [1, 4]}}
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
-def test_rows_of_kto_are_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
-    rows = [{"prompt": "why", "completion": "good", "label": True}]
-    if name == "rows.parquet":
-        datasets.Dataset.from_list(rows).to_parquet(tmp_path / name)
-    else:
-        write_rows(tmp_path / name, rows)
-    message = refusal(lambda: load(tmp_path, {"path": str(tmp_path / name)}), DataError)
-    assert re.search("KTO.*join two rows of one prompt", message)
 
 
 # ---- System prompts
@@ -335,12 +313,12 @@ def test_a_system_column_is_read_of_conversations_where_the_recipe_names_it(tmp_
     assert report["train"]["sources"][0]["columns_not_read"] == ["system"]
 
 
-def test_a_system_prompt_of_texts_is_refused_with_the_columns_that_make_messages_of_them(
+def test_a_system_prompt_of_texts_is_refused_and_is_read_of_messages(
     tmp_path: Path,
 ) -> None:
     assert "or {instruction: question} to use the chat template" in refused(tmp_path, [ORCA])
     message = refused(tmp_path, [ORCA], columns={"prompt": "question", "system": "system"})
-    assert "columns: {instruction: question, system: system}" in message
+    assert "system is not read; remove it from data.train.0.columns" in message
     splits = loaded(tmp_path, [ORCA], {"columns": {"instruction": "question", "system": "system"}})
     assert TOKENIZER.decode(splits.train.group(0).context).startswith("<s>system\nbe kind</s>")
 
@@ -351,15 +329,9 @@ def test_a_system_prompt_of_texts_is_refused_with_the_columns_that_make_messages
 )
 def test_prompts_of_these_formats_are_read_for_online_runs(name: str, tmp_path: Path) -> None:
     row, _, num_messages = ROWS[name]
-    splits = loaded(tmp_path, [row], {}, max_new_tokens=4)
+    columns = {"columns": documented()[name].get("columns", {})}
+    splits = loaded(tmp_path, [row], columns, max_new_tokens=4)
     assert len(splits.prompts[0].messages or ()) == num_messages
-
-
-def test_a_data_set_with_two_columns_for_the_better_answer_gives_prompts_without_a_choice(
-    tmp_path: Path,
-) -> None:
-    splits = loaded(tmp_path, [PKU], {}, max_new_tokens=4)
-    assert splits.prompts[0].messages == ({"role": "user", "content": PKU["prompt"]},)
 
 
 # ---- Keys of the hub

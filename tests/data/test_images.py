@@ -301,18 +301,11 @@ TEXT_ROW = {"prompt": "What is it?", **ANSWERS}
     [
         ([trl_row(["a.png"])], None, r"only text is read; .*set model\.images: true"),
         ([{**IDS, "images": ["a.png"]}], PROCESSOR, "rows of format tokenized have no place for images"),
-        *(
-            (
-                [{**TEXT_ROW, column: "a.png"}],
-                PROCESSOR,
-                rf"; name .* data\.train\.0\.columns: {{image: {column}}}",
-            )
-            for column in ("picture", "img", "image_path", "photo")
-        ),
+        ([{**TEXT_ROW, "picture": "a.png"}], PROCESSOR, r"'picture' has .*image in data\.train\.0\.columns"),
         (
             [TEXT_ROW] * 100 + [{**TEXT_ROW, "image": "a.png"}],
             PROCESSOR,
-            r"line 101: .*; set data\.train\.0\.format: pictured",
+            r"line 101: .*set data\.train\.0\.format \(pictured",
         ),
     ],
 )

@@ -154,7 +154,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_remedy(tmp_p
     assert message.startswith(
         f"{path} line 3: message 1 of chosen: the chat template writes earlier turns in an"
     )
-    assert "; set data.scored_turns: all, or name a template that has {% generation %} marks" in message
+    assert "; set data.scored_turns: all, or name another template in tokenizer.chat_template" in message
     assert "\n" not in message
     skipped = load(tmp_path, path, tokenizer=chat_tokenizer(REWRITES), on_bad_row="skip").train
     assert skipped.num_pairs == 2 and not skipped.has_token_weights.any()

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from support.tiny_recipe import load, message_of
 
-from dpo_pack.data.readers import READERS
-from dpo_pack.recipe.data import DATA_FILE_SUFFIXES
 from dpo_pack.recipe.load import check_environment
 
 # Override, the key that the error names, and what it names besides. Rules of losses, references, layouts and
@@ -169,10 +167,6 @@ def test_what_is_not_there_is_refused_naming_the_key(override: str, key: str, va
     recipe = load("data.train=pairs.jsonl", *re.split(r", (?=[a-z_.]+=)", override))
     message = message_of(lambda: check_environment(recipe))
     assert message.startswith(f"{key}: ") and value in message
-
-
-def test_the_data_files_that_pass_are_those_that_a_reader_reads() -> None:
-    assert tuple(READERS) == DATA_FILE_SUFFIXES
 
 
 @pytest.mark.usefixtures("workplace")
