@@ -362,11 +362,8 @@ class Trainer:
         run, state, saver = self.run, self.state, self.saver
         best = saver.best_evaluation()
         stopped_early = ends_run(self.inputs.selection, state.standing)
-        if stopped_early:
-            self.console.print(self.evaluator.stop_sentence(state))
-        failure = self.evaluator.failure_sentence(state)
-        if failure is not None:
-            self.console.print(failure)
+        for sentence in self.evaluator.conclusions(state):
+            self.console.print(sentence)
         try:
             saved = self.write_results(best, stopped_early=stopped_early)
         except Exception as error:  # the same command goes on after the last step

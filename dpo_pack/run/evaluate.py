@@ -25,11 +25,11 @@ from dpo_pack.run.models import check_model, resolve_model
 from dpo_pack.run.pairs import exact_reference, exact_tables, prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import Setup, check_data, check_vocabulary, load_proved, prepare
-from dpo_pack.run.state import Selection, TrainState, judge
+from dpo_pack.run.state import Selection, TrainState, ends_run, judge
 from dpo_pack.system import ranks
 from dpo_pack.system.console import shown
 from dpo_pack.system.errors import ModelError, RecipeError
-from dpo_pack.system.hub import HUB_ID, is_adapter
+from dpo_pack.system.hub import HUB_ID
 from dpo_pack.system.interrupts import Interruption
 from dpo_pack.system.machine import release_memory
 from dpo_pack.training.held_out import (
@@ -153,29 +153,24 @@ class Evaluator:
             state.standing = judge(state.standing, self.selection, evaluation, step=state.step)
         log.eval_seconds += time.monotonic() - begun
 
-    def stop_sentence(self, state: TrainState) -> str:
-        assert self.selection is not None
+    def conclusions(self, state: TrainState) -> Iterator[str]:
+        """Yields that the run has stopped early, and that no evaluation is better than the first one."""
         standing, selection = state.standing, self.selection
-        best = "; best is {1:.4g} after step {0}".format(*standing.best[0]) if standing.best else ""
-        return (
-            f"Stopped early after step {state.step}: {selection.metric} of {selection.eval_set} has not "
-            f"improved in {standing.num_since_improvement} evaluations{best}"
-        )
-
-    def failure_sentence(self, state: TrainState) -> str | None:
-        """Returns a warning if no evaluation is better than the one before the first step, else None."""
-        standing, selection = state.standing, self.selection
-        if selection is None or standing.start is None or not standing.best:
-            return None
+        if selection is None:
+            return
+        judged = f"{selection.metric} of {selection.eval_set}"
+        if ends_run(selection, standing):
+            evaluations = f"in {standing.num_since_improvement} evaluations"
+            yield f"Stopped early after step {state.step}: {judged} has not improved {evaluations}"
+        if not standing.best or standing.start is None:
+            return
         step, value = standing.best[0]
-        if selection.is_better(value, standing.start):
-            return None
-        return (
-            f"Warning: no evaluation is better than the one before the first step: {selection.metric} of "
-            f"{selection.eval_set} was {standing.start:.4g} then, and at best {value:.4g} later, after step "
-            f"{step}. The model that this run leaves is no better than {self.setup.recipe.model.path}; "
-            "check that chosen and rejected are not swapped, and lower optim.lr"
-        )
+        if not selection.is_better(value, standing.start):
+            yield (
+                f"Warning: no evaluation is better than the one before the first step: {judged} was "
+                f"{standing.start:.4g} then, and at best {value:.4g} later, after step {step}. Check that "
+                "chosen and rejected are not swapped, and lower optim.lr"
+            )
 
 
 def evaluate_models(
@@ -189,21 +184,18 @@ def evaluate_models(
     if not recipe.data.eval:
         raise RecipeError("data.eval: the recipe has no held-out data; name a source or a fraction")
     for model in models:
-        is_hub_id = HUB_ID.fullmatch(model) is not None and not Path(model).exists()
-        if not is_hub_id and not (is_adapter(model) or (Path(model) / "config.json").is_file()):
-            raise ModelError(
-                f"{model}: there is no trained model; finish the run first, or give another one with --model"
-            )
+        if not (Path(model).is_dir() or HUB_ID.fullmatch(model)):
+            raise ModelError(f"{model}: no trained model; finish the run first, or name one with --model")
     setup = prepare(recipe, console)
+    facts_of = [resolve_model(recipe, setup.device, model, recipe_key="--model") for model in models]
     reference = CachedReference(lookup=None)
     if setup.objective.needs_reference:
         held_out = prepare_reference(setup, tables=list(setup.data.eval.values()))
         reference = CachedReference(lookup=held_out.values.of)
     reference = replace(reference, exact=exact_reference(setup))
     results = []
-    for model in models:
+    for facts in facts_of:
         release_memory()
-        facts = resolve_model(recipe, setup.device, model, recipe_key="--model")
         facts = replace(facts, processor=setup.policy_facts.processor)
         check_model(facts, setup.device)
         check_data(setup, facts)

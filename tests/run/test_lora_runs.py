@@ -175,7 +175,7 @@ def test_evaluate_takes_an_adapter_s_directory(assets: Path, tmp_path: Path) -> 
     (results,) = evaluate_models(recipe_in(assets, LORA), [model], Console(quiet=True))
     result = results["heldout"].record
     assert result["rewards/margins"] == pytest.approx(trained["rewards/margins"], abs=1e-6)
-    with pytest.raises(ModelError, match="there is no trained model"):
+    with pytest.raises(ModelError, match="--model"):
         evaluate_models(recipe_in(assets, LORA), [str(tmp_path)], Console(quiet=True))
 
 

@@ -85,8 +85,8 @@ def test_a_run_whose_best_evaluation_is_worse_than_its_start_says_so_and_stops_e
     assert told["start"] == start_loss(run) < told["value"] == min(losses(run).values())
     assert (
         "Warning: no evaluation is better than the one before the first step: loss of heldout was "
-        f"{told['start']:.4g} then, and at best {told['value']:.4g} later, after step {told['step']}. The "
-        f"model that this run leaves is no better than {assets / 'model'}; " in text(console)
+        f"{told['start']:.4g} then, and at best {told['value']:.4g} later, after step {told['step']}. "
+        in text(console)
     )
     assert "Stopped early after step 3" in text(console) and max(losses(run)) == 3
 
