@@ -46,7 +46,7 @@ from dpo_pack.reports.pages import write_run_page
 from dpo_pack.run.checkpoint import Saver
 from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoints
 from dpo_pack.run.evaluate import Evaluator
-from dpo_pack.run.export import verify_model
+from dpo_pack.run.export import job_to_verify, verify_model
 from dpo_pack.run.inputs import Inputs, prepare_run
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.pairs import write_packing_report
@@ -369,7 +369,6 @@ class Trainer:
         except Exception as error:  # the same command goes on after the last step
             saver.save_what_is_done(error, shared=DpoPackError)
             raise
-        saver.exporter.round_policy()  # a checkpoint has the weights as they were trained, so only now
         rate = state.num_pairs / max(state.train_seconds, 1e-9)
         seconds = format_seconds(self.log.totals(state)["seconds"])
         page = f"; report: {run.page}" if write_page(run, self.console) else ""
@@ -382,16 +381,14 @@ class Trainer:
             return None
         state.optimizer.zero_grad(set_to_none=True)  # the reader of the model needs memory
         state.optimizer.state.clear()
-        return saver.exporter.job_to_verify(run.model, saved)
+        return job_to_verify(self.setup, self.inputs.loaded, run.model, saved)
 
     def write_results(self, best: dict[str, Any] | None, *, stopped_early: bool) -> dict[str, Tensor]:
         """Writes samples, model and facts of a finished run; returns the tensors in the model's files."""
         run, state, log, saver = self.run, self.state, self.log, self.saver
         self.sampler.write(saver.load_exported(), at_end=True)
         with shown(self.console, "Writing the model"):
-            saved = saver.exporter.export(run.model)
-        if turn_end := saver.exporter.turn_end()[1]:
-            self.console.print(turn_end)
+            saved = saver.export(run.model, self.console)
         ranks.every_rank_does(log.close)
         if (planned := self.inputs.planned) is not None:
             ranks.first_does_for_all(lambda: write_packing_report(self.setup, planned, run.packing_report))

@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from dpo_pack.model.loading import quiet_transformers
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.system.errors import ModelError
 from dpo_pack.system.files import read_json
 
 # What transformers 4 reads in place of `rope_parameters`; version 5 reads these keys too.
@@ -105,23 +103,14 @@ def _kept_wide(model: PreTrainedModel, name: str, dtype: torch.dtype) -> bool:
 
 
 @torch.no_grad()
-def round_weights(model: PreTrainedModel, dtype: torch.dtype, *, keeps_type: bool) -> tuple[int, int]:
-    """Rounds all saved tensors to the values of `dtype`; with `keeps_type` they stay in their own type.
-    Returns how many of this rank's values change, and how many of these become 0 or subnormal."""
-    num_changed = num_lost = 0
+def round_weights(model: PreTrainedModel, dtype: torch.dtype, *, keeps_type: bool) -> None:
+    """Rounds all saved tensors to the values of `dtype`; with `keeps_type` they stay in their own type."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and not _kept_wide(model, name, dtype):
-            rounded = tensor.data.to(dtype)
-            own = (one.to_local() if isinstance(one, DTensor) else one for one in (rounded, tensor.data))
-            after, before = own
-            changes = after != before
-            num_changed += int(changes.sum())
-            num_lost += int((changes & (after.abs() < torch.finfo(dtype).tiny)).sum())
             if keeps_type:
-                tensor.copy_(rounded)
+                tensor.copy_(tensor.data.to(dtype))
             else:
-                tensor.data = rounded
-    return num_changed, num_lost
+                tensor.data = tensor.data.to(dtype)
 
 
 def find_beyond(state: dict[str, Tensor], dtype: torch.dtype) -> str | None:
@@ -135,19 +124,14 @@ def find_beyond(state: dict[str, Tensor], dtype: torch.dtype) -> str | None:
 
 
 def _rounded(model: PreTrainedModel, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the tensors on the CPU, in `dtype`. Tensors that are one stay one. Raises ModelError."""
-    beyond = find_beyond(state, dtype) if dtype == torch.float16 else None
-    if beyond is not None:
-        raise ModelError(f"{beyond} has values beyond float16; choose the type bfloat16 or float32")
+    """Returns the tensors on the CPU, in `dtype`. Tensors that are one stay one."""
     done: dict[Any, Tensor] = {}
     rounded = {}
     for name, tensor in state.items():
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if not tensor.is_floating_point() or _kept_wide(model, name, dtype):
-            rounded[name] = tensor
-            continue
         if key not in done:
-            done[key] = tensor.to(device="cpu", dtype=dtype)
+            is_kept = not tensor.is_floating_point() or _kept_wide(model, name, dtype)
+            done[key] = tensor if is_kept else tensor.to(device="cpu", dtype=dtype)
         rounded[name] = done[key]
     return rounded
 

@@ -1,9 +1,8 @@
 """Reads an exported model as its users do, and compares it with what was trained. Imports no dpo_pack.
 
 A run starts this file as a program, with a JSON object on stdin (`reader_job` in run/export.py). The last
-line on stdout is a JSON object: `failure` is null or a sentence that names a file; `tensors` is how many the
-files hold; `error` is by token, and `unquantised` is that of a base that training quantises and this process
-does not.
+line on stdout is a JSON object: `failure` is null or a sentence, `tensors` is how many the files hold, and
+`error` is that of the log-probs, in nats a token.
 """
 
 from __future__ import annotations
@@ -23,55 +22,28 @@ import transformers
 from safetensors import safe_open
 from transformers import AutoConfig
 
-_Job = dict[str, Any]
-
 
 def main() -> None:
-    job: _Job = json.load(sys.stdin)
-    directory, tensors, error, unquantised = Path(job["directory"]), 0, None, None
+    job: dict[str, Any] = json.load(sys.stdin)
+    directory, tensors, error = Path(job["directory"]), 0, None
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            types = {}  # of tensors, by file and name
-            for file in sorted(directory.glob("*.safetensors")):
+            for file in directory.glob("*.safetensors"):
                 with safe_open(file, framework="pt") as opened:
-                    names = list(opened.keys())
-                    types[file.name] = {name: opened.get_slice(name).get_dtype() for name in names}
-            tensors = sum(map(len, types.values()))
-            failure = _wrong_file(directory, types, job)
-            if failure is None:
-                model = _read(directory, job)
-                failure = _wrong_tensor(model, directory, types, job)
+                    tensors += len(list(opened.keys()))
+            model = _read(directory, job)
+            failure = _wrong_flag(directory / "config.json", job) or _wrong_tensor(model, job["digests"])
             if failure is None and job["sequences"]:
                 failure, error = _wrong_logps(model, job)
-                if job["quantization"] is not None and failure is None:
-                    del model  # there may be no room for two
-                    _, unquantised = _wrong_logps(_read(directory, {**job, "quantization": None}), job)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as raised:  # whatever the libraries say of these files
-            failure = f"{directory} cannot be read: {type(raised).__name__}: {' '.join(str(raised).split())}"
-    print(json.dumps({"failure": failure, "tensors": tensors, "error": error, "unquantised": unquantised}))
+            failure = f"cannot be read: {type(raised).__name__}: {' '.join(str(raised).split())}"
+    failure = failure and f"{directory}: {failure}"
+    print(json.dumps({"failure": failure, "tensors": tensors, "error": error}))
 
 
-def _wrong_file(directory: Path, types: dict[str, dict[str, str]], job: _Job) -> str | None:
-    for file in directory.glob("*.safetensors.index.json"):
-        for name, part in json.loads(file.read_text())["weight_map"].items():
-            if name not in types.get(part, {}):
-                return f"{directory / part} lacks {name}, which {file.name} promises"
-    for part, by_name in types.items():
-        for name, kind in by_name.items():
-            if kind in ("F64", "F32", "F16", "BF16") and kind not in job["types"]:
-                return f"{directory / part} has {name} in the type {kind}, not {' or '.join(job['types'])}"
-    config = directory / "config.json"
-    values = json.loads(config.read_text()) if config.is_file() else {}
-    said = {part.get("tie_word_embeddings") for part in (values, values.get("text_config") or {})} - {None}
-    if said and job["is_tied"] not in said or said == {True, False} and not job["is_tied"]:
-        flag = str(not job["is_tied"]).lower()
-        return f"{config} says tie_word_embeddings: {flag}, and the weights are otherwise"
-    return None
-
-
-def _read(directory: Path, job: _Job) -> Any:
+def _read(directory: Path, job: dict[str, Any]) -> Any:
     options = {"trust_remote_code": job["trust_remote_code"]}
     auto: Any = getattr(transformers, job["auto_class"])
     if job["base"] is None:
@@ -82,54 +54,42 @@ def _read(directory: Path, job: _Job) -> Any:
         return model
     from peft import PeftModel
 
-    options |= {"revision": job["revision"]}
     dtype = getattr(torch, job["parameters"])
     if job["sequences"]:
-        if job["quantization"] is not None:
-            settings = transformers.BitsAndBytesConfig.from_dict(job["quantization"])
-            options |= {"quantization_config": settings, "device_map": {"": job["device"]}}
-        base = auto.from_pretrained(job["base"], dtype=dtype, **options)
-        if getattr(base, "is_quantized", False):  # training computes with weights that are restored
-            base = _restored(base, dtype)
+        base = auto.from_pretrained(job["base"], dtype=dtype, revision=job["revision"], **options)
     else:  # the adapter alone is compared, so the base's weights are not read
-        config = AutoConfig.from_pretrained(job["base"], **options)
+        config = AutoConfig.from_pretrained(job["base"], revision=job["revision"], **options)
         with torch.device("meta"):
-            del options["revision"]
             base = auto.from_config(config, dtype=dtype, **options).to_empty(device="cpu")
     return PeftModel.from_pretrained(base, str(directory)).get_base_model()
 
 
-def _restored(base: Any, dtype: torch.dtype) -> Any:
-    states = {name: p.quant_state for name, p in base.named_parameters() if hasattr(p, "quant_state")}
-    shapes = {name: state.shape for name, state in states.items()}
-    for state in states.values():  # on a CPU bitsandbytes takes other blocks' scales for some shapes
-        state.shape = torch.Size((1, state.shape.numel()))
-    base = base.dequantize(dtype)
-    for name, shape in shapes.items():
-        parameter = base.get_parameter(name)
-        parameter.data = parameter.data.view(shape)
-    return base
+def _wrong_flag(config: Path, job: dict[str, Any]) -> str | None:
+    """Where the files hold a head and embeddings, transformers does not tie them, and others do."""
+    values = json.loads(config.read_text()) if config.is_file() else {}
+    parts = (values, values.get("text_config") or {})
+    flags = {part.get("tie_word_embeddings") for part in parts} - {None}
+    if flags and job["is_tied"] not in flags or flags == {True, False} and not job["is_tied"]:
+        flag = str(not job["is_tied"]).lower()
+        return f"config.json says tie_word_embeddings: {flag}, and the weights are otherwise"
+    return None
 
 
-def _wrong_tensor(model: Any, directory: Path, types: dict[str, dict[str, str]], job: _Job) -> str | None:
+def _wrong_tensor(model: Any, digests: dict[str, str]) -> str | None:
     found = model.state_dict()
-    for name, digest in job["digests"].items():
-        plain = name.replace(".default.", ".").removesuffix(".default")  # as peft names it in files
-        names = {name, plain, f"base_model.model.{plain}"}
-        holds = (part for part, by_name in types.items() if names & by_name.keys())
-        where = directory / next(holds, next(iter(types)) if len(types) == 1 else "")
+    for name, digest in digests.items():
         if name not in found:
-            return f"{where} lacks {name}"
+            return f"it lacks {name}"
         tensor = found[name].detach().cpu()
         sha256 = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         sha256.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         if sha256.hexdigest() != digest:
-            return f"{where}: {name} is not the trained tensor ({str(tensor.dtype).removeprefix('torch.')})"
+            return f"{name} is not the trained tensor ({str(tensor.dtype).removeprefix('torch.')})"
     return None
 
 
 @torch.no_grad()
-def _wrong_logps(model: Any, job: _Job) -> tuple[str | None, float]:
+def _wrong_logps(model: Any, job: dict[str, Any]) -> tuple[str | None, float]:
     device, dtype = torch.device(job["device"]), job["autocast"] and getattr(torch, job["autocast"])
     if job["base"] is None:
         model = model.to(getattr(torch, job["parameters"]))
@@ -148,11 +108,10 @@ def _wrong_logps(model: Any, job: _Job) -> tuple[str | None, float]:
     error = sum(kept) / len(kept)
     if error <= job["bound"]:
         return None, error
-    files = "config.json" if processor is None else "config.json and the files of its processor"
-    failure = (
-        f"{job['directory']}: each tensor is right, but log-probs differ by {error:.1e} nats a token in "
-    )
-    return f"{failure}the mean ({job['bound']:.1e} are allowed); see its {files}", error
+    return (
+        f"each tensor is right, but log-probs differ by {error:.1e} nats a token in the mean "
+        f"({job['bound']:.1e} are allowed); see its config.json{' and its processor' if processor else ''}"
+    ), error
 
 
 def _image_inputs(model: Any, processor: Any, pictures: list[str], tokens: torch.Tensor) -> dict[str, Any]:

@@ -15,31 +15,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import tempfile
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
 
 import dpo_pack
-from dpo_pack.data.tokenizer import TURN_END_TOKENS
-from dpo_pack.model.fingerprint import relevant_config, stored_dtype
-from dpo_pack.model.saving import find_beyond
+from dpo_pack.model.facts import ModelFacts
+from dpo_pack.model.fingerprint import relevant_config
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import INFO_FILE, check_environment, load_recipe
 from dpo_pack.reference.cache import namespace_digest
@@ -52,34 +46,25 @@ from dpo_pack.run.checkpoint_files import (
     CheckpointWriter,
     checkpoint_path,
     checkpoints,
+    load_tensors,
     saved_counters,
 )
-from dpo_pack.run.export import (
-    compared_pairs,
-    export_model,
-    model_card,
-    name_turn_end,
-    read_back,
-    reader_job,
-    round_and_measure,
-    verified_sentence,
-)
+from dpo_pack.run.export import NotVerified, export_model, job_to_verify, verify
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.pairs import exact_tables
 from dpo_pack.run.run_dir import PARTS, RunDir, damage_of, only_run
-from dpo_pack.run.samples import before_and_after
 from dpo_pack.run.setup import Setup, load_policy, prepare
 from dpo_pack.run.state import Counters, Identity, Place, Selection, Standing, TrainState, is_multiple
 from dpo_pack.system import ranks
 from dpo_pack.system.console import make_console, shown
 from dpo_pack.system.errors import CacheError, RunError, first_line
 from dpo_pack.system.files import discard, path_aside, put_in_place, read_json, sync, writing
-from dpo_pack.system.machine import host_memory, package_versions, release_memory
+from dpo_pack.system.machine import package_versions
 from dpo_pack.training.batches import BatchSource
 
-_LOOKED_AT = 64  # pairs, for the ends of answers
-_ROOM_TO_READ = 1.5  # free memory in weights of the model, for a second one
 _COUNTERS = [one.name for one in fields(Counters) if one.name in TrainState.__slots__]
+
+# -------------------------------------------------------------------------------------- what identifies a run
 
 
 def run_identity(
@@ -100,119 +85,44 @@ def run_identity(
         "data": data.fingerprint,
         "plan": source.steps_fingerprint,
         "reference": "moving" if moves else "none" if frozen is None else frozen.fingerprint(data.train),
-        # A checkpoint holds weights only. The model's config says what is computed with them.
-        "model config": namespace_digest(relevant_config(facts.config)),
+        **_start_fingerprints(facts, loaded),
     }
     if setup.recipe.train.early_stopping is not None:
         fingerprints["held-out data"] = data.eval_fingerprint
-    if loaded.adapter is not None:  # checkpoints of such a run hold the adapter alone
-        fingerprints["base model"] = facts.namespace["weights"]
     if setup.recipe.optim.name == "adafactor":  # once its rate was relative to each tensor's size
         fingerprints["meaning of optim.lr for adafactor (it is absolute now)"] = "absolute"
     if facts.balance is not None:
         fingerprints["load-balancing loss"] = f"x {facts.balance.coefficient:g}"
     number, versions = ranks.num_ranks(), package_versions()
     packages: tuple[str, ...] = ("torch", "transformers", "peft")
-    kept = {name: versions[name] for name in packages if name in versions}
     judged_by = f"{selection.metric} of {selection.eval_set}, {data.eval_fingerprint}" if selection else ""
     if selection and (tables := exact_tables(setup)):
         judged_by += f", {tables[selection.eval_set].num_pairs} pairs in float32"
     return Identity(
         fingerprints=fingerprints,
-        versions={"dpo-pack": dpo_pack.__version__, **kept},
+        versions={
+            "dpo-pack": dpo_pack.__version__,
+            **{name: versions[name] for name in packages if name in versions},
+        },
         ranks="one process" if number == 1 else f"{number} processes ({setup.strategy.name})",
         judged_by=judged_by,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exporter:
-    """Writes the policy as a model, and returns what a process needs to compare the files with it."""
+def _start_fingerprints(facts: ModelFacts, loaded: LoadedModel) -> dict[str, str]:
+    """A checkpoint holds trained weights only: the config says what is computed with them, and an adapter's
+    checkpoint has nothing of its base."""
+    base = {} if loaded.adapter is None else {"base model": facts.namespace["weights"]}
+    return {"model config": namespace_digest(relevant_config(facts.config)), **base}
 
-    setup: Setup
-    loaded: LoadedModel
-    samples: Path  # samples.jsonl
-    totals: dict[str, Any]
-    evaluation: dict[str, dict[str, Any]]  # the latest, by held-out set
 
-    def export(self, target: Path) -> dict[str, Tensor]:
-        """Writes the policy as a model that transformers, PEFT or vLLM can load; returns rank 0's tensors."""
-        turn_end, _ = self.turn_end()
-        dtype, warning = self.export_dtype()
-        if warning:
-            self.setup.console.print(warning)
-        return export_model(
-            self.loaded,
-            self.setup.tokenizer,
-            target,
-            card=self._card,
-            dtype=dtype,
-            turn_end=turn_end,
-        )
+def _refuse_another(path: Path, then: Mapping[str, str], now: Mapping[str, str], remedy: str) -> None:
+    changed = [name for name in {**now, **then} if then.get(name) != now.get(name)]
+    if changed:
+        raise RunError(f"{path} was saved with another {' and another '.join(changed)}; {remedy}")
 
-    def turn_end(self) -> tuple[int | None, str]:
-        """Returns what `name_turn_end` says of the policy; nothing if it trains on no ends of turns."""
-        data, seen = self.setup.data, None
-        if self.setup.recipe.online is None:
-            pairs = map(data.train.group, range(min(data.train.num_pairs, _LOOKED_AT)))
-            seen = {end for pair in pairs for end in pair.completions[0][-TURN_END_TOKENS:].tolist()}
-        elif all(prompt.messages is None for prompt in data.prompts):
-            seen = set()
-        return name_turn_end(self.loaded, self.setup.tokenizer, seen)
 
-    def export_dtype(self) -> tuple[torch.dtype | None, str]:
-        """Returns the type of the exported weights (None: that in which they were trained), and a warning if
-        it is not the one that is asked for."""
-        wanted, facts = self.setup.recipe.export.dtype, self.setup.policy_facts
-        dtype: torch.dtype | None = None
-        if wanted != "auto":
-            dtype = getattr(torch, wanted)
-        elif self.loaded.adapter is None:
-            stored = ranks.first_does_for_all(
-                lambda: stored_dtype(facts.settings.path, facts.settings.revision)
-            )
-            dtype = stored if stored.itemsize < facts.precision.parameters.itemsize else None
-        if dtype == torch.float16:
-            tensors = self.loaded.model.state_dict().items()
-            local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors}
-            beyond = next(filter(None, ranks.every_rank_says(find_beyond(local, dtype))), None)
-            if beyond is not None:
-                return torch.float32, (
-                    f"Warning: export.dtype: {beyond} has values beyond float16, so the model is written in "
-                    "float32; export.dtype: bfloat16 writes two bytes a weight"
-                )
-        return dtype, ""
-
-    def round_policy(self) -> None:
-        """Gives the policy the values that the export will have; prints what that changes."""
-        (dtype, _), facts = self.export_dtype(), self.setup.policy_facts
-        if dtype is None or dtype.itemsize >= facts.precision.parameters.itemsize or self.loaded.adapter:
-            return
-        known = [one["rewards/margins"] for one in self.evaluation.values() if "rewards/margins" in one]
-        line = round_and_measure(self.loaded, dtype, self.setup, known, key="export.dtype: float32")
-        self.setup.console.print(line)
-
-    def job_to_verify(self, directory: Path, saved: dict[str, Tensor]) -> dict[str, Any]:
-        """Returns what a process needs to compare the export with the policy; every rank must call it."""
-        facts, device, wanted = self.setup.policy_facts, self.setup.device, self.setup.recipe.export.verify
-        weights = facts.num_parameters * facts.precision.parameters.itemsize  # as the reader restores them
-        release_memory()
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory().free
-        fits = ranks.first_says(free > _ROOM_TO_READ * weights)
-        compares = wanted == "full" or (wanted == "auto" and fits)
-        pairs = compared_pairs(self.setup, reads_images=facts.processor is not None) if compares else []
-        return reader_job(self.loaded, facts, directory, saved, pairs, device)
-
-    def _card(self) -> str:
-        return model_card(
-            self.setup.recipe,
-            totals=self.totals,
-            evaluation=self.evaluation,
-            samples=before_and_after(self.samples),
-            adapter_base=None if self.loaded.adapter is None else self.loaded.adapter.base,
-            is_chat=self.setup.tokenizer.chat_template is not None,
-            note=self.turn_end()[1],
-        )
+# --------------------------------------------------------------------------------- when a run saves its state
 
 
 @dataclass(slots=True, kw_only=True)
@@ -230,16 +140,6 @@ class Saver:
     place: Place = field(init=False)  # `mark_place` sets it
     saved: Place | None = None  # the place that the newest checkpoint holds
 
-    @property
-    def exporter(self) -> Exporter:
-        return Exporter(
-            setup=self.setup,
-            loaded=self.loaded,
-            samples=self.run.samples,
-            totals=self.log.totals(self.state),
-            evaluation=self.state.evaluation,
-        )
-
     def mark_place(self) -> None:
         """Makes the present step the place. When a checkpoint of it is written, the run can resume there."""
         metrics, source = self.log.file, self.state.source.state_dict()
@@ -253,20 +153,17 @@ class Saver:
         self.mark_place()
         if self.run.has_own_checkpoint:
             self.saved = self.place
-        if self.run.checkpoint is not None and self.setup.recipe.checkpoint.keep_best:
-            self._forget_lost_checkpoints()
-
-    def _forget_lost_checkpoints(self) -> None:
-        """Removes from the list of best evaluations those without a checkpoint in this run's directory."""
         standing, directory = self.state.standing, self.run.checkpoints
-        kept = ranks.first_says(
-            tuple(entry for entry in standing.best if checkpoint_path(directory, entry[0]).is_dir())
-        )
+        if self.run.checkpoint is None or not self.setup.recipe.checkpoint.keep_best:
+            return
+        # A run that goes on from another directory's checkpoint has none of the best evaluations' here.
+        kept = tuple(entry for entry in standing.best if checkpoint_path(directory, entry[0]).is_dir())
+        kept = ranks.first_says(kept)
         if kept != standing.best:
             lost = ", ".join(str(step) for step in standing.best_steps if step not in dict(kept))
             self.setup.console.print(
-                f"Note: the best evaluations were after step {lost}, but {directory} has none of their "
-                "checkpoints; from now on, those of the best later evaluations are kept"
+                f"Note: {directory} has no checkpoints of the best evaluations, after step {lost}; only "
+                "later ones can be the best of this run"
             )
             self.state.standing = replace(standing, best=kept)
 
@@ -283,13 +180,19 @@ class Saver:
         settings = self.setup.recipe.checkpoint
         self.log.flush_pairs()
         # The checkpoint refers to the lines of this file.
-        ranks.first_does_for_all(writing(self.run.metrics)(lambda: sync(self.run.metrics)))
+        ranks.first_does_for_all(writing(self.run.metrics)(partial(sync, self.run.metrics)))
         content = checkpoint_content(
             self.state, self.place, self.identity, keep=settings.keep, num_best=settings.keep_best
         )
-        path = self.writer.write(content, export=self.exporter.export if settings.export else None)
+        export = partial(self.export, console=Console(quiet=True)) if settings.export else None
+        path = self.writer.write(content, export=export)
         self.saved = self.place
         self.setup.console.print(f"  {'saving' if self.writer.in_background else 'saved'} {path}")
+
+    def export(self, target: Path, console: Console) -> dict[str, Tensor]:
+        """Writes the policy as a model, as `export_model` does."""
+        totals, evaluation = self.log.totals(self.state), self.state.evaluation
+        return export_model(self.setup, self.loaded, target, console, totals=totals, evaluation=evaluation)
 
     def save_on_the_way_out(self) -> None:
         """Saves the state after the last complete step of an interrupted run; drops an unfinished step."""
@@ -361,88 +264,7 @@ class Saver:
         return step
 
 
-# --------------------------------------------------------------------------------- the model of a stopped run
-
-
-@contextlib.contextmanager
-def model_of(name: str, console: Console) -> Iterator[str]:
-    """Yields the directory of a run's model. Another name than a run's is yielded as it is.
-
-    A run that was stopped has a checkpoint and no model: it is exported into the checkpoint's directory, or
-    where that is read-only into a temporary one, and compared with what was trained. Every rank must call it.
-    Raises RunError if there is no checkpoint, or if the run is still training.
-    """
-    run = Path(name)
-    info = read_json(run / INFO_FILE)
-    models = [run / part for part in (MODEL, "merged") if (run / part).is_dir()]
-    found = ranks.first_says(checkpoints(run / PARTS["checkpoints"]))
-    is_ended = info is None or info.get("status", "finished") == "finished" or not found
-    if info is None or "status" not in info or (models and is_ended):  # else a model is of an earlier end
-        yield str(models[0]) if info is not None and models else name
-        return
-    while found and damage_of(found[-1]) is not None:
-        found.pop()
-    if not found:
-        raise RunError(
-            f"{run}: this run ({info['status']}) has neither a model nor a checkpoint; mend what stopped it, "
-            f"then 'dpopack train {run}' starts it again"
-        )
-    with contextlib.ExitStack() as stack:
-        target, how = found[-1] / MODEL, "exported before"
-        if not target.is_dir():
-            if ranks.first_says(os.access(target.parent, os.W_OK)):
-                stack.enter_context(only_run(run, f"{run} has no finished model: it"))
-            else:
-                target = Path(ranks.first_says(stack.enter_context(tempfile.TemporaryDirectory()))) / MODEL
-            with shown(console, f"Exporting {found[-1]}"):
-                how = _export_checkpoint(run, found[-1], target, console)
-        console.print(
-            f"The run in {run} is not finished ({info['status']}); its model is of {found[-1].name}: "
-            f"{target} ({how})"
-        )
-        yield str(target)
-
-
-def _export_checkpoint(run: Path, checkpoint: Path, target: Path, console: Console) -> str:
-    """Writes the checkpoint's model, whole or not at all; returns how it was verified."""
-    recipe = load_recipe(run, ["distributed.num_processes=auto", "logging.trackers=[]"], lenient=True)
-    check_environment(recipe, trains=False)
-    setup = prepare(recipe, make_console(quiet=True), takes_prompts=True)
-    counters, facts, loaded = saved_counters(checkpoint), setup.policy_facts, load_policy(setup)
-    then = counters.identity
-    if then["model config"] != namespace_digest(relevant_config(facts.config)) or (
-        loaded.adapter is not None and then["base model"] != facts.namespace["weights"]
-    ):
-        raise RunError(
-            f"{checkpoint}: {facts.settings.path} has changed since the run began; put back what it was"
-        )
-    load_trained(checkpoint, loaded.scorer)
-    exporter = Exporter(
-        setup=replace(setup, console=console),
-        loaded=loaded,
-        samples=run / PARTS["samples"],
-        totals={
-            "steps": counters.step,
-            "pairs": counters.num_pairs,
-            "tokens": counters.num_tokens,
-            "train_seconds": counters.train_seconds,
-        },
-        evaluation=counters.evaluation,
-    )
-    temporary, how = ranks.first_says(path_aside(target)), "not verified, as export.verify says"
-    try:
-        saved = exporter.export(temporary)
-        exporter.round_policy()
-        if recipe.export.verify != "none":
-            job = exporter.job_to_verify(temporary, saved)
-            how = ranks.first_does_for_all(lambda: verified_sentence(job, read_back(job)))
-        ranks.first_does_for_all(writing(target)(lambda: put_in_place(temporary, target)))
-    finally:
-        ranks.only_first_does(lambda: discard(temporary))
-    return how
-
-
-# ------------------------------------------------------------------------------------------------ content
+# ------------------------------------------------------------------------------------ what a checkpoint holds
 
 
 def checkpoint_content(
@@ -484,12 +306,9 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tup
     since then that are allowed. Raises RunError if the checkpoint belongs to another run or other parameters.
     """
     counters = saved_counters(path)
-    _refuse_another_run(path, counters, identity)
-    try:
-        kept = torch.load(path / HOST_STATE, map_location="cpu", weights_only=True)
-        groups, schedule, source = (kept[name] for name in ("optimizer_groups", "scheduler", "source"))
-    except Exception as error:  # torch.load raises any class for a damaged file
-        raise RunError(f"{path / HOST_STATE} is missing or damaged; delete {path} and run again") from error
+    ways_out = "use another output_dir, or start again with checkpoint.resume=never and --overwrite"
+    _refuse_another(path, counters.identity, identity.fingerprints, ways_out)
+    kept = torch.load(path / HOST_STATE, map_location="cpu", weights_only=True)
     weights = _weights(state)
     saved: dict[str, set[str]] = {"policy": set(), "reference": set(), "optimizer": set()}  # names
     for part, *name in FileSystemReader(path / TENSORS).read_metadata().planner_data.values():
@@ -503,13 +322,13 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tup
     # A parameter that never had a gradient has no moments in the checkpoint.
     moments = {name: moment for name, moment in optimizer["state"].items() if name in saved["optimizer"]}
     assert moments.keys() == saved["optimizer"]
-    _read_tensors(path, {**weights, "optimizer": moments})
+    load_tensors(path, {**weights, "optimizer": moments})
     options = StateDictOptions(strict=False)
     set_optimizer_state_dict(state.scorer, state.optimizer, {**optimizer, "state": moments}, options=options)
-    for group, settings in zip(state.optimizer.param_groups, groups, strict=True):
+    for group, settings in zip(state.optimizer.param_groups, kept["optimizer_groups"], strict=True):
         group.update(settings)
-    state.scheduler.load_state_dict(schedule)
-    state.source.load_state_dict(source)
+    state.scheduler.load_state_dict(kept["scheduler"])
+    state.source.load_state_dict(kept["source"])
     for name in _COUNTERS:
         setattr(state, name, getattr(counters, name))
     if counters.judged_by != identity.judged_by:  # the saved values cannot be compared with later ones
@@ -519,7 +338,7 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tup
 
 def load_trained(path: Path, scorer: nn.Module) -> dict[str, Any]:
     """Loads a checkpoint's weights into `scorer`; returns its latest evaluation. Every rank must call it."""
-    _read_tensors(path, {"policy": _trained_parameters(scorer)})
+    load_tensors(path, {"policy": _trained_parameters(scorer)})
     return saved_counters(path).evaluation
 
 
@@ -551,17 +370,6 @@ def _new_optimizer_state(state: TrainState) -> dict[str, Any]:
     return optimizer_state
 
 
-def _refuse_another_run(path: Path, counters: Counters, identity: Identity) -> None:
-    then, now = counters.identity, identity.fingerprints
-    changed = [name for name in {**now, **then} if then.get(name) != now.get(name)]
-    if changed:
-        raise RunError(
-            f"{path} was saved with another {' and another '.join(changed)}, so going on would train "
-            "something else; use another output_dir, or start again with checkpoint.resume=never and "
-            "--overwrite"
-        )
-
-
 def _allowed_changes(counters: Counters, identity: Identity) -> Iterator[str]:
     if counters.judged_by != identity.judged_by and counters.standing.best:
         yield (
@@ -579,17 +387,76 @@ def _allowed_changes(counters: Counters, identity: Identity) -> Iterator[str]:
         yield f"Warning: packages have other versions, which may change the last bits of results: {changed}"
 
 
-def _read_tensors(path: Path, into: dict[str, Any]) -> None:
-    is_alone = ranks.num_ranks() == 1
-    # torch warns if one process loads alone, but here that is right.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
-    try:
-        load(
-            into,
-            storage_reader=FileSystemReader(path / TENSORS),
-            process_group=None if is_alone else ranks.host_group(),
-            no_dist=is_alone,
+# --------------------------------------------------------------------------------- the model of a stopped run
+
+
+@contextlib.contextmanager
+def model_of(name: str, console: Console) -> Iterator[str]:
+    """Yields the directory of a run's model. Another name than a run's is yielded as it is.
+
+    A run that was stopped has a checkpoint and no model: it is exported into the checkpoint's directory and
+    compared with what was trained. Every rank must call it. Raises RunError if there is no checkpoint, or if
+    the run is still training.
+    """
+    run = Path(name)
+    info = read_json(run / INFO_FILE)
+    if info is None:
+        yield name
+        return
+    status, found = info.get("status", "finished"), ranks.first_says(checkpoints(run / PARTS["checkpoints"]))
+    model = next((run / part for part in (MODEL, "merged") if (run / part).is_dir()), None)
+    if model is not None and (status == "finished" or not found):  # else it is of an earlier end
+        yield str(model)
+        return
+    while found and damage_of(found[-1]) is not None:
+        found.pop()
+    if not found:
+        raise RunError(
+            f"{run}: this run ({status}) has neither a model nor a checkpoint; mend what stopped it, then "
+            f"'dpopack train {run}' starts it again"
         )
-    except CheckpointException as error:
-        (cause, _), *_ = error.failures.values()
-        raise RunError(f"{path} cannot be read ({cause}); delete it and run again") from error
+    target, how = found[-1] / MODEL, "exported before"
+    with contextlib.ExitStack() as stack:
+        if not target.is_dir():
+            stack.enter_context(only_run(run, f"{run} has no finished model: it"))
+            with shown(console, f"Exporting {found[-1]}"):
+                how = _export_checkpoint(run, found[-1], target, console)
+        console.print(
+            f"The run in {run} is not finished ({status}); its model is of {found[-1].name}: {target} ({how})"
+        )
+        yield str(target)
+
+
+def _export_checkpoint(run: Path, checkpoint: Path, target: Path, console: Console) -> str:
+    """Writes the checkpoint's model, whole or not at all; returns how it was verified."""
+    recipe = load_recipe(run, ["distributed.num_processes=auto", "logging.trackers=[]"])
+    check_environment(recipe, trains=False)
+    setup = prepare(recipe, make_console(quiet=True), takes_prompts=True)
+    counters, loaded, facts = saved_counters(checkpoint), load_policy(setup), setup.policy_facts
+    now = _start_fingerprints(facts, loaded)
+    then = {name: counters.identity.get(name, "") for name in now}
+    _refuse_another(checkpoint, then, now, f"put {facts.settings.path} back as it was when the run began")
+    totals = {
+        "steps": counters.step,
+        "pairs": counters.num_pairs,
+        "tokens": counters.num_tokens,
+        "train_seconds": counters.train_seconds,
+    }
+    evaluation = load_trained(checkpoint, loaded.scorer)
+    temporary, how = ranks.first_says(path_aside(target)), "not verified, as export.verify says"
+    try:
+        saved = export_model(setup, loaded, temporary, console, totals=totals, evaluation=evaluation)
+        if recipe.export.verify != "none":
+            how = ranks.first_does_for_all(partial(_how, job_to_verify(setup, loaded, temporary, saved)))
+        ranks.first_does_for_all(writing(target)(partial(put_in_place, temporary, target)))
+    finally:
+        if ranks.is_first():
+            discard(temporary)
+    return how
+
+
+def _how(job: dict[str, Any]) -> str:
+    try:
+        return verify(job)
+    except NotVerified as obstacle:
+        return f"not verified: {obstacle}"

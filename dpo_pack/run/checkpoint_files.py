@@ -1,4 +1,4 @@
-"""Checkpoint directories: all ranks write one, rank 0 completes it; finds, checks and removes old ones.
+"""Checkpoint directories: all ranks write one, rank 0 completes it; finds, checks, reads and removes them.
 
 A checkpoint is written into a temporary directory, which rank 0 renames to `step-000100/` when all its files
 are on the disk. Removal also begins with a rename. So a directory of that name is always complete. Its
@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
@@ -52,6 +53,8 @@ FileSums = dict[str, dict[str, int]]  # "bytes" and "crc32" of each file as it w
 Value = TypeVar("Value")
 _CHUNK_BYTES = 2**24
 _LONGEST_WRITE = timedelta(days=1)  # the longest time that the other ranks wait for rank 0
+
+# -------------------------------------------------------------------------------------- directories and files
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -83,37 +86,12 @@ def file_sums(directory: Path, *, pattern: str = "**/*") -> FileSums:
     }
 
 
-def read_counters(path: Path, shape: Any = dict[str, Any]) -> Any:
-    """Returns the content of `checkpoint.json` without its checksum; None if it is missing or damaged.
-
-    Raises OSError if the disk cannot be read.
-    """
-    try:
-        text = (path / COUNTERS).read_bytes()
-    except FileNotFoundError:
-        return None
-    counters = parse_json(text) or {}
-    checksum = counters.pop("crc32", None)
-    if checksum != with_checksum(counters)["crc32"]:
-        return None
-    return parse_json(json.dumps(counters).encode(), shape)
-
-
-def with_checksum(counters: dict[str, Any]) -> dict[str, Any]:
-    """Returns what `checkpoint.json` holds: the counters, and a checksum of them."""
-    # Numbers that were read from JSON are written with the same characters, so the checksum stays the same.
-    return {**counters, "crc32": zlib.crc32(json.dumps(counters, sort_keys=True).encode())}
-
-
-def find_damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> str | None:
-    """Returns a text about the first damaged file, or None; each rank checks a part of the files.
-
-    Raises OSError if a file cannot be read: if a disk does not answer for a moment, this is no damage.
-    """
-    counters = read_counters(path)
-    if counters is None:
-        return f"{COUNTERS} is missing or damaged"
-    return damage_of_files(path, dict(sorted(counters["files"].items())[rank::num_ranks]))
+def _crc32(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def damage_of_files(directory: Path, sums: FileSums) -> str | None:
@@ -130,12 +108,36 @@ def damage_of_files(directory: Path, sums: FileSums) -> str | None:
     return None
 
 
-def _crc32(file: Path) -> int:
-    checksum = 0
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
+def find_damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> str | None:
+    """Returns a text about the first damaged file, or None; each rank checks a part of the files.
+
+    Raises OSError if a file cannot be read: if a disk does not answer for a moment, this is no damage.
+    """
+    counters = read_counters(path)
+    if counters is None:
+        return f"{COUNTERS} is missing or damaged"
+    return damage_of_files(path, dict(sorted(counters["files"].items())[rank::num_ranks]))
+
+
+def with_checksum(counters: dict[str, Any]) -> dict[str, Any]:
+    """Returns what `checkpoint.json` holds: the counters, and a checksum of them."""
+    # Numbers that were read from JSON are written with the same characters, so the checksum stays the same.
+    return {**counters, "crc32": zlib.crc32(json.dumps(counters, sort_keys=True).encode())}
+
+
+def read_counters(path: Path, shape: Any = dict[str, Any]) -> Any:
+    """Returns the content of `checkpoint.json` without its checksum; None if it is missing or damaged.
+
+    Raises OSError if the disk cannot be read.
+    """
+    try:
+        counters = parse_json((path / COUNTERS).read_bytes()) or {}
+    except FileNotFoundError:
+        return None
+    checksum = counters.pop("crc32", None)
+    if checksum != with_checksum(counters)["crc32"]:
+        return None
+    return parse_json(json.dumps(counters).encode(), shape)
 
 
 def saved_counters(path: Path) -> Counters:
@@ -147,6 +149,23 @@ def saved_counters(path: Path) -> Counters:
             "another with checkpoint.resume, or set it to never"
         )
     return counters
+
+
+def load_tensors(path: Path, into: dict[str, Any]) -> None:
+    """Loads a checkpoint's tensors into those of the same names. Every rank must call it. Raises RunError."""
+    is_alone = ranks.num_ranks() == 1
+    # torch warns if one process loads alone, but here that is right.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
+    try:
+        load(
+            into,
+            storage_reader=FileSystemReader(path / TENSORS),
+            process_group=None if is_alone else ranks.host_group(),
+            no_dist=is_alone,
+        )
+    except CheckpointException as error:
+        (cause, _), *_ = error.failures.values()
+        raise RunError(f"{path} cannot be read ({cause}); delete it and run again") from error
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -195,9 +214,6 @@ class CheckpointWriter:
         if self.in_background == "auto":
             self.in_background = all(ranks.every_rank_says(_has_room_for_copy(content.tensors)))
         with _discarded_on_failure(temporary):
-            _on_every_rank(
-                path, self._group, lambda: ranks.only_first_does(lambda: temporary.mkdir(parents=True))
-            )
             if export is not None:
                 _on_every_rank(path, self._group, lambda: export(temporary / MODEL))
             if self.in_background:
@@ -266,12 +282,33 @@ def _has_room_for_copy(tree: Mapping[str, Any]) -> bool:
 def _write(content: CheckpointContent, temporary: Path, path: Path, group: Any) -> None:
     """Writes the checkpoint into `temporary` and renames it to `path`; if one rank fails, all raise."""
     with _discarded_on_failure(temporary):
-        _on_every_rank(path, group, lambda: _save_tensors(content.tensors, temporary / TENSORS, group))
-        own_files = f"__{ranks.rank()}_*"
-        sums = _on_every_rank(path, group, lambda: file_sums(temporary / TENSORS, pattern=own_files))
+        with writing(path):
+            _save_tensors(content.tensors, temporary / TENSORS, group)
+        sums = _on_every_rank(path, group, functools.partial(_own_sums, temporary / TENSORS))
         files = {f"{TENSORS}/{name}": total for part in sums for name, total in part.items()}
         complete = functools.partial(_complete, content, temporary, path, files)
-        _on_every_rank(path, group, lambda: ranks.only_first_does(complete))
+        _on_every_rank(path, group, functools.partial(ranks.only_first_does, complete))
+
+
+def _save_tensors(tensors: dict[str, Any], directory: Path, group: Any) -> None:
+    """Saves the tensors. If a rank fails, every rank raises the error of the first rank that failed."""
+    # torch warns if one process saves alone, but here that is right. torch 2.10 warns of its own code, too.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated", module="torch")
+    try:
+        writer = FileSystemWriter(directory, sync_files=False)  # it would end where a disk refuses to sync
+        save(tensors, storage_writer=writer, process_group=group, no_dist=ranks.num_ranks() == 1)
+    except CheckpointException as wrapped:  # torch wraps even `Interrupted`, which is no Exception
+        errors = [error for _, (error, _) in sorted(wrapped.failures.items())]
+        raise min(errors, key=lambda error: isinstance(error, Exception)) from wrapped
+
+
+def _own_sums(directory: Path) -> FileSums:
+    """Returns the sums of this rank's files when they are on the disk."""
+    own = f"__{ranks.rank()}_*"
+    for file in directory.glob(own):
+        sync(file)
+    return file_sums(directory, pattern=own)
 
 
 def _complete(content: CheckpointContent, temporary: Path, path: Path, files: FileSums) -> None:
@@ -285,22 +322,6 @@ def _complete(content: CheckpointContent, temporary: Path, path: Path, files: Fi
     for old in checkpoints(path.parent)[: -content.keep]:
         if step_of(old) not in {content.step, *content.keep_steps}:
             remove_directory(old)
-
-
-def _save_tensors(tensors: dict[str, Any], directory: Path, group: Any) -> None:
-    """Saves the tensors. If a rank fails, every rank raises the error of the first rank that failed."""
-    is_alone = ranks.num_ranks() == 1
-    # torch warns if one process saves alone, but here that is right. torch 2.10 warns of its own code, too.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch")
-    warnings.filterwarnings("ignore", message="TypedStorage is deprecated", module="torch")
-    try:
-        writer = FileSystemWriter(directory, sync_files=False)  # it would end where a disk refuses to sync
-        save(tensors, storage_writer=writer, process_group=group, no_dist=is_alone)
-        for file in directory.glob(f"__{ranks.rank()}_*"):
-            sync(file)
-    except CheckpointException as wrapped:  # torch wraps even `Interrupted`, which is no Exception
-        errors = [error for _, (error, _) in sorted(wrapped.failures.items())]
-        raise min(errors, key=lambda error: isinstance(error, Exception)) from wrapped
 
 
 def _on_every_rank(path: Path, group: Any, work: Callable[[], Value]) -> list[Value]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +18,11 @@ from accelerate import Accelerator
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from dpo_pack.data.formats import BadRow
 from dpo_pack.data.sources import Data
 from dpo_pack.data.store import TokenIds, distinct_keys
 from dpo_pack.data.tokenization import Prompt
-from dpo_pack.data.tokenizer import bounded_template
+from dpo_pack.data.tokenizer import rendering
 from dpo_pack.model.building import load_model
 from dpo_pack.model.config import known_positions
 from dpo_pack.model.parallel import is_sharded
@@ -40,17 +40,7 @@ from dpo_pack.system.files import parse_json, text_of, write_text_atomically
 from dpo_pack.system.machine import release_memory
 
 SourcedPrompt = tuple[str, Prompt]  # its held-out set; where nothing is held out, its training source
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """A line of samples.jsonl."""
-
-    step: int  # the completion is of the policy after this step
-    source: str  # of the prompt, see SourcedPrompt
-    prompt: str  # as the template renders it, special tokens included
-    completion: str  # without the token that ends it
-    model: Literal["start", "policy"]
+Sample = dict[str, Any]  # a line of samples.jsonl: step, source, prompt, completion, model
 
 
 def complete(
@@ -93,20 +83,20 @@ class Sampler:
         settings = setup.recipe.logging.samples
         if settings is None:
             return
+        room = most_prompt_tokens(scorer.model.config, settings.max_new_tokens)
         if setup.recipe.model.images:
             self._give_up("prompts with images are not answered yet")
-            return
-        room = most_prompt_tokens(scorer.model.config, settings.max_new_tokens)
-        self.prompts = sample_prompts(setup.data, setup.tokenizer, num=settings.num, most_tokens=room)
-        if not scorer.model.can_generate():
+        elif not scorer.model.can_generate():
             self._give_up(f"{type(scorer.model).__name__} cannot generate")
-        elif not self.prompts:
+        elif prompts := sample_prompts(setup.data, setup.tokenizer, num=settings.num, most_tokens=room):
+            self.prompts = prompts
+        else:
             self._give_up(f"no prompt leaves the model room for {settings.max_new_tokens} tokens")
 
     def cut_after(self, step: int) -> None:
         """Removes the samples of later steps; only rank 0 may call it. Raises CacheError."""
         if self.path.exists():
-            self._write([sample for sample in read_samples(self.path) if sample.step <= step])
+            self._write([sample for sample in read_samples(self.path) if sample["step"] <= step])
 
     def write(self, step: int, *, at_end: bool = False) -> None:
         """Writes the completions of the policy after `step`, unless they are written: `at_end`, or if they
@@ -120,7 +110,7 @@ class Sampler:
         if not (at_end or step == 0 or (every_steps and step % every_steps == 0)):
             return
         written = read_samples(self.path)
-        is_due = bool(self.prompts) and all(sample.step != step for sample in written)
+        is_due = bool(self.prompts) and all(sample["step"] != step for sample in written)
         # Rank 0 says whether all generate: it alone knows the file, and errors of the disk.
         chosen = ranks.first_says if is_sharded(self.scorer.model) else ranks.only_first_has
         if not chosen(is_due):
@@ -135,17 +125,17 @@ class Sampler:
                 max_new_tokens=settings.max_new_tokens,
                 token_budget=setup.recipe.packing.token_budget,
             )
-            model: Literal["start", "policy"] = "policy" if step else "start"
-            samples = [
-                Sample(step=step, source=source, prompt=prompt.text, completion=completion, model=model)
-                for (source, prompt), completion in zip(self.prompts, completions, strict=True)
-            ]
-            ranks.only_first_does(lambda: self._write([*written, *samples]))
+            model = "policy" if step else "start"
+            for (source, prompt), text in zip(self.prompts, completions, strict=True):
+                sample = {"step": step, "source": source, "prompt": prompt.text, "completion": text}
+                written.append({**sample, "model": model})
+            if ranks.is_first():
+                self._write(written)
         except Exception as error:  # of any model's code
             self._give_up(first_line(error))
 
     def _write(self, samples: Sequence[Sample]) -> None:
-        lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
+        lines = (json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
         write_text_atomically(self.path, "".join(lines))
 
     def _give_up(self, reason: str) -> None:
@@ -155,16 +145,8 @@ class Sampler:
 
 def read_samples(path: Path) -> list[Sample]:
     """Returns the lines of samples.jsonl, without those that are damaged; none if there is no file."""
-    lines = (parse_json(line, Sample) for line in text_of(path).encode().splitlines())
+    lines = (parse_json(line) for line in text_of(path).encode().splitlines())
     return [line for line in lines if line is not None]
-
-
-def before_and_after(path: Path) -> list[tuple[str, Sample]]:
-    """Returns the newest samples, each with the completion of its prompt before the first step."""
-    written = read_samples(path)
-    newest = [sample for sample in written if sample.step == written[-1].step > 0]
-    start = {sample.prompt: sample.completion for sample in written if sample.step == 0}
-    return [(start[sample.prompt], sample) for sample in newest if sample.prompt in start]
 
 
 def most_prompt_tokens(config: PretrainedConfig, max_new_tokens: int) -> int:
@@ -226,9 +208,8 @@ def sample_models(
         raise RecipeError("sample: give --prompt or --num, not both")
     models, recipe = _models_and_recipe(names, paths)
     if recipe is None and not texts:
-        raise RecipeError(
-            f"sample: {names[0]} is not a run, so it has no prompts; give --prompt TEXT or a recipe"
-        )
+        what = f"{names[0]} is not a run, so it has no prompts"
+        raise RecipeError(f"sample: {what}; give --prompt TEXT or a recipe")
     recipe = recipe or next(iter(models.values()))[0]
     if recipe.model.images and not texts:
         raise RecipeError("sample: prompts with images are not answered yet; give --prompt TEXT")
@@ -244,8 +225,8 @@ def sample_models(
         if path is not None:
             check_vocabulary(facts[name], tokenizer, writes=True)
     room = min(most_prompt_tokens(known.config, settings.max_new_tokens) for known in facts.values())
-    options = recipe.data.chat_template_kwargs
     if texts:
+        options = recipe.data.chat_template_kwargs
         prompts = [("prompt", _prompt(text, tokenizer, options, most_tokens=room)) for text in texts]
     else:
         data = prepare_data(recipe, tokenizer, console, takes_prompts=True)
@@ -254,13 +235,13 @@ def sample_models(
         what = f"no prompt leaves room for {settings.max_new_tokens} tokens in {room} positions"
         raise RecipeError(f"sample: {what}; give --prompt TEXT")
     console.print(f"An answer has at most {settings.max_new_tokens} tokens (logging.samples.max_new_tokens)")
-    completions = {}
-    for name in models:
+    answers = {}
+    for name, known in facts.items():
         release_memory()
-        loaded = load_model(facts[name], device=device)
+        scorer = load_model(known, device=device).scorer
         try:
-            completions[name] = complete(
-                loaded.scorer,
+            answers[name] = complete(
+                scorer,
                 tokenizer,
                 prompts,
                 device,
@@ -272,8 +253,8 @@ def sample_models(
             raise
         except Exception as error:  # the model's code may raise any error
             raise ModelError(f"sample: {name} cannot generate ({first_line(error)})") from error
-        del loaded
-    return [(source, prompt.text) for source, prompt in prompts], completions
+        del scorer
+    return [(source, prompt.text) for source, prompt in prompts], answers
 
 
 def _models_and_recipe(
@@ -292,8 +273,8 @@ def _models_and_recipe(
             plain = {"output_dir": "unused", "model": {"path": name}, "data": {"train": "unused"}}
             models[name] = (recipe or parse_recipe(plain, ["packing.mode=padded"]), name)
             continue
-        own, trained = load_recipe(run, lenient=True), Path(paths.get(name, run / "model"))
-        models |= {own.model.path: (own, None), str(trained): (own, str(trained))}
+        own, trained = load_recipe(run), paths.get(name, str(run / "model"))
+        models |= {own.model.path: (own, None), trained: (own, trained)}
         recipe = recipe or own
     return models, recipe
 
@@ -308,15 +289,12 @@ def _prompt(
     else:
         turns = [{"role": "user", "content": text}]
         try:
-            with bounded_template("mend it, or give a model with another"):
+            with rendering():
                 rendered = tokenizer.apply_chat_template(
                     turns, add_generation_prompt=True, tokenize=False, **options
                 )
-        except ModelError:
-            raise
-        except Exception as error:  # a template is a program that came with the model
-            what = f"the chat template cannot render --prompt ({first_line(error)})"
-            raise ModelError(f"sample: {what}") from error
+        except BadRow as bad:
+            raise ModelError(f"sample: {bad.detail}") from bad
         ids = tokenizer([rendered], add_special_tokens=False)["input_ids"][0]
     if not 0 < len(ids) <= most_tokens:
         raise RecipeError(f"--prompt: has {len(ids):,} tokens; give 1 to {most_tokens:,}")

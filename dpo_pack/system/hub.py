@@ -5,11 +5,11 @@ import logging
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Literal
 
 from dpo_pack.system.errors import DataError, ModelError, RunError, first_line
 from dpo_pack.system.files import read_json
@@ -23,7 +23,7 @@ _HUB_URL = re.compile(
 # The line in the model card's code example that names the model.
 _MODEL_ID_LINE = re.compile(r'^model_id = ".*"$', re.MULTILINE)
 # Files that loaders prefer. If an earlier upload left one, it would be loaded in place of the new model.
-_OLD_WEIGHTS = re.compile(r".*\.safetensors(\.index\.json)?|adapter_config\.json")
+_OLD_WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
 
 
 def check_model(path: str, revision: str | None, recipe_key: str) -> None:
@@ -140,21 +140,18 @@ def check_upload(repo: str) -> None:
 
 
 def upload_model(model: Path, page: Path, repo: str, *, private: bool) -> tuple[str, list[str]]:
-    """Uploads the files of the directory `model`, and `page` if it exists, in one commit. Returns the URL,
-    and lines to print. Creates `repo` if needed, and removes weight files of an earlier upload.
+    """Uploads the files of the directory `model`, and `page` if it exists. Returns the URL, and lines to
+    print. Creates `repo` if needed, and removes weight files of an earlier upload.
 
     Raises RunError if the upload fails, or if `private` is True and `repo` is public.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub import HfApi
 
     check_upload(repo)
     if not any((model / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise RunError(f"{model}: no run and no model (no run.json or config.json); give a run's output_dir")
-    paths = {path.relative_to(model).as_posix(): path for path in sorted(model.rglob("*")) if path.is_file()}
-    if page.is_file():
-        paths["report.html"] = page
-    with _quiet_client(repo):
-        api = HfApi()
+    with TemporaryDirectory() as name, _one_line(repo):
+        folder, api = Path(name), HfApi()
         url = api.create_repo(repo, private=private, exist_ok=True)
         is_private = bool(api.repo_info(repo).private)
         if private and not is_private:
@@ -162,22 +159,21 @@ def upload_model(model: Path, page: Path, repo: str, *, private: bool) -> tuple[
                 f"push: {repo} is public, but this upload must be private; allow a public one with "
                 "--public (in a recipe: export.push_to_hub.private: false), or make the repository private"
             )
-        operations: list[Any] = []
-        for name, path in paths.items():
-            content: Path | bytes = path
-            if name == "README.md":  # its code example names the repository, not a directory here
-                card = path.read_text(encoding="utf-8")
-                content = _MODEL_ID_LINE.sub(lambda _: f'model_id = "{repo}"', card).encode()
-            operations.append(CommitOperationAdd(path_in_repo=name, path_or_fileobj=content))
-        operations += [
-            CommitOperationDelete(path_in_repo=name)
-            for name in api.list_repo_files(repo)
-            if _OLD_WEIGHTS.fullmatch(name) and name not in paths
-        ]
-        api.create_commit(repo, operations, commit_message="Upload model with dpo-pack")
+        for file in (*model.iterdir(), page):
+            if file.is_file():
+                (folder / file.name).symlink_to(file.resolve())
+        card = folder / "README.md"
+        if card.exists():  # its code example names the repository, not a directory here
+            text = _MODEL_ID_LINE.sub(lambda _: f'model_id = "{repo}"', card.read_text(encoding="utf-8"))
+            card.unlink()
+            card.write_text(text, encoding="utf-8")
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            commit_message="Upload model with dpo-pack",
+            delete_patterns=_OLD_WEIGHTS,
+        )
     lines = []
-    if is_private and not private:
-        lines.append(f"Note: {repo} was private already and stays private; change that in its settings")
     base = (read_json(model / "adapter_config.json") or {}).get("base_model_name_or_path")
     if isinstance(base, str) and (Path(base).exists() or not HUB_ID.fullmatch(base)):
         lines.append(
@@ -188,41 +184,17 @@ def upload_model(model: Path, page: Path, repo: str, *, private: bool) -> tuple[
 
 
 @contextlib.contextmanager
-def _quiet_client(repo: str) -> Iterator[None]:
-    """Turns an error of the network, the hub or a file into a RunError of one line. Hides the client's
-    warnings and, if stderr is not a terminal, its progress bars."""
-    # HTTPError is the base class of the HTTP library's errors.
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
-    from huggingface_hub.utils.tqdm import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
+def _one_line(repo: str) -> Iterator[None]:
+    """Turns an error of the network, the hub or a file into a RunError of one line."""
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of the HTTP library
 
     logger = logging.getLogger("huggingface_hub")
-    level, hides_bars = logger.level, not sys.stderr.isatty() and not are_progress_bars_disabled()
-    logger.setLevel(logging.ERROR)
-    if hides_bars:
-        disable_progress_bars()
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # its warnings quote addresses with signatures
     try:
         yield
     except (OSError, HTTPError, ValueError, RuntimeError) as error:
-        # ValueError: a malformed answer. RuntimeError: the upload of a large file failed.
-        raise RunError(f"push: {repo}: {_reason(error)}") from error
+        # ValueError: a malformed answer. RuntimeError: the upload of a large file failed, by its cause.
+        raise RunError(f"push: {repo}: the upload failed ({first_line(error.__cause__ or error)})") from error
     finally:
         logger.setLevel(level)
-        if hides_bars:
-            enable_progress_bars()
-
-
-def _reason(error: BaseException) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    cause = error.__cause__  # the client wraps errors of single files
-    if status is None and cause is not None:
-        return _reason(cause)
-    remedy = {
-        401: "; the token is missing or not valid: set HF_TOKEN, or log in with 'hf auth login'",
-        403: "; the token may not write there: use one that may, or another REPO",
-        404: "; the hub has no such repository, or the token may not see it",
-    }.get(status or 0, "")
-    return f"the upload failed ({first_line(error)}){remedy}"

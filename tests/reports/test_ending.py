@@ -32,12 +32,12 @@ def test_the_ending_has_metrics_and_samples_from_before_and_after(
         assert re.search(row, told)
     written = read_samples(run / "samples.jsonl")
     both = list(zip(written[:3], written[3:], strict=True))
-    changed = [(start, policy) for start, policy in both if start.completion != policy.completion]
+    changed = [(start, policy) for start, policy in both if start["completion"] != policy["completion"]]
     assert changed
     for start, policy in both:
-        shown = f"heldout: {start.prompt}\n" in told
+        shown = f"heldout: {start['prompt']}\n" in told
         assert shown == ((start, policy) in changed[:1])
-        assert not shown or (start.completion.strip() in told and policy.completion.strip() in told)
+        assert not shown or all(one["completion"].strip() in told for one in (start, policy))
     assert told.endswith(f"Next:\n  dpopack sample '{run}'\n  dpopack evaluate '{run}/recipe.yaml'\n")
     assert "Warning" not in told and "a tie counts half" in told and "samples are the same" not in told
 

@@ -498,6 +498,7 @@ def test_a_disk_that_has_no_room_for_a_small_host_state_is_a_cache_error(tmp_pat
     """torch.save with a path raises RuntimeError here, of which nothing can be told."""
 
     def fill_disk(model: Path) -> None:
+        model.parent.mkdir()
         (model.parent / "host.pt").symlink_to("/dev/full")
 
     with CheckpointWriter(tmp_path, in_background=False) as writer:
@@ -527,7 +528,7 @@ def test_another_data_plan_or_reference_is_refused_before_anything_changes(name:
     state = new_state()
     changed = {**IDENTITY.fingerprints, name: "another"}
     message = refusal(lambda: load(path, state, fingerprints=changed), RunError)
-    assert f"another {name}," in message and "output_dir" in message and "--overwrite" in message
+    assert f"another {name};" in message and "output_dir" in message and "--overwrite" in message
     assert_same(state, new_state())
 
 

@@ -177,10 +177,10 @@ def test_several_processes_write_the_samples_of_one_whole_or_in_shards(assets: P
     run_on_ranks(_train, directory, [*runs, ("fsdp2", "lora", some)])
     train(recipe_of(directory, "alone", *VARIANTS["full"], *some), Console(quiet=True))
     alone = read_samples(directory / "alone" / "samples.jsonl")
-    assert [sample.step for sample in alone] == [0, 0, 2, 2]
+    assert [sample["step"] for sample in alone] == [0, 0, 2, 2]
     for run in ("run-0", "run-1", "run-3"):
         ours = read_samples(directory / run / "samples.jsonl")
-        assert [(s.step, s.prompt) for s in ours] == [(s.step, s.prompt) for s in alone], run
+        assert [(s["step"], s["prompt"]) for s in ours] == [(s["step"], s["prompt"]) for s in alone], run
         assert ours[:2] == alone[:2], run
     sharded, plain = (directory / run for run in ("run-1", "run-2"))
     assert_same_run(sharded, plain)  # samples change no step

