@@ -450,8 +450,7 @@ def _export_checkpoint(run: Path, checkpoint: Path, target: Path, console: Conso
             how = ranks.first_does_for_all(partial(_how, job_to_verify(setup, loaded, temporary, saved)))
         ranks.first_does_for_all(writing(target)(partial(put_in_place, temporary, target)))
     finally:
-        if ranks.is_first():
-            discard(temporary)
+        ranks.only_first_does(partial(discard, temporary))
     return how
 
 

@@ -90,24 +90,26 @@ def export_model(
     """
     adapter, recipe = loaded.adapter, setup.recipe
     dtype = exported_dtype(setup, loaded, console)
-    state = full_state(loaded.model, trained_only=adapter is not None) if is_sharded(loaded.model) else None
+    turn_end, note = name_turn_end(loaded, setup.tokenizer, _answer_ends(setup))
+    usage = usage_section(
+        loaded,
+        setup.tokenizer,
+        str(recipe.output_dir / "model"),
+        trusts_code=recipe.model.trust_remote_code,
+        note=note,
+    )
+    base = None if adapter is None else adapter.base
+    card = model_card(recipe, usage, totals=totals, evaluation=evaluation, adapter_base=base)
+    settings: dict[str, Any] = {"dtype": dtype, "turn_end": turn_end}
+    if is_sharded(loaded.model):
+        settings["state"] = full_state(loaded.model, trained_only=adapter is not None)
     saved: dict[str, Tensor] = {}
     with ranks.first_goes_first():
-        if ranks.is_first():
-            turn_end, note = name_turn_end(loaded, setup.tokenizer, _answer_ends(setup))
-            usage = usage_section(
-                loaded,
-                setup.tokenizer,
-                str(recipe.output_dir / "model"),
-                trusts_code=recipe.model.trust_remote_code,
-                note=note,
-            )
-            base = None if adapter is None else adapter.base
-            card = model_card(recipe, usage, totals=totals, evaluation=evaluation, adapter_base=base)
-            settings: dict[str, Any] = {"state": state, "dtype": dtype, "turn_end": turn_end}
-            saved = write_model(loaded, setup.tokenizer, target, card, **settings)
-            if note:
-                console.print(note)
+        ranks.only_first_does(
+            lambda: saved.update(write_model(loaded, setup.tokenizer, target, card, **settings))
+        )
+    if note:
+        console.print(note)
     return saved
 
 

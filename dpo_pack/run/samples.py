@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,7 @@ class Sampler:
             for (source, prompt), text in zip(self.prompts, completions, strict=True):
                 sample = {"step": step, "source": source, "prompt": prompt.text, "completion": text}
                 written.append({**sample, "model": model})
-            if ranks.is_first():
-                self._write(written)
+            ranks.only_first_does(partial(self._write, written))
         except Exception as error:  # of any model's code
             self._give_up(first_line(error))
 
