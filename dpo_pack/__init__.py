@@ -12,7 +12,11 @@ __all__ = (
     "DpoPackError", "Recipe", "Run", "check", "doctor", "evaluate", "inspect_packing", "merge",
     "precompute_ref", "push", "recipe_from", "report", "sample", "show", "train",
 )  # fmt: skip
-_ELSEWHERE = {"DpoPackError": "dpo_pack.system.errors", "Recipe": "dpo_pack.recipe.load"}
+_ELSEWHERE = {
+    "DpoPackError": "dpo_pack.system.errors",
+    "Recipe": "dpo_pack.recipe.load",
+    "recipe_from": "dpo_pack.recipe.peers.translate",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -237,15 +237,11 @@ def inspect_packing(
 
     console = make_console(quiet=quiet)
     setup = prepare(loaded, console, runs_models=False, device=torch.device("cuda"))
-    source, number = offline_source(loaded, setup.data, setup.policy_facts), loaded.distributed.num_processes
+    data, policy, number = setup.data, setup.policy_facts, loaded.distributed.num_processes
+    source = offline_source(loaded, data, policy)
     usual = (max(1, torch.cuda.device_count()) if number == "auto" else number,)
     report = packing_report(
-        source,
-        setup.data,
-        setup.policy_facts.shape,
-        model=loaded.model.path,
-        num_ranks=ranks or usual,
-        budgets=budgets,
+        source, data, policy.shape, model=loaded.model.path, num_ranks=ranks or usual, budgets=budgets
     )
     render_packing(report, console)
     if memory is not None:
@@ -306,16 +302,6 @@ def sample(
     ]
 
 
-def recipe_from(peer: str, mapping: Mapping[str, Any]) -> str:
-    """Returns a recipe (YAML) for settings of trl, axolotl or llamafactory, such as `DPOConfig.to_dict()`.
-
-    Its comments say what became of each key. Raises RecipeError for training that dpo-pack does not have.
-    """
-    from dpo_pack.recipe.peers.translate import recipe_from as translated
-
-    return translated(peer, mapping)
-
-
 def merge(
     source: AnyPath,
     out: AnyPath,
@@ -365,10 +351,8 @@ def push(source: AnyPath, repo: str, *, private: bool = True, quiet: bool = Fals
 
 
 def report(run: AnyPath, *others: AnyPath, output: AnyPath | None = None, quiet: bool = False) -> Path:
-    """Writes a page about a run, or one that compares it with others. Returns the path of the page.
-
-    output: the path to write; None: report.html in `run`.
-    """
+    """Writes a page about a run, or one that compares it with others, to `output`: None is report.html in
+    `run`. Returns its path."""
     from dpo_pack.reports.pages import write_run_page
 
     page = Path(output or Path(run) / "report.html")
