@@ -116,29 +116,28 @@ def check_packs(config: PretrainedConfig) -> None:
     """Raises UnsupportedModelError if rows of the config's family cannot be packed. A family that is refused
     for its recurrent layers can be packed if a config names only attention layers."""
     text = config.get_text_config()
-    layers = set(text.to_dict().get("layer_types") or ())
-    if text.model_type not in FAMILIES and layers <= ATTENTION_LAYERS:
-        return
-    if obstacle := _packing_obstacle(FAMILIES.get(text.model_type, _PLAIN), layers):
-        what = f"{text.model_type} cannot be packed: {obstacle}"
-        raise UnsupportedModelError(f"{what}; use packing.mode: padded")
-
-
-def _packing_obstacle(family: Family, layers: set[str]) -> str | None:
+    layers, family = set(text.to_dict().get("layer_types") or ()), FAMILIES.get(text.model_type, _PLAIN)
     others = layers - ATTENTION_LAYERS
     unknown = others - (RECURRENT_LAYERS | _NO_MIXING_LAYERS if family.functions else set())
-    is_refused = family.reason is not None and (others or not layers)
-    release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
-    if is_refused and (family.kernel is None or isinstance(import_kernel(KERNELS[family.kernel]), str)):
-        return family.reason
-    if release < family.since:
-        return (
+    lacks_kernel = family.kernel is None or isinstance(import_kernel(KERNELS[family.kernel]), str)
+    obstacle = None
+    if family.reason is not None and (others or not layers) and lacks_kernel:
+        obstacle = family.reason
+    elif transformers_release() < family.since:
+        obstacle = (
             f"in transformers {transformers.__version__} its layers do not pass a row's layout on; install "
             "transformers {}.{} or newer".format(*family.since)
         )
-    if unknown:
-        return f"its {', '.join(sorted(unknown))} layers mix the sequences of a row outside attention"
-    return None
+    elif unknown:
+        obstacle = f"its {', '.join(sorted(unknown))} layers mix the sequences of a row outside attention"
+    if obstacle is not None:
+        raise UnsupportedModelError(
+            f"{text.model_type} cannot be packed: {obstacle}; use packing.mode: padded"
+        )
+
+
+def transformers_release() -> tuple[int, ...]:
+    return tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
 
 def choose_attention(
@@ -181,45 +180,37 @@ def check_lengths(config: PretrainedConfig, *, longest_sequence: int, longest_ro
             f"data.max_length: the longest sequence has {longest_sequence} tokens, but this model is exact "
             f"for {known} positions only; set data.max_length: {known}"
         )
-    if longest_row is not None and {"attention_chunk_size", "attn_temperature_tuning"} & values.keys():
-        _check_llama4(values, longest_sequence, longest_row)
-
-
-def _check_llama4(values: dict[str, Any], longest_sequence: int, longest_row: int) -> None:
+    if longest_row is None:
+        return
     chunk = values.get("attention_chunk_size")
-    is_chunked = "chunked_attention" in (values.get("layer_types") or ())
-    if is_chunked and chunk is not None and longest_sequence > chunk:
+    if chunk and "chunked_attention" in (values.get("layer_types") or ()) and longest_sequence > chunk:
         raise UnsupportedModelError(
-            f"data.max_length: the longest sequence has {longest_sequence} tokens, but packing this model is "
-            f"exact only up to {chunk} tokens, the size of its chunks of attention; set data.max_length: "
-            f"{chunk} or packing.mode: padded"
+            f"data.max_length: the longest sequence has {longest_sequence} tokens, and a chunk of attention "
+            f"has {chunk} in this model; set data.max_length: {chunk} or packing.mode: padded"
         )
-    if values.get("attn_temperature_tuning") and longest_row >= values["floor_scale"]:
-        exact = int(values["floor_scale"]) - 1
+    if values.get("attn_temperature_tuning") and longest_row >= (scale := int(values["floor_scale"])):
         raise UnsupportedModelError(
             f"packing.token_budget: rows may have {longest_row} tokens, but this model scales queries by "
-            f"their position in the row, and packing it is exact only for rows of up to {exact}; set "
-            f"packing.token_budget and reference.token_budget to at most {exact}, or packing.mode: padded"
+            f"their position in the row; set packing.token_budget and reference.token_budget to at most "
+            f"{scale - 1}, or packing.mode: padded"
         )
 
 
-# Config keys of dropout rates. Layers that recompute activations are in training mode, where they would act.
-_DROPOUT_KEYS = (
-    *("activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout"),
-    *("embd_pdrop", "embedding_dropout", "ffn_dropout", "hidden_dropout", "hidden_dropout_prob"),
-    *("layerdrop", "resid_pdrop", "residual_dropout"),
-)
 # In evaluation mode RWKV halves the weights of every n-th layer in place, and xLSTM computes long batches in
 # blocks, without gradients. These values switch both off.
 _INFERENCE_SETTINGS = {"rescale_every": 0, "max_inference_chunksize": 2**31 - 1}
 
 
 def replace_settings(config: PretrainedConfig) -> dict[str, Any]:
-    """Switches dropout and inference shortcuts off, in place; returns the keys' values before."""
+    """Switches dropout and inference shortcuts off, in place; returns the keys' values before. Dropout would
+    act in layers that recompute activations, which are in training mode."""
     text = config.get_text_config()
-    settings = dict.fromkeys(_DROPOUT_KEYS, 0.0) | _INFERENCE_SETTINGS
-    replaced = {key: value for key, value in text.to_dict().items() if key in settings and value}
-    text.update({key: settings[key] for key in replaced})
+    replaced = {
+        key: value
+        for key, value in text.to_dict().items()
+        if value and (key in _INFERENCE_SETTINGS or ("drop" in key and isinstance(value, float)))
+    }
+    text.update({key: _INFERENCE_SETTINGS.get(key, 0.0) for key in replaced})
     return replaced
 
 

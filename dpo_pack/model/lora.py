@@ -12,7 +12,6 @@ import contextlib
 import importlib.util
 import inspect
 import os
-import pickle
 import re
 import textwrap
 import warnings
@@ -28,7 +27,7 @@ from transformers import PreTrainedModel
 
 from dpo_pack.model.compiling import tower_parameters
 from dpo_pack.recipe.schema import LoraRecipe
-from dpo_pack.system.errors import ModelError, first_line
+from dpo_pack.system.errors import ModelError
 from dpo_pack.system.files import read_json
 from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import install_command, package_versions
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 # Families in which peft refuses adapters of the projection behind the recurrence (`out_proj`), because
 # kernels of mamba-ssm read its weight directly.
 _MAMBA_FAMILIES = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
-_MOST_SHOWN = 350  # characters of an error of peft, which may list all modules of a model
 _UNSET: tuple[Any, ...] = (None, False, "", [], {})  # values of a setting that change nothing
 _NAME = "default"  # peft's default; peft saves an adapter of another name in a subfolder
 
@@ -52,17 +50,6 @@ class SavedAdapter:
     base: str  # hub id or local directory
     base_revision: str | None
     rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AdapterConfig:
-    peft_type: str | None = None
-    base_model_name_or_path: str | None = None
-    revision: str | None = None
-    r: int = 8  # peft's default
-    alora_invocation_tokens: Any = None
-    layer_replication: Any = None
-    init_lora_weights: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,46 +124,42 @@ def require_peft(key: str) -> None:
 def read_adapter(directory: Path, key: str) -> SavedAdapter:
     """Reads an adapter's config. Raises ModelError, which names `key`, if the adapter cannot be used."""
     file = directory / "adapter_config.json"
-    config: _AdapterConfig | None = read_json(file, _AdapterConfig)
-    if config is None:
-        raise ModelError(f"{key}: {file} cannot be read; save the adapter again")
-    kinds = {"aLoRA": config.alora_invocation_tokens, "layer_replication": config.layer_replication}
-    if config.peft_type != "LORA" or any(kinds.values()):
-        kind = next((name for name, value in kinds.items() if value), config.peft_type)
-        raise ModelError(
-            f"{key}: {directory} is a {kind} adapter, and only LoRA adapters of the base's own layers can be "
-            "used; merge it with peft first"
+    config: dict[str, Any] = read_json(file) or {}
+    kind, base, drawn = config.get("peft_type"), config.get("base_model_name_or_path"), "pissa_niter"
+    kind = next((name for name in ("alora_invocation_tokens", "layer_replication") if config.get(name)), kind)
+    if not config:
+        what = f"{file} cannot be read; save the adapter again"
+    elif kind != "LORA":
+        what = (
+            f"{directory} is a {kind} adapter, and only LoRA of the base's own layers can be used; merge it"
         )
-    if str(config.init_lora_weights).startswith("pissa_niter"):
-        raise ModelError(
-            f"{key}: {file} has init_lora_weights: {config.init_lora_weights}, so each load changes the base "
-            "in another random way; save it as plain LoRA, or write pissa, the exact decomposition"
+    elif str(given := config.get("init_lora_weights")).startswith(drawn):
+        what = (
+            f"{file} has init_lora_weights: {given}, so each load changes the base in another random way; "
+            "save it as plain LoRA, or write pissa, the exact decomposition"
         )
-    base = config.base_model_name_or_path
-    if not base:
-        raise ModelError(
-            f"{key}: {file} does not name the model it belongs to; set its base_model_name_or_path"
-        )
-    if is_adapter(base):
-        raise ModelError(f"{key}: {directory} is an adapter of another adapter, {base}; merge that one first")
-    return SavedAdapter(directory=directory, base=base, base_revision=config.revision, rank=config.r)
+    elif not isinstance(base, str) or not base:
+        what = f"{file} does not name the model it belongs to; set its base_model_name_or_path"
+    elif is_adapter(base):
+        what = f"{directory} is an adapter of another adapter, {base}; merge that one first"
+    else:
+        rank = config.get("r", 8)  # peft's default
+        return SavedAdapter(directory=directory, base=base, base_revision=config.get("revision"), rank=rank)
+    raise ModelError(f"{key}: {what}")
 
 
 def unknown_settings(directory: Path) -> Iterator[str]:
     """Yields a line about the settings of a saved adapter that peft does not know, and so ignores."""
     from peft import LoraConfig
 
-    known = inspect.signature(LoraConfig).parameters
-    given: dict[str, Any] = read_json(directory / "adapter_config.json") or {}
-    unknown = [
-        f"{name} ({value})" for name, value in given.items() if name not in known and value not in _UNSET
-    ]
+    file, known = directory / "adapter_config.json", inspect.signature(LoraConfig).parameters
+    given: dict[str, Any] = read_json(file) or {}
+    unknown = [f"{key} ({value})" for key, value in given.items() if key not in known and value not in _UNSET]
     if unknown:
         yield (
-            f"Warning: peft {package_versions().get('peft')} does not know and ignores settings of "
-            f"{directory / 'adapter_config.json'}: {', '.join(unknown)}; so the model may compute something "
-            "else than the one that was trained; install the peft that wrote it "
-            f"({given.get('peft_version', 'a newer one')})"
+            f"Warning: peft {package_versions().get('peft')} ignores settings of {file}: "
+            f"{', '.join(unknown)}; so the model may compute something else than the one that was trained; "
+            f"install the peft that wrote it ({given.get('peft_version', 'a newer one')})"
         )
 
 
@@ -205,13 +188,12 @@ def attach_adapter(
     and `revision`: the source of the model. Without `reads_weights`, the adapter's parameters have no values.
     `seed` decides the values of a new one's A. Raises ModelError when the adapter does not fit or would not
     be exact."""
-    require_peft(recipe_key)
-    is_new = isinstance(adapter, LoraRecipe)
+    from peft.tuners.lora import LoraLayer
+
+    is_new, whole = isinstance(adapter, LoraRecipe), dict[str, Tensor]()
     key = "model.lora" if is_new else recipe_key
-    local = os.path.abspath(base) if os.path.isdir(base) else base
     with _one_line(f"{key}: the adapter does not fit {base}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # our own checks follow
-        whole: dict[str, Tensor] = {}
         if isinstance(adapter, LoraRecipe):
             peft_model, notes = _attach_new(model, adapter, seed)
         else:
@@ -223,18 +205,16 @@ def attach_adapter(
                     f"Note: {adapter} also holds {names}, which differ from the base's; they are used, not "
                     "trained, and written into the trained adapter"
                 )
-        from peft.tuners.lora import LoraLayer
-
         layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-        for layer in layers:
-            layer_of: Any = layer.get_base_layer()
-            if isinstance(layer_of, nn.Linear) and not _is_plain(layer_of):
+        for plain in (layer.get_base_layer() for layer in layers):
+            if isinstance(plain, nn.Linear) and not _is_plain(plain):
                 raise ValueError(
-                    f"a {type(layer_of).__name__} is no plain linear layer, so it cannot have an adapter; "
-                    "leave it out of target_modules"
+                    f"a {type(plain).__name__} is no plain linear layer, so it cannot have an adapter; leave "
+                    "it out of target_modules"
                 )
     config: Any = peft_model.peft_config[_NAME]
-    config.base_model_name_or_path, config.revision = local, revision
+    config.base_model_name_or_path = os.path.abspath(base) if os.path.isdir(base) else base
+    config.revision = revision
     _check_embeddings(model, key, is_new=is_new)
     dropouts = [part for layer in layers for part in layer.lora_dropout.values()]
     return Adapter(
@@ -254,21 +234,29 @@ def _attach_new(
     """Returns also lines about what gets no adapter."""
     from peft import LoraConfig, PeftModelForCausalLM
 
-    targets, towers, notes = settings.target_modules, _towers(model), list[str]()
+    targets, towers = settings.target_modules, list[str]()
+    frozen = tower_parameters(model)
+    for name, module in model.named_modules():  # a module comes before its parts
+        own = set(module.parameters())
+        if own and own <= frozen and not _is_in(towers, name):
+            towers.append(name)
     excluded = {tower: "outside of the language model" for tower in towers}
-    if isinstance(targets, str):
-        excluded |= _no_plain_layers(model)
-        what = "all-linear leaves out"
+    if targets == "all-linear":
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and not _is_plain(module):
+                excluded[name] = f"{type(module).__name__} is no plain linear layer"
+            elif model.config.model_type in _MAMBA_FAMILIES and name.endswith(".out_proj"):
+                excluded[name] = "peft refuses it here"
     else:
         inside = [name for name, _ in model.named_modules() if not _is_in(towers, name)]
         for target in targets:  # peft only checks that one name matches
             if not any(f".{name}".endswith(f".{target}") for name in inside):
-                whole = "language model" if towers else "model"
-                raise ValueError(f"the {whole} has no linear module named {target}; correct target_modules")
-        what = "target_modules leave out"
-    if excluded:
-        ends = {name.rpartition(".")[2]: why for name, why in excluded.items()}
-        notes.append(f"  {what} {', '.join(f'{end} ({why})' for end, why in ends.items())}")
+                raise ValueError(
+                    f"the language model has no linear module named {target}; correct target_modules"
+                )
+    ends = {name.rpartition(".")[2]: why for name, why in excluded.items()}
+    what = "all-linear leaves out" if targets == "all-linear" else "target_modules leave out"
+    notes = [f"  {what} {', '.join(f'{end} ({why})' for end, why in ends.items())}"] if ends else []
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor; peft's annotation is too narrow
@@ -283,30 +271,8 @@ def _attach_new(
         return PeftModelForCausalLM(model, config, adapter_name=_NAME), notes
 
 
-def _towers(model: PreTrainedModel) -> list[str]:
-    """Returns the names of the outermost modules that are no part of the language model."""
-    frozen, found = tower_parameters(model), list[str]()
-    for name, module in model.named_modules():  # a module comes before its parts
-        own = set(module.parameters())
-        if own and own <= frozen and not _is_in(found, name):
-            found.append(name)
-    return found
-
-
 def _is_in(modules: Sequence[str], name: str) -> bool:
     return f"{name}.".startswith(tuple(f"{module}." for module in modules))
-
-
-def _no_plain_layers(model: PreTrainedModel) -> dict[str, str]:
-    """Returns the names of linear layers that cannot have an adapter, with the reasons."""
-    is_mamba = model.config.model_type in _MAMBA_FAMILIES
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not _is_plain(module):
-            found[name] = f"{type(module).__name__} is no plain linear layer"
-        elif is_mamba and name.endswith(".out_proj"):
-            found[name] = "peft refuses it here"
-    return found
 
 
 def _is_plain(layer: nn.Linear) -> bool:
@@ -330,52 +296,36 @@ def _attach_saved(
 
     config: LoraConfig = PeftConfig.from_pretrained(str(directory))
     config.inference_mode = False
-    embeddings: Any = model.get_input_embeddings()
-    num_tokens = int(embeddings.weight.shape[0])
-    peft_model = PeftModelForCausalLM(model, config, adapter_name=_NAME)
+    peft_model, whole = PeftModelForCausalLM(model, config, adapter_name=_NAME), dict[str, Tensor]()
     if not reads_weights:
-        return peft_model, {}
+        return peft_model, whole
     state: dict[str, Tensor] = peft_model.state_dict()
     # The adapter's own tensors by their names in files; there the base's tensors have the names of `state`.
     own: dict[str, Tensor] = get_peft_model_state_dict(peft_model, state, save_embedding_layers=False)
-    whole = {}
     for name, tensor in load_peft_weights(str(directory), device="cpu").items():
         if not tensor.isfinite().all():
             raise ValueError(f"its {name} has values that are not finite")
         ours = own.get(name, state.get(name))
-        if ours is None:
-            continue
-        if tensor.shape != ours.shape:
-            raise ValueError(_other_shape(name, list(tensor.shape), list(ours.shape), num_tokens))
-        if name not in own and not torch.equal(tensor.to(ours), ours):
+        if ours is not None and tensor.shape != ours.shape:
+            raise ValueError(
+                f"its {name} has the shape {[*tensor.shape]}, and the model's has {[*ours.shape]}; name the "
+                "base that it was trained on in adapter_config.json (base_model_name_or_path), with "
+                "embeddings of as many tokens"
+            )
+        if ours is not None and name not in own and not torch.equal(tensor.to(ours), ours):
             whole[name] = tensor
     # By default peft reads the weights onto the first GPU, in every process.
     device = str(next(model.parameters()).device)
     try:
         loading: Any = peft_model.load_adapter(str(directory), _NAME, is_trainable=True, torch_device=device)
+        missing = [key for key in loading.missing_keys if _NAME in key.split(".")]
     except KeyError as error:  # of modules that are trained whole, or in single rows
-        raise ValueError(f"its weights lack {error.args[0]}") from error
-    missing = [key for key in loading.missing_keys if _NAME in key.split(".")]
+        missing = [error.args[0]]
     if missing:
         raise ValueError(f"its weights lack {missing[0]}")
     if loading.unexpected_keys:
         raise ValueError(f"the model has no layer for its weight {loading.unexpected_keys[0]}")
     return peft_model, whole
-
-
-def _other_shape(name: str, theirs: list[int], ours: list[int], num_tokens: int) -> str:
-    differing = [pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]]
-    if len(theirs) == len(ours) and [number for _, number in differing] == [num_tokens]:
-        number = differing[0][0]
-        return (
-            f"its {name} is for {number} tokens, and the base's embeddings have {num_tokens} rows; give the "
-            f"base that it was trained on: resize this one (resize_token_embeddings({number}) in "
-            "transformers), save it and name it in adapter_config.json (base_model_name_or_path)"
-        )
-    return (
-        f"its {name} has the shape {theirs}, and the model's has {ours}; name the base that it was trained "
-        "on in adapter_config.json (base_model_name_or_path)"
-    )
 
 
 def _check_embeddings(model: PreTrainedModel, key: str, *, is_new: bool) -> None:
@@ -416,12 +366,9 @@ def _check_embeddings(model: PreTrainedModel, key: str, *, is_new: bool) -> None
 
 @contextlib.contextmanager
 def _one_line(what: str) -> Iterator[None]:
-    """Turns peft's errors into a ModelError of one line."""
+    """Turns peft's errors into a ModelError of one line; some list all modules of a model."""
     try:
         yield
     except Exception as error:  # the adapter's files decide the error's class
-        is_pickle = isinstance(error, pickle.UnpicklingError)
-        reason = (
-            first_line(error) if is_pickle else textwrap.shorten(str(error), _MOST_SHOWN, placeholder=" ...")
-        )
-        raise ModelError(f"{what}: {reason.rstrip('.') or type(error).__name__}") from error
+        reason = textwrap.shorten(str(error), 350, placeholder=" ...").rstrip(".")
+        raise ModelError(f"{what}: {reason or type(error).__name__}") from error

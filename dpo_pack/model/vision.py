@@ -24,6 +24,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from dpo_pack.model.config import transformers_release
 from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import ModelError, UnsupportedModelError
 
@@ -63,8 +64,7 @@ _INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_size
 def vision_family(config: PretrainedConfig) -> VisionFamily:
     """Raises UnsupportedModelError if rows with images were not tested with this family or transformers."""
     kind, family = config.model_type, FAMILIES.get(config.model_type)
-    release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
-    if family is not None and release >= family.since:
+    if family is not None and transformers_release() >= family.since:
         return family
     if family is not None:
         needed = "transformers {}.{} or newer".format(*family.since)
