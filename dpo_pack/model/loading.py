@@ -13,7 +13,7 @@ import logging
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -68,10 +68,6 @@ def load_config(
     if theta is not None and used != theta:
         what = f"config.json of {path} has rope_theta {theta}, and {used} in rope_parameters"
         raise ModelError(f"{recipe_key}: {what}, which transformers would use; make them equal")
-    if (number := getattr(text, "num_hidden_layers", None)) is not None and number < 1:
-        raise ModelError(
-            f"{recipe_key}: the config.json of {path} has num_hidden_layers: {number}; correct it"
-        )
     return config
 
 
@@ -100,7 +96,10 @@ def load_tokenizer(
     with load_errors(path, recipe_key):
         tokenizer = AutoTokenizer.from_pretrained(path, **given)
     if chat_template is not None:
-        tokenizer.chat_template = _read_template(chat_template)
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"tokenizer.chat_template: cannot read {chat_template}: {error}") from error
     try:  # as data/ calls it; those of mistral-common take other arguments and have no templates
         tokenizer(["a"], add_special_tokens=False, return_token_type_ids=False, verbose=False)["input_ids"][0]
         if tokenizer.chat_template is None or chat_template is not None:
@@ -112,14 +111,6 @@ def load_tokenizer(
         remedy = "set tokenizer.path to a directory or hub id with tokenizer.json"
         raise ModelError(f"{recipe_key}: {lacks} (Jinja templates, for instance); {remedy}") from error
     return tokenizer
-
-
-def _read_template(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ModelError(f"tokenizer.chat_template: cannot read {file}: {reason}") from error
 
 
 def auto_class(config: PretrainedConfig, source: str) -> Any:
@@ -147,22 +138,16 @@ def load_errors(path: str, recipe_key: str) -> Iterator[None]:
     except DpoPackError:
         raise
     except Exception as error:  # the user's files decide the class
-        raise ModelError(f"{recipe_key}: {_why_not_loaded(path, error)}") from error
-
-
-def _why_not_loaded(path: str, error: Exception) -> str:
-    reason = first_line(error).rstrip(".")
-    if is_out_of_memory(error):
-        return (
-            f"{path} does not fit in memory ({reason}); set model.dtype=bfloat16, train an adapter "
-            "(model.lora), or shard the model over several devices"
-        )
-    remedy = "give a directory with config.json, safetensors weights and tokenizer files, or a hub id"
-    if is_on_hub(path):
-        remedy = "if it is a hub id: connect to the network, unset HF_HUB_OFFLINE, or run 'hf auth login'"
-    if isinstance(error, StrictDataclassError):
-        remedy = "correct its config.json"
-    return f"cannot load {path}: {reason}; {remedy}"
+        what = f"cannot load {path}: {first_line(error).rstrip('.')}"
+        remedy = "give a directory with config.json, safetensors weights and tokenizer files, or a hub id"
+        if is_on_hub(path):
+            remedy = "if it is a hub id: connect to the network, unset HF_HUB_OFFLINE, or run 'hf auth login'"
+        if isinstance(error, StrictDataclassError):
+            remedy = "correct its config.json"
+        if is_out_of_memory(error):
+            remedy = "it does not fit in memory: set model.dtype=bfloat16, train an adapter (model.lora), or "
+            remedy += "shard the model over several devices"
+        raise ModelError(f"{recipe_key}: {what}; {remedy}") from error
 
 
 @contextlib.contextmanager
@@ -219,49 +204,36 @@ def check_report(
 
     `whole` and `loading`: the report of a load before and after transformers' clean-up. `source`: recipe key
     and checkpoint. With `refuses_unused`, tensors left out for no known reason are an error."""
-    if loading["missing_keys"] or whole.mismatched_keys:
-        what = _why_incomplete(type(model).__name__, loading["missing_keys"], whole.mismatched_keys)
-        raise ModelError(f"{source}: {what}")
-    if not whole.unexpected_keys:
-        return []
-    expected = whole.unexpected_keys - loading["unexpected_keys"]
-    return _unused_tensors(model, whole.unexpected_keys, expected, source=source, refuses=refuses_unused)
-
-
-def _why_incomplete(name: str, missing_keys: set[str], mismatched_keys: Iterable[Any]) -> str:
-    if missing := sorted(missing_keys):
+    name = type(model).__name__
+    if missing := sorted(loading["missing_keys"]):
         remedy = "give a model with complete weights"
         if missing == ["lm_head.weight"]:
             remedy += "; if its head is its embeddings, set tie_word_embeddings: true in its config.json"
-        return (
-            f"the weights lack {len(missing)} of {name}'s tensors (first: {missing[0]}), which "
+        raise ModelError(
+            f"{source}: the weights lack {len(missing)} of {name}'s tensors (first: {missing[0]}), which "
             f"would start with random values; {remedy}"
         )
-    others = sorted((tensor, *map(tuple, shapes)) for tensor, *shapes in mismatched_keys)
-    tensor, found, expected = others[0]
-    return (
-        f"tensors with other shapes than config.json says: {len(others)} (first: {tensor}, "
-        f"{found} and not {expected}); give the config that belongs to the weights"
-    )
-
-
-def _unused_tensors(
-    model: PreTrainedModel, unused: set[str], expected: set[str], *, source: str, refuses: bool
-) -> list[str]:
-    name, left_out = type(model).__name__, defaultdict[str | None, list[str]](list)
-    for tensor in sorted(unused):
-        left_out[_why_unused(tensor, model, is_expected=tensor in expected)].append(tensor)
-    text, lines = model.config.get_text_config(), []
+    if others := sorted((tensor, *map(tuple, shapes)) for tensor, *shapes in whole.mismatched_keys):
+        tensor, found, expected = others[0]
+        raise ModelError(
+            f"{source}: tensors with other shapes than config.json says: {len(others)} (first: {tensor}, "
+            f"{found} and not {expected}); give the config that belongs to the weights"
+        )
+    left_out, lines = defaultdict[str | None, list[str]](list), []
+    for tensor in sorted(whole.unexpected_keys):
+        is_expected = tensor not in loading["unexpected_keys"]
+        left_out[_why_unused(tensor, model, is_expected=is_expected)].append(tensor)
     if _NO_MTP in left_out:
+        text = model.config.get_text_config()
         text.update({key: 0 for key in _MTP_KEYS if text.to_dict().get(key)})
     for reason, tensors in left_out.items():
         what = f"{name} does not use {len(tensors)} tensors of the checkpoint (first: {tensors[0]})"
-        if reason is None and refuses:
+        if reason is None and refuses_unused:
             raise ModelError(
                 f"{source}: {what}, so they would be lost; correct config.json, which does not name them, or "
                 "set model.unused_tensors: warn to train without them"
             )
-        lines.append(f"{'Warning: ' if reason is None else ''}{what}{f': {reason}' if reason else ''}")
+        lines.append(f"Warning: {what}" if reason is None else f"{what}: {reason}")
     return lines
 
 

@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import inspect
 import os
+import pickle
 import re
 import textwrap
 import warnings
@@ -27,7 +28,7 @@ from transformers import PreTrainedModel
 
 from dpo_pack.model.compiling import tower_parameters
 from dpo_pack.recipe.schema import LoraRecipe
-from dpo_pack.system.errors import ModelError
+from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import read_json
 from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import install_command, package_versions
@@ -371,4 +372,6 @@ def _one_line(what: str) -> Iterator[None]:
         yield
     except Exception as error:  # the adapter's files decide the error's class
         reason = textwrap.shorten(str(error), 350, placeholder=" ...").rstrip(".")
+        if isinstance(error, pickle.UnpicklingError):
+            reason = first_line(error)
         raise ModelError(f"{what}: {reason or type(error).__name__}") from error
