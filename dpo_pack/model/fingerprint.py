@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import math
 import re
 import zipfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +50,6 @@ _WEIGHTS = (("model", "safetensors"), ("pytorch_model", "bin"))
 # The names in safetensors' headers of the types in which a model can be exported.
 HEADER_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Index:
-    weight_map: dict[str, str]  # name of a tensor -> name of the file that holds it
-
-
 _Memo = dict[str, dict[str, str]]  # path, inode, size and ctime of a file -> name of a tensor -> its sha256
 
 
@@ -78,27 +70,36 @@ def model_directory(path: str, revision: str | None) -> Path:
 
 
 def meta_tensors(path: str, revision: str | None, recipe_key: str) -> dict[str, Tensor] | str:
-    """Returns a checkpoint's tensors on the meta device, from the headers of its safetensors files, or why
-    there are none to read. Of a hub id not in the cache only the headers are downloaded. Raises ModelError.
-    """
+    """Returns a checkpoint's tensors on the meta device, from the headers of its files, or why there are none
+    to read. Of a hub id not in the cache only the headers are downloaded. Raises ModelError."""
     directory = Path(path)
     for name in () if directory.is_dir() else ("model.safetensors", "model.safetensors.index.json"):
         cached = try_to_load_from_cache(path, name, revision=revision)
         directory = Path(cached).parent if isinstance(cached, str) else directory
-    shapes: dict[str, Sequence[int]] = {}
     if directory.is_dir():
-        for file in weight_files(directory):
-            if file.suffix != ".safetensors":
-                return f"{file.name} has no header with the tensors"
-            with load_errors(path, recipe_key), safe_open(file, framework="pt") as opened:
-                shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-    else:
-        try:
-            files = get_safetensors_metadata(path, revision=revision).files_metadata.values()
-        except Exception as error:  # the class of the error depends on the client's HTTP library
-            return first_line(error)
-        shapes = {name: tensor.shape for file in files for name, tensor in file.tensors.items()}
+        with load_errors(path, recipe_key):
+            files = weight_files(directory)
+            return {name: tensor for file in files for name, tensor in _header(file).items()}
+    try:
+        parts = get_safetensors_metadata(path, revision=revision).files_metadata.values()
+    except Exception as error:  # the class of the error depends on the client's HTTP library
+        return first_line(error)
+    shapes = {name: tensor.shape for part in parts for name, tensor in part.tensors.items()}
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
+def _header(file: Path) -> dict[str, Tensor]:
+    """Returns a file's tensors on the meta device. Other types than those of HEADER_NAMES become bool."""
+    if file.suffix != ".safetensors":
+        tensors: dict[str, Tensor] = torch.load(file, map_location="meta", weights_only=True)
+        return tensors
+    types = {header: dtype for dtype, header in HEADER_NAMES.items()}
+    with safe_open(file, framework="pt") as opened:
+        parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no dict
+        return {
+            name: torch.empty(part.get_shape(), device="meta", dtype=types.get(part.get_dtype(), torch.bool))
+            for name, part in parts.items()
+        }
 
 
 def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
@@ -116,8 +117,7 @@ def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
         for key, value in config.items()
         if key not in _IRRELEVANT_ADAPTER_CONFIG
     }
-    content = [files_fingerprint(present[:1], memo_path), relevant]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return _digest([files_fingerprint(present[:1], memo_path), relevant])
 
 
 def weights_fingerprint(path: str, revision: str | None, memo_path: Path) -> str:
@@ -142,7 +142,11 @@ def files_fingerprint(files: Sequence[Path], memo_path: Path) -> str:
         digests.update(memo.get(identity) or learnt[identity])
     if learnt:
         add_to_json(memo_path, _Memo, learnt)
-    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
+    return _digest(sorted(digests.items()))
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -153,38 +157,27 @@ def weight_files(directory: Path) -> list[Path]:
         if whole.is_file():
             return [whole]
         index_file = directory / f"{stem}.{suffix}.index.json"
-        if index_file.is_file():
-            return _parts(index_file)
+        if not index_file.is_file():
+            continue
+        names: dict[str, str] = (read_json(index_file) or {}).get("weight_map") or {}
+        parts = [directory / name for name in sorted(set(names.values()))]
+        missing = [part for part in parts or [index_file] if not parts or not part.is_file()]
+        if missing:
+            raise ModelError(f"{missing[0]}, a part of the weights, cannot be read; download the model again")
+        return parts
     raise ModelError(
         f"{directory} has no weights: neither model.safetensors nor pytorch_model.bin, whole or sharded; "
         "give a complete model directory"
     )
 
 
-def _parts(index_file: Path) -> list[Path]:
-    index: _Index | None = read_json(index_file, _Index)
-    if index is None or not index.weight_map:
-        raise ModelError(f"{index_file} cannot be read; download or save the model again")
-    parts = [index_file.with_name(name) for name in sorted(set(index.weight_map.values()))]
-    for part in parts:
-        if not part.is_file():
-            raise ModelError(f"{part}, a part of the weights, is missing; download the model again")
-    return parts
-
-
 def stored_dtype(path: str, revision: str | None) -> torch.dtype:
     """Returns the type of most of a model's weights, from the headers of their files."""
-    sizes: Counter[Any] = Counter()
+    sizes: Counter[torch.dtype] = Counter()
     for file in weight_files(model_directory(path, revision)):
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as opened:
-                parts = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118  # it is no dict
-                for part in parts:
-                    sizes[part.get_dtype()] += math.prod(part.get_shape())
-        else:
-            for tensor in torch.load(file, map_location="meta", weights_only=True).values():
-                sizes[HEADER_NAMES.get(tensor.dtype)] += tensor.numel()
-    return max(HEADER_NAMES, key=lambda dtype: sizes[HEADER_NAMES[dtype]])  # float32 if it is none of them
+        for tensor in _header(file).values():
+            sizes[tensor.dtype] += tensor.numel()
+    return max(HEADER_NAMES, key=lambda dtype: sizes[dtype])  # float32 if it is none of them
 
 
 def _tensor_digests(file: Path) -> dict[str, str]:
@@ -242,4 +235,4 @@ def modelling_source(model: PreTrainedModel) -> str:
             files |= {Path(file) for file in get_relative_import_files(str(module.__file__))}
     # Names of directories do not count, because remote code lies in directories named after the model.
     digests = sorted((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files)
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+    return _digest(digests)
