@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dpo_pack.model.compiling import outermost_layers, text_model, tower_parameters
@@ -203,70 +203,60 @@ def _token_weights(module: torch.nn.Module, experts: tuple[float, float], skippe
     return total
 
 
-def tower_weights(model: PreTrainedModel) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the weights of towers that multiply each patch (the first makes patches of pixels), and those
-    that multiply each token of an image."""
+def image_flops(model: PreTrainedModel, processor: PixelProcessor) -> float:
+    """Returns the FLOPs of the tower's weights, without its attention, for each placeholder of an image of
+    512 x 512, forward only. Weights in layers, and the first, which makes patches of pixels, multiply each
+    patch; the others multiply each token of an image."""
     towers, kinds = tower_parameters(model), (nn.Linear, nn.Conv2d, nn.Conv3d)
     first, *others = (m.weight for m in model.modules() if isinstance(m, kinds) and m.weight in towers)
     in_layers = {weight for layer in outermost_layers(model) for weight in layer.parameters()}
-    return [first, *(w for w in others if w in in_layers)], [w for w in others if w not in in_layers]
-
-
-def image_flops(model: PreTrainedModel, processor: PixelProcessor) -> float:
-    """Returns the FLOPs of the tower's weights, without its attention, for each placeholder of an image of
-    512 x 512, forward only."""
-    of_patches, of_tokens = tower_weights(model)
+    of_patches = first.numel() + sum(weight.numel() for weight in others if weight in in_layers)
+    of_tokens = sum(weight.numel() for weight in others if weight not in in_layers)
     pixels = processor.pixel_inputs([np.zeros((512, 512, 3), dtype=np.uint8)])["pixel_values"]
     num_tokens = processor.image_ids(512, 512).count(model.config.image_token_id)
-    patches_of_token: float = pixels.numel() / of_patches[0][0].numel() / num_tokens
-    counts = [sum(weight.numel() for weight in weights) for weights in (of_patches, of_tokens)]
-    return 2.0 * (counts[0] * patches_of_token + counts[1])
+    patches_of_token: float = pixels.numel() / first[0].numel() / num_tokens
+    return 2.0 * (of_patches * patches_of_token + of_tokens)
 
 
 def router_balance(model: PreTrainedModel, coefficient: float | None) -> RouterBalance | None:
     """Returns the model's load-balancing loss; None if it has none. `coefficient`: `loss.router_aux_coef`;
     None: that of the model's config. Raises RecipeError if it is not 0 but the model has no such loss."""
-    if not _returns_router_logits(model):
-        if coefficient:
-            what = "mixtures" if routes_tokens(model.config) else "models"
-            raise RecipeError(
-                f"loss.router_aux_coef: {coefficient:g} is set, but {model.config.model_type} {what} of "
-                "transformers have no load-balancing loss; set it to 0 or null"
-            )
-        return None
-    if coefficient is None:
-        coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
-    if not coefficient:
-        return None
     parts: Any = model
+    # Families whose code computes the loss can return their routers' logits.
+    has_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func") and all(
+        hasattr(model, name) for name in ("num_experts", "num_experts_per_tok")
+    )
+    if coefficient and not has_loss:
+        what = "mixtures" if routes_tokens(model.config) else "models"
+        raise RecipeError(
+            f"loss.router_aux_coef: {coefficient:g} is set, but {model.config.model_type} {what} of "
+            "transformers have no load-balancing loss; set it to 0 or null"
+        )
+    if coefficient is None:
+        coefficient = _own_coefficient(model)
+    if not coefficient or not has_loss:
+        return None
     return RouterBalance(
         coefficient=float(coefficient), num_experts=parts.num_experts, top_k=parts.num_experts_per_tok
     )
 
 
-def router_sentence(model: PreTrainedModel, given: float | None, balance: RouterBalance | None) -> str | None:
-    """Returns a line for the user about the loss; None for models without experts. `given`: in the recipe."""
-    own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
-    has_loss = _returns_router_logits(model)
+def router_sentence(model: PreTrainedModel, given: float | None, balance: RouterBalance | None) -> str:
+    """Returns a line for the user about the loss of a mixture of experts. `given`: in the recipe."""
     if balance is not None:
         source = "the model config's own" if given is None else "loss.router_aux_coef"
         return (
             f"Router: load-balancing loss x {balance.coefficient:g} ({source}), "
             f"{balance.num_experts} experts, {balance.top_k} a token"
         )
-    if own and not has_loss and given is None:
-        return (
-            f"Router: the model config's router_aux_loss_coef ({own:g}) is left out, because "
-            f"{model.config.model_type} models of transformers have no load-balancing loss"
-        )
-    if not has_loss and not routes_tokens(model.config):
-        return None
     reason = "loss.router_aux_coef: 0" if given is not None else "the model's config has no coefficient"
+    if given is None and (own := _own_coefficient(model)):
+        reason = (
+            f"{model.config.model_type} models of transformers have none, so the model config's "
+            f"router_aux_loss_coef ({own:g}) is left out"
+        )
     return f"Router: no load-balancing loss ({reason})"
 
 
-def _returns_router_logits(model: PreTrainedModel) -> bool:
-    """Whether the family's code computes the load-balancing loss, and so can return its routers' logits."""
-    return hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func") and all(
-        hasattr(model, name) for name in ("num_experts", "num_experts_per_tok")
-    )
+def _own_coefficient(model: PreTrainedModel) -> float:
+    return getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0

@@ -159,8 +159,9 @@ def weight_files(directory: Path) -> list[Path]:
         index_file = directory / f"{stem}.{suffix}.index.json"
         if not index_file.is_file():
             continue
-        names: dict[str, str] = (read_json(index_file) or {}).get("weight_map") or {}
-        parts = [directory / name for name in sorted(set(names.values()))]
+        named = (read_json(index_file) or {}).get("weight_map")
+        names = map(str, named.values()) if isinstance(named, dict) else ()
+        parts = [directory / name for name in sorted(set(names))]
         missing = [part for part in parts or [index_file] if not parts or not part.is_file()]
         if missing:
             raise ModelError(f"{missing[0]}, a part of the weights, cannot be read; download the model again")

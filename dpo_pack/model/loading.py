@@ -145,8 +145,8 @@ def load_errors(path: str, recipe_key: str) -> Iterator[None]:
         if isinstance(error, StrictDataclassError):
             remedy = "correct its config.json"
         if is_out_of_memory(error):
-            remedy = "it does not fit in memory: set model.dtype=bfloat16, train an adapter (model.lora), or "
-            remedy += "shard the model over several devices"
+            what = f"{path} does not fit in memory ({first_line(error)})"
+            remedy = "set model.dtype=bfloat16, train an adapter (model.lora), or shard over several devices"
         raise ModelError(f"{recipe_key}: {what}; {remedy}") from error
 
 

@@ -28,7 +28,7 @@ from dpo_pack.model.scorer import CompletionLogps, Precision
 from dpo_pack.online.interface import Failure, Rollout, Scores
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.packing.lengths import Group, common_prefix_length
-from dpo_pack.proofs.recurrence import prove_layers
+from dpo_pack.proofs.layers import prove_layers
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, ProofOutcome, proof_row, random_groups
 from dpo_pack.proofs.start_up import as_published, distance_from_stock
 from dpo_pack.system.errors import ModelError

@@ -28,7 +28,7 @@ from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.recurrence import torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import AnyIntArray, Group
-from dpo_pack.proofs.recurrence import prove_layers
+from dpo_pack.proofs.layers import prove_layers
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, image_groups, pair_sums, proof_row, random_groups
 from dpo_pack.system.errors import is_out_of_memory, one_line
 

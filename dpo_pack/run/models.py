@@ -32,7 +32,7 @@ from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.quantize import check_quantizable
 from dpo_pack.model.scorer import LoadedModel, resolve_precision
 from dpo_pack.model.vision import vision_family
-from dpo_pack.proofs.recurrence import take_kernels
+from dpo_pack.proofs.layers import take_kernels
 from dpo_pack.proofs.rows import Proof, ProofOutcome
 from dpo_pack.proofs.start_up import compiling_obstacle, prove
 from dpo_pack.recipe.load import Recipe

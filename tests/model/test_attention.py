@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ from dpo_pack.model.attention import (
     select_backend,
     trial_obstacle,
 )
-from dpo_pack.model.attention.flash import flash_attn_attention
 from dpo_pack.model.attention.segments import MAX_MASK_BYTES, AttentionOptions, RowSegments
 from dpo_pack.model.compiling import compiler_obstacle
 from dpo_pack.packing.lengths import Group
@@ -193,20 +191,6 @@ def test_attention_by_flex_equals_a_softmax_written_out(
     monkeypatch.setattr(flex, "_BLOCK", 16)  # a row of several blocks
     size = {"softcap": 4, "sinks": 2}.get(special, 8)  # may be as large as a number of heads
     assert_as_written_out("flex", window, special, dtype=torch.float32, size=size, bound=1e-5)
-
-
-@pytest.mark.parametrize("special", ["softcap", *slow("sinks")])
-def test_flex_as_it_is_compiled_on_cuda_equals_a_softmax_written_out(
-    special: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch.nn.attention import flex_attention as torch_flex
-
-    compiled = flex._kernel.__wrapped__
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(flex, "_kernel", functools.cache(lambda device_type: compiled("cuda")))
-    torch._dynamo.reset()
-    assert_as_written_out("flex", 6, special, dtype=torch.float32, size=8, bound=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 1, 6, 1000])
@@ -419,25 +403,6 @@ def test_torch_s_operators_take_what_they_are_given_and_return_what_compiled_cod
     expected_grads = flash._attend_backward(out, *inputs, *expected, *asked)
     for ours, theirs in zip((out, normalizers, *grads), (*expected, *expected_grads), strict=True):
         assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
-
-
-def test_flash_attn_gets_transformers_window_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-
-    def kernel(query: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        seen.update(options)
-        return query
-
-    module: Any = ModuleType("flash_attn")
-    module.flash_attn_varlen_func = kernel
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    segments = make_segments(CPU)
-    states = torch.zeros(sum(segments.query_lengths), 2, 8)
-    options = AttentionOptions(scale=0.5, window=8, softcap=30.0, sinks=None)
-    flash_attn_attention(states, states, states, segments, options)
-    assert seen["window_size"] == (7, 0) and seen["softcap"] == 30.0 and seen["causal"] is True
-    flash_attn_attention(states, states, states, segments, replace(options, window=None))
-    assert seen["window_size"] == (-1, 0) and seen["softmax_scale"] == 0.5
 
 
 def test_our_name_has_no_mask_function_so_transformers_builds_no_mask() -> None:

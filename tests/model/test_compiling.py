@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -115,27 +114,6 @@ def test_a_layer_with_torch_s_own_kernel_is_one_graph(
 
 
 @pytest.mark.slow
-def test_compiled_layers_give_the_router_logits_of_a_mixture(tmp_path: Path) -> None:
-    tiny_model("mixtral").save_pretrained(tmp_path)
-    scorer, row = load_scorer(tmp_path), make_row(0)
-    row = dataclasses.replace(row, token_copies=torch.arange(row.num_tokens, dtype=torch.float32))
-
-    def run() -> list[Tensor]:
-        scorer.zero_grad()
-        output = scorer(row)
-        weights = torch.arange(len(output.expert_probs), dtype=torch.float64)
-        (output.expert_probs @ weights).backward()
-        router = next(p for name, p in scorer.named_parameters() if "gate.weight" in name)
-        assert router.grad is not None
-        return [output.expert_counts, output.expert_probs.detach(), router.grad.clone()]
-
-    expected = run()
-    compile_layers(scorer.model, backend="eager")
-    for ours, plain in zip(run(), expected, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
 def test_a_model_that_is_loaded_later_leaves_attention_outside_of_compiled_code(model_path: Path) -> None:
     """As an online run's reward model is, behind the policy."""
     scorer = load_scorer(model_path)
@@ -145,68 +123,6 @@ def test_a_model_that_is_loaded_later_leaves_attention_outside_of_compiled_code(
     for seed in range(2, 5):
         logps_and_gradient(scorer, make_row(seed))
     assert counters["stats"]["unique_graphs"] == num_compiled
-
-
-@pytest.mark.slow
-def test_compiled_code_computes_the_last_feed_forward_block_where_it_is_read(model_path: Path) -> None:
-    scorer, row = load_scorer(model_path), make_row(0)
-    inner = scorer.model.config.intermediate_size
-    tokens: list[int] = []
-
-    class Watching(torch.fx.Interpreter):
-        def run_node(self, node: torch.fx.Node) -> Any:
-            result = super().run_node(node)
-            if node.target is torch._C._nn.linear and result.shape[-1] == inner:
-                tokens.append(result.shape[1])
-            return result
-
-    backend: Any = lambda graph, _: Watching(graph).run  # noqa: E731
-    compile_layers(scorer.model, backend=backend)
-    scorer(row)
-    assert row.segments is not None and row.segments.scored_positions is not None
-    read = len(row.segments.scored_positions)
-    whole = row.input_ids.shape[1]
-    assert read < whole
-    num_layers = scorer.model.config.num_hidden_layers
-    assert tokens == 2 * (num_layers - 1) * [whole] + 2 * [read]  # gate and up
-
-
-@pytest.mark.slow
-def test_activations_are_recomputed_by_the_compiled_code(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scorer, calls = load_scorer(model_path), []
-    building.checkpoint_activations(scorer.model, keeps_products=False)
-    torch_compile: Any = torch.compile
-
-    def counting(plain: Any, **options: Any) -> Any:
-        compiled = torch_compile(plain, **options)
-
-        def call(*arguments: Any, **states: Any) -> Any:
-            calls.append(torch.is_grad_enabled())
-            return compiled(*arguments, **states)
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", counting)
-    assert_as_before(scorer, [make_row(seed) for seed in range(3)])
-    assert len(calls) == 3 * 2 * 2  # rows, forward and backward, layers
-    assert counters["frames"]["total"] == counters["frames"]["ok"]
-
-
-@pytest.mark.slow
-def test_layers_of_a_model_share_one_compiled_function(tmp_path: Path) -> None:
-    compiled = []
-    for num_layers in (1, 4):
-        tiny_model("llama", num_hidden_layers=num_layers).save_pretrained(tmp_path / str(num_layers))
-        scorer = load_scorer(tmp_path / str(num_layers))
-        torch._dynamo.reset()
-        counters.clear()
-        compile_quickly(scorer.model)
-        scorer(make_row(0))
-        compiled.append(counters["stats"]["unique_graphs"])
-    # The first layer's input is a leaf, and so another case than those of the layers behind it.
-    assert compiled[1] <= compiled[0] + 1
 
 
 def test_a_layer_that_was_compiled_wrongly_is_found_by_the_proofs(

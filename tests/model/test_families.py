@@ -37,7 +37,7 @@ from dpo_pack.model.config import (
 )
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
-from dpo_pack.proofs.kernel import Recorded, SeamCall
+from dpo_pack.proofs.layers import Recorded, SeamCall
 from dpo_pack.proofs.rows import proof_groups, proof_row
 from dpo_pack.system.errors import UnsupportedModelError
 

@@ -219,24 +219,6 @@ def test_the_host_keeps_one_input_of_each_layer(tmp_path: Path, monkeypatch: pyt
     assert kept == 3 * [torch.Size([1, row.num_tokens, width])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mlp_tile_tokens", "is_compiled"), [(4096, True), (2, False)])
-def test_rows_of_one_tile_run_compiled_blocks(
-    mlp_tile_tokens: int, is_compiled: bool, tmp_path: Path
-) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
-    graphs: list[str] = []
-
-    def keep(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph.code)
-        return graph.forward
-
-    scorer = load_usual(tmp_path, mlp_tile_tokens=mlp_tile_tokens).scorer
-    compile_layers(scorer.model, backend=keep)
-    gradients(scorer, *proof_rows())
-    assert graphs and any("silu" in code for code in graphs) == is_compiled
-
-
 # BLOOM's block gets the residual, too, and RWKV's also reads the token before; OPT's layers have no block.
 @pytest.mark.parametrize("family", ["qwen3_moe", "bloom", "rwkv", "opt"])
 def test_blocks_that_need_more_than_a_token_are_not_computed_in_tiles(family: str) -> None:

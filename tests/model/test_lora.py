@@ -137,16 +137,6 @@ def plain_sum(model: Any, group: Group, side: int) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt2", "qwen3_moe", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma2"))]
-)
-def test_the_proofs_hold_for_a_new_adapter(family: str, bases: Callable[[str], Path]) -> None:
-    loaded = load(bases(family), settings())
-    assert any(parameter.requires_grad for parameter in loaded.scorer.parameters())
-    assert not any(p.requires_grad for n, p in loaded.scorer.named_parameters() if "lora_" not in n)
-    assert all(proof.passed for proof in prove(loaded.scorer, CPU))
-
-
 @pytest.mark.parametrize(("family", "left_out"), [("falcon_h1", ["out_proj"]), ("bamba", [])])
 def test_all_linear_leaves_out_what_peft_refuses_and_says_so(
     family: str, left_out: list[str], bases: Callable[[str], Path]
@@ -328,13 +318,6 @@ def test_a_saved_adapter_has_its_own_matrices_alone_and_names_its_base_from_anyw
     assert all(".lora_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == (str(tmp_path / "base") if base == "base" else base)
-
-
-def test_attaching_leaves_the_base_s_weights_as_they_are() -> None:
-    model = tiny_model("llama")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    after = attached(model).merge().state_dict()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_an_adapter_whose_base_is_drawn_anew_at_each_load_is_refused(

@@ -38,7 +38,7 @@ from dpo_pack.model.recurrence import RecurrentCall, recurrence_sizes, wrap_recu
 from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.recurrence.pieces import row_history, row_pieces
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.proofs.recurrence import take_kernels
+from dpo_pack.proofs.layers import take_kernels
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.system.errors import UnsupportedModelError
 
@@ -111,13 +111,6 @@ def test_a_gather_is_an_index_select_with_zeros_in_values_and_gradients() -> Non
     assert torch.equal(take(source)[index >= 0], source[index[index >= 0]])
     assert not take(source)[index < 0].any()
     assert torch.autograd.gradcheck(take, (source,))
-
-
-def test_a_gradient_of_many_copies_in_bfloat16_loses_no_small_term() -> None:
-    source = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    copies = make_gather(np.zeros(257, dtype=np.int64), 1, CPU)(source)
-    copies.backward(torch.tensor([[256.0], *[[0.5]] * 256], dtype=torch.bfloat16))
-    assert source.grad is not None and source.grad.item() == 384.0
 
 
 def test_layers_that_do_not_call_the_functions_of_this_release_are_refused_with_the_release(
@@ -220,28 +213,6 @@ def test_a_row_by_kernels_has_the_log_probs_and_gradients_of_the_torch_functions
     assert (sums - expected).abs().max() < 1e-4
     grad, expected_grad = flat(grads), flat(expected_grads)
     assert (grad - expected_grad).norm() < 2e-5 * expected_grad.norm()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_with_kernels_passes_the_proofs_under_autocast(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dtypes: set[torch.dtype] = set()
-
-    @functools.wraps(chunk_gated_delta_rule)
-    def without_fp32(q: Tensor, *arguments: Any, **options: Any) -> Any:
-        dtypes.add(q.dtype)
-        assert q.dtype != torch.float32, "does not support float32"  # as in flash-linear-attention
-        return chunk_gated_delta_rule(q, *arguments, **options)
-
-    use_stand_ins(monkeypatch, chunk_gated_delta_rule=without_fp32)
-    scorer = make_scorer(family, torch.bfloat16)
-    take_kernels(scorer, CPU)
-    assert set(scorer.recurrent_kernels) == set(FAMILIES[family])
-    proofs = prove(scorer, CPU)
-    assert all(proof.passed for proof in proofs), proofs
-    assert dtypes == ({torch.bfloat16} if family == "qwen3_5_text" else set())
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -440,38 +440,6 @@ def test_an_adapter_is_trained_where_the_first_forward_was_its_base_s(models: Pa
     run_on_ranks(check)
 
 
-def test_gradients_of_copies_stay_in_buckets_from_the_first_row_on(models: Path) -> None:
-    """In the second round DDP makes its buckets anew.
-
-    Before the fourth they are dropped, as where an optimizer that is not fused must leave a step out.
-    """
-
-    def check() -> None:
-        strategy = strategy_of(None)
-        loaded = loaded_policy(recipe_of(models / "llama", {}), FLOAT32, strategy=strategy)
-        policy, rows = distribute_policy(loaded.scorer, strategy), make_rows()
-        assert policy.keeps_gradients
-
-        def places() -> list[int]:
-            return [p.grad.data_ptr() for p in loaded.scorer.parameters() if p.grad is not None]
-
-        before, found = places(), []
-        for number in range(4):
-            for row, is_last in zip(rows[:2], (False, True), strict=True):
-                with policy.accumulating(is_last=is_last):
-                    backward(policy(row).sums)
-            assert places() == before or number in (1, 3)
-            before = places()
-            found.append(gradients(loaded))
-            assert found[-1].keys() == found[0].keys() and len(before) == len(
-                list(loaded.scorer.parameters())
-            )
-            assert all(torch.equal(grad, found[0][name]) for name, grad in found[-1].items())
-            loaded.scorer.zero_grad(set_to_none=number == 2)
-
-    run_on_ranks(check)
-
-
 @pytest.mark.parametrize(
     "fsdp2", [{}, *slow(None, {"mesh": (2, 1)})], ids=["shards", "copies", "shards within nodes"]
 )

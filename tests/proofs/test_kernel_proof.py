@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.attention.segments import AttentionOptions, make_segments
-from dpo_pack.proofs.kernel import SeamCall, kernel_error, plain_attention
+from dpo_pack.proofs.layers import SeamCall, attention_error, plain_attention
 
 PLAIN = AttentionOptions(scale=0.25, window=None, softcap=None, sinks=None)
 LLAMA = SeamCall(
@@ -42,7 +42,7 @@ def ratios(attention: Any, call: SeamCall, dtype: torch.dtype) -> list[float]:
     found = []
     for seed in range(5):
         torch.manual_seed(seed)
-        error, allowed = kernel_error(attention, call, dtype, CPU)
+        error, allowed = attention_error(attention, call, dtype, CPU)
         found.append(error / allowed)
     return found
 

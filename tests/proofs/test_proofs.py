@@ -28,7 +28,7 @@ from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import start_up
-from dpo_pack.proofs.rows import Proof, ProofOutcome, pair_sums, proof_groups
+from dpo_pack.proofs.rows import Proof, pair_sums, proof_groups
 from dpo_pack.proofs.start_up import FLOAT32_BOUND, prove, prove_equivalence
 
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -322,23 +322,3 @@ def test_gradients_keep_their_hooks_after_float32() -> None:
         pair_sums(scorer, proof_groups(32), CPU)
     torch.stack([weight.sum() for weight in scorer.parameters()]).sum().backward()
     assert sorted(summed) == sorted(name for name, _ in scorer.named_parameters())
-
-
-def test_the_sentence_of_a_proof_tells_errors_of_packing_from_rounding() -> None:
-    def sentence(precision: str) -> tuple[str, dict[str, float]]:
-        proof = equivalence(make_scorer("llama", precision=precision))
-        dtype = precision.split()[0]
-        outcome = ProofOutcome(
-            what="packed rows", proofs=(proof,), dtype=dtype, seconds=0.0, is_remembered=True
-        )
-        return outcome.sentences()[0], proof.numbers
-
-    text, numbers = sentence("float32")
-    assert text.endswith(f"alone to {numbers['max error']:.1e} nats in float32")
-    text, numbers = sentence("bfloat16 autocast")
-    exact, rounding = numbers["max error, in float32"], numbers["rounding"]
-    assert exact <= FLOAT32_BOUND < rounding
-    assert text.endswith(
-        f"alone to {exact:.1e} nats in float32; training computes in bfloat16, whose own rounding is "
-        f"{rounding:.2g} nats here, packed or not"
-    )

@@ -227,7 +227,7 @@ def test_dropout_of_a_saved_adapter_is_off_and_stays_in_its_config(assets: Path,
     ("change", "words"),
     [
         ({"peft_type": "IA3"}, "is a IA3 adapter"),
-        ({"alora_invocation_tokens": [1, 2]}, "is a aLoRA adapter"),
+        ({"alora_invocation_tokens": [1, 2]}, "is a alora_invocation_tokens adapter"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "is a layer_replication adapter"),
         ({"base_model_name_or_path": None}, "does not name the model"),
         ({"base_model_name_or_path": "/gone/base"}, "/gone/base"),

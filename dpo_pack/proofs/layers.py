@@ -1,0 +1,357 @@
+"""Proofs of our functions that layers call, attention and recurrences: each is called as the config says, and
+computes what the plain function gives, outputs and gradients, on random inputs. Legend: T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from dpo_pack.model.attention import AttentionBackend
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_segments
+from dpo_pack.model.config import attention_needs, effective_window, layer_windows, num_recurrent_calls
+from dpo_pack.model.layout import Row, packed_row
+from dpo_pack.model.recurrence import RecurrentCall, RowFunction
+from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.lengths import Group
+from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, proof_row, random_groups
+from dpo_pack.system.errors import UnsupportedModelError, first_line
+
+Place = TypeVar("Place", bound=Hashable)
+
+# A window longer than all _ATTENTION_SEGMENTS would hide no key, so the proof uses at most this window.
+_PROOF_WINDOW = 24
+# (queries, keys): one token; a short sequence; 1 query after 29 keys; 20 after 25; more than the window.
+_ATTENTION_SEGMENTS = ((1, 1), (7, 7), (1, 30), (20, 45), (64, 64))
+# (tokens of the shared prefix, tokens of each completion after it): some are longer than a kernel's chunk,
+# some shorter than a convolution; some completions have one token or none; the last prefix stands alone.
+_RECURRENT_LENGTHS = ((70, (40, 33)), (2, (5, 1)), (3, (0, 6)), (1, (1, 2)), (9, (4, 0, 3)), (20, (0,)))
+# The allowed relative errors in fp32. We measured 2e-7 to 6e-7 of attention; of recurrences 1e-6, and 5e-5
+# where all heads forget fast.
+_ATTENTION_BOUND, _RECURRENCE_BOUND = 1e-5, 1e-4
+# The allowed relative error of another package's kernel in bf16 and fp16, in units of the dtype's epsilon.
+# Its matrix products round keys, values, scores and states to the dtype; flash-linear-attention's own tests
+# allow five units.
+_KERNEL_ROUNDINGS = 4.0
+# transformers' functions that compute the same token by token. They round less: where all heads forget fast,
+# the gradient of the decays is wrong by up to 1e-4 in its function on chunks of 64 tokens.
+_BY_TOKEN = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
+
+
+@torch.no_grad()
+def prove_layers(
+    scorer: CompletionLogps,
+    groups: Sequence[Group],
+    device: torch.device,
+    *,
+    compute: Callable[[Row], object] | None = None,
+) -> list[Proof]:
+    """Proves that layers call our functions (the first proof; if it fails, the only one), and that these are
+    right. `compute`, if given, runs a row instead of the scorer's own forward."""
+    assert scorer.backend is not None
+    calls = Recorded(scorer, proof_row(scorer, groups, device), compute or scorer)
+    proofs, dtype = [prove_wiring(calls, scorer.model.config)], scorer.compute_dtype
+    if proofs[0].passed and calls.attention:
+        kinds = dict.fromkeys(calls.attention)  # in order of layers: the same random inputs in every process
+        errors = [attention_error(scorer.backend, call, dtype, device) for call in kinds]
+        remedy = "set model.attention: sdpa, and report GPU, torch and kernel versions"
+        proofs.append(_error_proof("kernel", errors, "on random inputs", remedy))
+    if proofs[0].passed and calls.recurrent:
+        errors = [recurrence_error(call, scorer.recurrence, device) for call in calls.recurrent.values()]
+        proofs.append(_error_proof("recurrence", errors, "of recurrent layers", PADDED_REMEDY))
+    return proofs
+
+
+def _error_proof(name: str, measured: Iterable[tuple[float, float]], where: str, remedy: str) -> Proof:
+    error, bound = _worst(measured)
+    words = f"relative error of outputs and gradients {where} <= {bound:.1e}"
+    return Proof(
+        name=name, passed=error <= bound, numbers={"relative error": error}, bound=words, remedy=remedy
+    )
+
+
+@torch.no_grad()
+def take_kernels(scorer: CompletionLogps, device: torch.device) -> list[str]:
+    """Lets the scorer's recurrent layers use the kernels of `KERNELS` that are installed and right, as
+    compared with the family's own functions. Returns a line for each function that the layers call: the
+    kernel, or why not."""
+    if scorer.backend is None or not num_recurrent_calls(scorer.model.config):
+        return []
+    lines = []
+    # Without a kernel that they need, layers are slow, but they tell what they call.
+    with random_groups(scorer, device) as groups, scorer.replaced(recurrence=RecurrentCall.run):
+        calls = Recorded(scorer, proof_row(scorer, groups, device), scorer).recurrent.values()
+        for name in dict.fromkeys(call.name for call in calls):
+            kernel = KERNELS[name]
+            obstacle = _take_kernel(scorer, [call for call in calls if call.name == name], device)
+            reason = "" if obstacle is None else f" is not used: {obstacle}"
+            lines.append(f"{kernel.name} of {kernel.package}{reason}")
+    return lines
+
+
+def _take_kernel(scorer: CompletionLogps, calls: Sequence[RecurrentCall], device: torch.device) -> str | None:
+    """Lets the scorer use the kernel of these calls if it computes them exactly; else returns why not."""
+    function = import_kernel(KERNELS[calls[0].name])
+    if isinstance(function, str):
+        return function
+    try:
+        errors = [recurrence_error(replace(c, kernel=function), RecurrentCall.run, device) for c in calls]
+    except Exception as raised:  # a kernel for another GPU, dtype or size can raise anything
+        return first_line(raised) or type(raised).__name__
+    error, bound = _worst(errors)
+    if not error <= bound:
+        return f"its relative error is {error:.1e}, and {bound:.1e} is allowed"
+    scorer.recurrent_kernels[calls[0].name] = function
+    return None
+
+
+# ----------------------------------------------------------------------------------- what layers call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeamCall:
+    """How one attention layer called the kernel."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    options: AttentionOptions  # without the values of sinks
+    has_sinks: bool
+
+
+class Recorded:
+    """The calls of our functions by the layers of a model while `compute` runs a row."""
+
+    def __init__(self, scorer: CompletionLogps, row: Row, compute: Callable[[Row], object]) -> None:
+        assert scorer.backend is not None
+        self.backend, self.recurrence = scorer.backend, scorer.recurrence
+        self.attention: list[SeamCall] = []
+        self.recurrent: dict[Hashable, RecurrentCall] = {}  # the first of each kind
+        self.num_recurrent = 0
+        self.error: UnsupportedModelError | None = None  # which ended the row
+        try:
+            with scorer.replaced(backend=self._attend, recurrence=self._recur):
+                compute(row)
+        except UnsupportedModelError as error:
+            self.error = error
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
+    ) -> Tensor:
+        call = SeamCall(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[2],
+            value_head_dim=value.shape[2],
+            options=replace(options, sinks=None),
+            has_sinks=options.sinks is not None,
+        )
+        self.attention.append(call)
+        return self.backend(query, key, value, segments, options)
+
+    def _recur(self, call: RecurrentCall) -> Any:
+        self.num_recurrent += 1
+        shapes = tuple(part.shape for part in call.arguments if isinstance(part, Tensor))
+        self.recurrent.setdefault((call.name, shapes), call)
+        return self.recurrence(call)
+
+
+def prove_wiring(calls: Recorded, config: PretrainedConfig) -> Proof:
+    """Proves that each layer calls our attention once, with the window, softcap and sinks of the config:
+    log-probs of short rows cannot show that a window is missing, and rounding may hide a sink."""
+    attention, needs, expected = calls.attention, attention_needs(config), layer_windows(config)
+    windows = [effective_window(call.options.window, config) for call in attention]
+    num_softcaps = sum(call.options.softcap is not None for call in attention)
+    num_sinks = sum(call.has_sinks for call in attention)
+    num_recurrent = num_recurrent_calls(config)
+    bound = "one call of our attention by each attention layer, with the window of the config"
+    bound += f"; {num_recurrent} calls of our recurrent functions" * (num_recurrent > 0)
+    bound += "; a softcap in every layer" * needs.has_softcap + "; sinks" * needs.has_sinks
+    remedy = PADDED_REMEDY if calls.error is None else str(calls.error)
+    if num_recurrent != calls.num_recurrent and calls.error is None:
+        own = f"this is {transformers.__version__}"
+        remedy = f"install the transformers release that docs/families.md names ({own}), or {remedy}"
+    return Proof(
+        name="wiring",
+        passed=calls.error is None
+        and windows == expected
+        and calls.num_recurrent == num_recurrent
+        and num_softcaps == (len(attention) if needs.has_softcap else 0)
+        and (num_sinks > 0 or not needs.has_sinks),
+        numbers={
+            "attention layers": float(len(expected)),
+            "calls of our attention": float(len(attention)),
+            "calls of our recurrent functions": float(calls.num_recurrent),
+            "windows as in the config": float(sum(a == b for a, b in zip(windows, expected, strict=False))),
+            "softcaps": float(num_softcaps),
+            "sinks": float(num_sinks),
+        },
+        bound=bound,
+        remedy=remedy,
+    )
+
+
+# -------------------------------------------------------------------------- what the functions compute
+
+
+def _trial(
+    given: dict[Place, Tensor],
+    ours: Callable[[dict[Place, Tensor]], Tensor],
+    plain: Callable[[dict[Place, Tensor]], Tensor],
+    exact: Callable[[dict[Place, Tensor]], Tensor],
+    *,
+    least: float,
+) -> tuple[float, float]:
+    """Returns (error, bound) of the output or the gradient with the largest ratio of error to bound.
+
+    An error is relative to the norm of what `exact` gives in fp32. The bound is `least`, and if the inputs
+    are in low precision at least twice the error of `plain` on them."""
+    weights: list[Tensor] = []
+
+    def run(compute: Callable[[dict[Place, Tensor]], Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+        with torch.enable_grad():
+            inputs = {place: t.to(dtype or t.dtype).requires_grad_() for place, t in given.items()}
+            out = compute(inputs)
+            weights.extend([] if weights else [torch.randn(out.shape, device=out.device)])
+            grads = torch.autograd.grad(out, list(inputs.values()), weights[0].to(out.dtype))
+        return [result.detach().float() for result in (out, *grads)]
+
+    reference = run(exact, torch.float32)
+    errors = _relative_errors(run(ours, None), reference)
+    bounds = [least] * len(errors)
+    if any(tensor.dtype != torch.float32 for tensor in given.values()):
+        bounds = [max(least, 2 * error) for error in _relative_errors(run(plain, None), reference)]
+    return _worst(zip(errors, bounds, strict=True))
+
+
+def _relative_errors(results: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+    """Returns, for each result, the norm of its error divided by the norm of `exact`; infinity for NaN."""
+    ratios = [float((ours - right).norm() / right.norm()) for ours, right in zip(results, exact, strict=True)]
+    return [math.inf if math.isnan(ratio) else ratio for ratio in ratios]
+
+
+def _worst(measured: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    return max(measured, key=lambda pair: pair[0] / pair[1])
+
+
+def attention_error(
+    backend: AttentionBackend, call: SeamCall, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float]:
+    """Returns the `_trial` of an attention backend: inputs as in `call`, in `dtype`."""
+    query_lengths, key_lengths = zip(*_ATTENTION_SEGMENTS, strict=True)
+    segments = make_segments(query_lengths, key_lengths, device)
+    kv_heads = min(2, call.num_kv_heads)
+    heads = kv_heads * (call.num_heads // call.num_kv_heads)
+    shapes = {
+        "query": (sum(query_lengths), heads, call.head_dim),
+        "key": (sum(key_lengths), kv_heads, call.head_dim),
+        "value": (sum(key_lengths), kv_heads, call.value_head_dim),
+    }
+    given = {name: torch.randn(shape, device=device).to(dtype) for name, shape in shapes.items()}
+    window = call.options.window
+    options = replace(
+        call.options,
+        window=None if window is None else min(window, _PROOF_WINDOW),
+        sinks=torch.randn(heads, device=device) if call.has_sinks else None,
+    )
+
+    def plain(inputs: dict[str, Tensor]) -> Tensor:
+        return plain_attention(**inputs, segments=segments, options=options)
+
+    def ours(inputs: dict[str, Tensor]) -> Tensor:
+        return backend(*inputs.values(), segments, options)
+
+    return _trial(given, ours, plain, plain, least=_ATTENTION_BOUND if dtype == torch.float32 else 0.0)
+
+
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
+) -> Tensor:
+    """Attention by definition, in the dtype of its inputs; only softmax is in fp32, as in eager attention."""
+    device, groups = query.device, query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    # In each segment the last query is at the last key, and a query sees `window` keys up to itself.
+    visible = [
+        torch.ones(q, k, device=device).tril(k - q).triu(k - q - (options.window or k) + 1)
+        for q, k in zip(segments.query_lengths, segments.key_lengths, strict=True)
+    ]
+    scores = scores.masked_fill(torch.block_diag(*visible) == 0, float("-inf"))
+    if options.sinks is not None:
+        column = options.sinks.to(scores.dtype)[:, None, None].expand(-1, len(query), 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : len(key)].to(value.dtype)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def recurrence_error(
+    call: RecurrentCall, run: Callable[[RecurrentCall], Any], device: torch.device
+) -> tuple[float, float]:
+    """Returns the `_trial` of a recurrent function on a row, against the family's own on each sequence alone,
+    token by token if it can. A kernel of another package may have `_KERNEL_ROUNDINGS`."""
+    row = _row_of_lengths(device)
+    segments = row.segments
+    assert segments is not None and segments.kv_gather is not None
+    tokens = segments.kv_gather.index.split(list(segments.key_lengths))  # of each sequence
+    # By position of an argument or name of an option; our own options are left out.
+    values: dict[int | str, Any] = dict(enumerate(call.arguments))
+    values |= {name: value for name, value in call.options.items() if not name.startswith("row_")}
+    # The convolution has its tokens in the last dimension, [1, D, T], the others in [1, T, ...].
+    dim = 2 if call.name == "causal_conv1d_fn" else 1
+    length = values[0].shape[dim]  # is repeated or cut to the row's
+    again = torch.arange(row.num_tokens, device=device) % length
+    tensors = {p: v.detach() for p, v in values.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    of_tokens = {p for p, v in tensors.items() if v.ndim > dim and v.shape[dim] == length and len(v) == 1}
+    given = {p: v.index_select(dim, again) if p in of_tokens else v for p, v in tensors.items()}
+
+    def output(function: Callable[..., Any], inputs: dict[int | str, Tensor], **options: Any) -> Tensor:
+        named = values | inputs
+        arguments = [named.pop(number) for number in range(len(call.arguments))]
+        result = function(*arguments, **{str(name): value for name, value in named.items()}, **options)
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    def in_row(inputs: dict[int | str, Tensor]) -> Tensor:
+        def function(*arguments: Any, **options: Any) -> Any:
+            return run(replace(call, arguments=arguments, options=options))
+
+        return output(function, inputs, row_segments=segments)
+
+    def one_by_one(inputs: dict[int | str, Tensor], function: RowFunction = call.stock) -> Tensor:
+        """Calls the family's own function on each sequence alone; keeps the outputs of its segment."""
+        parts = []
+        for positions, count in zip(tokens, segments.query_lengths, strict=True):
+            own = {place: inputs[place].index_select(dim, positions) for place in of_tokens}
+            parts.append(output(function, inputs | own).narrow(dim, len(positions) - count, count))
+        return torch.cat(parts, dim=dim)
+
+    code = vars(sys.modules[call.stock.__module__])
+    by_token = inspect.unwrap(code.get(_BY_TOKEN.get(call.name, ""), call.stock))
+    least = _RECURRENCE_BOUND
+    if call.kernel is not None:
+        least = max(least, _KERNEL_ROUNDINGS * torch.finfo(call.arguments[0].dtype).eps)
+    return _trial(given, in_row, one_by_one, functools.partial(one_by_one, function=by_token), least=least)
+
+
+def _row_of_lengths(device: torch.device) -> Row:
+    """Returns a row whose shared parts and tails have _RECURRENT_LENGTHS."""
+    groups = []
+    for shared, tails in _RECURRENT_LENGTHS:
+        sequences = [np.repeat((1, number), (shared, tail)) for number, tail in enumerate(tails, start=2)]
+        groups.append(Group(context=np.zeros(1, dtype=np.int64), completions=tuple(sequences)))
+    return packed_row(groups, device, share_prompt=True)
