@@ -15,10 +15,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice
 from dpo_pack.model.compiling import (
-    can_compile,
     compile_layers,
+    compiler_obstacle,
     keep_inputs_on_host,
     keep_products,
+    outermost_layers,
     text_model,
     tower_parameters,
 )
@@ -32,7 +33,6 @@ from dpo_pack.model.config import (
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fast_layers import (
     cast_experts,
-    experts_note,
     speed_up_linears,
     tile_feed_forwards,
     trim_last_layer,
@@ -104,7 +104,6 @@ def _load(
         model, notes = _read_model(facts, config, weights_on, tensors)
     if routes_tokens(config):
         cast_experts()
-        notes += filter(None, [experts_note(device, precision.activations)])
     if any(getattr(module, "is_causal", True) is False for module in text_model(model).modules()):
         raise UnsupportedModelError(
             f"{facts.recipe_key}: {settings.path}: {type(model).__name__} attends to later tokens of a "
@@ -233,7 +232,8 @@ def _compile(facts: ModelFacts, scorer: CompletionLogps, device: torch.device) -
     wanted, falls_back = facts.settings.compile, facts.settings.compile == "auto"
     if falls_back:  # selective checkpointing has to see each product
         is_plain = facts.settings.gradient_checkpointing != "selective" and facts.quantization is None
-        wanted = device.type == "cuda" and is_plain and can_compile(scorer.model, device)
+        has_layers = bool(outermost_layers(text_model(scorer.model)))
+        wanted = device.type == "cuda" and is_plain and has_layers and compiler_obstacle(device) is None
     if wanted:
         compile_layers(scorer.model, falls_back=falls_back)
         scorer.head_passes = compile_head(falls_back=falls_back)

@@ -74,11 +74,6 @@ def compiler_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def can_compile(model: PreTrainedModel, device: torch.device) -> bool:
-    """Whether the compiler on this machine and the model's code allow `compile_layers`."""
-    return compiler_obstacle(device) is None and bool(outermost_layers(text_model(model)))
-
-
 def compile_layers(
     model: PreTrainedModel, *, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False
 ) -> None:

@@ -121,20 +121,6 @@ def cast_experts() -> None:
     ALL_EXPERTS_FUNCTIONS["grouped_mm"] = _experts
 
 
-def experts_note(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns a line for the user if torch computes experts one after another on this GPU; else None."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    if major in (9, 10) and dtype == torch.bfloat16:
-        return None
-    what = f"in {str(dtype).removeprefix('torch.')} on compute capability {major}.{minor}"
-    return (
-        f"Warning: torch computes experts {what} one after another, several times slower than together: that "
-        "takes bfloat16 (model.autocast) on an H100, H200 or B200"
-    )
-
-
 def feed_forwards(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module | None]]:
     """Returns (decoder layer, its feed-forward block), at least one; None if the block is not one module."""
     text, num_layers = text_model(model), model.config.get_text_config().num_hidden_layers
@@ -146,18 +132,13 @@ def feed_forwards(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module | N
     return found or [(text, None)]
 
 
-def tileable_feed_forwards(model: PreTrainedModel, *, has_experts: bool) -> list[nn.Module]:
-    """Returns each layer's feed-forward block; none, unless all read hidden states and nothing else."""
-    blocks = [block for _, block in feed_forwards(model) if block is not None]
-    are_plain = all(len(inspect.signature(block.forward).parameters) == 1 for block in blocks)
-    return blocks if are_plain and not has_experts and len(blocks) == len(feed_forwards(model)) else []
-
-
 def tile_feed_forwards(model: PreTrainedModel, num_tokens: int, *, has_experts: bool) -> None:
     """Makes feed-forward blocks compute at most `num_tokens` tokens at a time, in place; the backward pass
     computes each tile once more. Raises UnsupportedModelError."""
-    blocks = tileable_feed_forwards(model, has_experts=has_experts)
-    if not blocks:
+    blocks = [block for _, block in feed_forwards(model) if block is not None]
+    # Each must read hidden states and nothing else.
+    are_plain = all(len(inspect.signature(block.forward).parameters) == 1 for block in blocks)
+    if has_experts or not are_plain or len(blocks) < len(feed_forwards(model)):
         raise UnsupportedModelError(
             f"model.mlp_tile_tokens: not every layer of {type(model).__name__} has a feed-forward block that "
             "computes each token by itself; leave it out"

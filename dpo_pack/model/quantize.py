@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
-
-from dpo_pack.system.errors import UnsupportedModelError
+from transformers import BitsAndBytesConfig
 
 
 def quantization_settings(kind: str) -> BitsAndBytesConfig:
@@ -32,23 +29,6 @@ def bits_per_weight(settings: Mapping[str, Any]) -> float:
     if not settings.get("load_in_4bit"):
         return 8.0  # a scale for each row is too little to count
     return 4.0 + (8 if settings.get("bnb_4bit_use_double_quant") else 32) / 64
-
-
-def check_quantizable(architecture: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError if most weights are not in linear layers, as in mixtures of experts."""
-    tables = (architecture.get_input_embeddings(), architecture.get_output_embeddings())
-    in_linear_layers = elsewhere = 0
-    for module in architecture.modules():
-        count = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        if isinstance(module, nn.Linear | Conv1D):
-            in_linear_layers += count
-        elif not any(module is table for table in tables):
-            elsewhere += count
-    if in_linear_layers < elsewhere:
-        raise UnsupportedModelError(
-            f"model.quantize: bitsandbytes quantises linear layers only, and {type(architecture).__name__} "
-            "has most of its weights elsewhere (in experts); leave model.quantize out"
-        )
 
 
 def compute_restored(model: nn.Module) -> None:

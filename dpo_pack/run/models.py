@@ -29,7 +29,6 @@ from dpo_pack.model.fingerprint import meta_tensors, weight_files
 from dpo_pack.model.loading import load_config, load_processor
 from dpo_pack.model.lora import read_adapter, require_peft
 from dpo_pack.model.parallel import ALONE, Strategy
-from dpo_pack.model.quantize import check_quantizable
 from dpo_pack.model.scorer import LoadedModel, resolve_precision
 from dpo_pack.model.vision import vision_family
 from dpo_pack.proofs.layers import take_kernels
@@ -128,8 +127,11 @@ def _check_quantised(model: ModelFacts, *, is_trained: bool) -> None:
         raise ModelError(f"{what} already; leave model.quantize out, or use the unquantised model")
     if what and is_trained and model.adapter is None and settings.lora is None:
         raise ModelError(f"{what}, and quantised weights cannot be trained; set model.lora")
-    if settings.quantize is not None:
-        check_quantizable(model.architecture)
+    if settings.quantize is not None and routes_tokens(model.config):
+        raise ModelError(
+            "model.quantize: bitsandbytes quantises linear layers, and most weights of "
+            f"{model.config.model_type} are in experts; leave model.quantize out"
+        )
     if settings.compile is True:
         raise ModelError("model.compile: layers with quantised weights are not compiled; leave the key out")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from support.flash_stand_ins import use_stand_ins
 from support.gradients import flat, gradients
 from support.groups import CPU, random_groups
 from support.groups import make_row as row_of
+from support.loading import facts_of
 from support.reference_pairs import load_scorer
 from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
@@ -30,7 +30,7 @@ import dpo_pack.model.compiling as compiling
 import dpo_pack.run.models as recipe_models
 import dpo_pack.run.pairs as prepare_reference
 from dpo_pack.model.attention import BACKENDS
-from dpo_pack.model.compiling import can_compile, compile_layers, compiler_obstacle
+from dpo_pack.model.compiling import compile_layers, compiler_obstacle
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HeadPasses, compile_head
@@ -148,19 +148,17 @@ def test_without_a_compiler_the_recipe_is_refused(tmp_path: Path, monkeypatch: p
         check_model(resolve_model(load_recipe(tiny_run(tmp_path), ["model.compile=true"]), CPU), CPU)
 
 
-def test_auto_compiles_only_what_can_be_compiled(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_scorer(model_path).model
-    find_spec = importlib.util.find_spec
-    installed = {"triton": find_spec("json")}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed.get(name) or find_spec(name))
-    assert can_compile(model, CUDA)
-    with monkeypatch.context() as patch:
-        patch.setattr(compiling, "outermost_layers", lambda model: [])
-        assert not can_compile(model, CUDA)
-        with pytest.raises(UnsupportedModelError, match="does not say what its layers are"):
-            compile_layers(model)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not can_compile(model, CUDA)
+def test_a_model_that_does_not_say_what_its_layers_are_is_compiled_on_demand_only(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (compiling, building):
+        monkeypatch.setattr(module, "outermost_layers", lambda model: [])
+    scorer = load_scorer(model_path)
+    facts = facts_of(model_path, compile="auto")
+    building._compile(facts, scorer, CUDA)
+    assert not scorer.is_compiled
+    with pytest.raises(UnsupportedModelError, match="^model.compile: .* does not say what its layers are"):
+        building._compile(facts_of(model_path, compile=True), scorer, CUDA)
 
 
 def fails(graph: Any, inputs: Any) -> Any:

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dpo_pack.model.scorer as scorer_module
 from dpo_pack.model.attention import BACKENDS
 from dpo_pack.model.compiling import compile_layers
-from dpo_pack.model.fast_layers import experts_note
 from dpo_pack.model.layout import packed_row
 from dpo_pack.proofs.rows import proof_groups
 
@@ -110,15 +109,3 @@ def test_experts_compute_in_the_dtype_of_autocast_and_all_at_once(compiles: bool
     with limits, Experts():  # type: ignore[no-untyped-call]
         scorer(row).sums.sum().backward()
     assert kinds == {"aten::_grouped_mm torch.bfloat16": 24}  # forward, both gradients
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "warns"),
-    [((9, 0), torch.bfloat16, False), ((9, 0), torch.float32, True), ((8, 9), torch.bfloat16, True)],
-)
-def test_a_gpu_that_computes_experts_one_by_one_is_named(
-    capability: tuple[int, int], dtype: torch.dtype, warns: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert (experts_note(torch.device("cuda"), dtype) is not None) == warns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,12 @@ from support.whole_runs import adapter_recipe as recipe_in
 from support.whole_runs import num_computed
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dpo_pack.model.facts import without_weights
-from dpo_pack.model.quantize import check_quantizable, compute_restored, quantization_settings
+from dpo_pack.model.quantize import compute_restored, quantization_settings
 from dpo_pack.recipe.load import check_environment
 from dpo_pack.run.export import merge_adapter
-from dpo_pack.run.models import load_and_prove
+from dpo_pack.run.models import check_model, load_and_prove, resolve_model
 from dpo_pack.run.setup import prepare
-from dpo_pack.system.errors import ModelError, RecipeError, UnsupportedModelError
+from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.files import read_json
 from dpo_pack.trainer import train
 
@@ -186,8 +186,9 @@ def test_what_cannot_be_quantised_is_refused_in_one_line(
     with pytest.raises(ModelError, match="model.compile: layers with quantised weights are not compiled"):
         prepare(recipe_in(assets, LORA, NF4, "model.compile=true"), Console(quiet=True))
     experts = AutoConfig.for_model("gpt_oss", num_hidden_layers=1, num_local_experts=8, vocab_size=64)
-    with pytest.raises(UnsupportedModelError, match="most of its weights elsewhere .in experts."):
-        check_quantizable(without_weights(experts, trust_remote_code=False))
+    facts = replace(resolve_model(recipe_in(assets, LORA, NF4), CPU), config=experts)
+    with pytest.raises(ModelError, match="^model.quantize: .*experts"):
+        check_model(facts, CPU)
     assert "nf4" in refusal(lambda: recipe_in(assets, LORA, "model.quantize=fp4"), RecipeError)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(

@@ -19,11 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from dpo_pack.model.attention.flash import (
-    flash_attn_attention,
-    flash_attn_obstacle,
-    torch_varlen_attention,
-)
+from dpo_pack.model.attention.flash import flash_attn_attention, flash_attn_obstacle, torch_varlen_attention
 from dpo_pack.model.attention.flex import flex_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_segments

@@ -19,12 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpo_pack.model.attention.segments import (
-    AttentionOptions,
-    RowSegments,
-    as_autocast,
-    on_device,
-)
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, as_autocast, on_device
 
 _BLOCK = 128
 

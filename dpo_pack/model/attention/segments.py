@@ -67,13 +67,13 @@ class RowSegments:
 
         `window` counts the query's own position, as `sliding_window` does in transformers.
         """
-        name = ("mask", num_queries, num_keys, window)
-        if name not in self.kept:
+
+        def make() -> Tensor:
             device, last = self.cu_seqlens_q.device, num_keys - num_queries  # key that the first query sees
             allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(last)
-            self.kept[name] = allowed if window is None else allowed.triu(last - window + 1)
-        mask: Tensor = self.kept[name]
-        return mask
+            return allowed if window is None else allowed.triu(last - window + 1)
+
+        return self.once(("mask", num_queries, num_keys, window), make)
 
     def blocks(
         self, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype = torch.bool

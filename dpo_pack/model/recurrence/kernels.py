@@ -181,10 +181,7 @@ def _through_pieces(
 # By the names of transformers' functions that layers call.
 KERNELS: dict[str, Kernel] = {
     "causal_conv1d_fn": Kernel(
-        package="causal-conv1d",
-        module="causal_conv1d",
-        name="causal_conv1d_fn",
-        compute=row_convolution,
+        package="causal-conv1d", module="causal_conv1d", name="causal_conv1d_fn", compute=row_convolution
     ),
     "torch_chunk_gated_delta_rule": Kernel(
         package="flash-linear-attention",
@@ -193,10 +190,7 @@ KERNELS: dict[str, Kernel] = {
         compute=row_delta_rule,
     ),
     "chunk_kimi_delta_attention": Kernel(
-        package="flash-linear-attention",
-        module="fla.ops.kda",
-        name="chunk_kda",
-        compute=row_delta_rule,
+        package="flash-linear-attention", module="fla.ops.kda", name="chunk_kda", compute=row_delta_rule
     ),
     "mamba2_chunk_scan": Kernel(
         package="mamba-ssm",

@@ -56,7 +56,8 @@ def _make_pieces(segments: RowSegments, *, padded: bool) -> RowPieces:
     tails: list[tuple[int, int]] = []
     parents: list[int] = []  # of each tail the index of its root
     start = 0
-    for queries, keys, shared in _lengths(segments):
+    lengths = (segments.query_lengths, segments.key_lengths, segments.shared_lengths)
+    for queries, keys, shared in zip(*lengths, strict=True):
         tail = queries
         if queries == keys:  # the segment begins its group
             roots.append((start, shared or queries))
@@ -103,11 +104,6 @@ def _make_pieces(segments: RowSegments, *, padded: bool) -> RowPieces:
     )
 
 
-def _lengths(segments: RowSegments) -> zip[tuple[int, int, int]]:
-    """Yields (number of queries, number of keys, number of shared tokens) of each segment."""
-    return zip(segments.query_lengths, segments.key_lengths, segments.shared_lengths, strict=True)
-
-
 def row_history(segments: RowSegments, width: int) -> tuple[Gather, Gather]:
     """Returns two gathers for a convolution over `width` tokens: from the row to a longer row, and back.
 
@@ -122,7 +118,8 @@ def _make_history(segments: RowSegments, width: int) -> tuple[Gather, Gather]:
     outputs: list[IntArray] = []
     before = np.arange(1 - width, 0)  # offsets of the inputs before a token
     start = num_inputs = shared_end = 0
-    for queries, keys, shared in _lengths(segments):
+    lengths = (segments.query_lengths, segments.key_lengths, segments.shared_lengths)
+    for queries, keys, shared in zip(*lengths, strict=True):
         if queries == keys:
             shared_end = start + shared
             history = np.full(width - 1, -1)
