@@ -260,10 +260,9 @@ def test_a_finished_mixture_is_not_finished_with_another_load_balancing_loss(
         train(recipe("plain", coefficient, dense), Console(quiet=True))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "llama4_text", "deepseek_v3", "llama"])
+@pytest.mark.parametrize("family", ["mixtral", "llama4_text", "deepseek_v3"])
 def test_the_start_says_which_load_balancing_loss_a_mixture_has(family: str) -> None:
     model = tiny_model(family)
     told = [router_sentence(model, given, router_balance(model, given)) for given in (None, 0.0)]
-    assert all((sentence is None) == (family == "llama") for sentence in told)
     if family == "mixtral":
-        assert "0.5 (" in (router_sentence(model, 0.5, router_balance(model, 0.5)) or "")
+        assert "0.5 (" in router_sentence(model, 0.5, router_balance(model, 0.5))
