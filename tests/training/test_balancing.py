@@ -264,5 +264,6 @@ def test_a_finished_mixture_is_not_finished_with_another_load_balancing_loss(
 def test_the_start_says_which_load_balancing_loss_a_mixture_has(family: str) -> None:
     model = tiny_model(family)
     told = [router_sentence(model, given, router_balance(model, given)) for given in (None, 0.0)]
+    assert "loss.router_aux_coef: 0" in told[1] and told[0] != told[1]
     if family == "mixtral":
         assert "0.5 (" in router_sentence(model, 0.5, router_balance(model, 0.5))
