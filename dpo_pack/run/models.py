@@ -150,10 +150,9 @@ def check_quantised_files(config: PretrainedConfig, path: str, revision: str | N
         raise ModelError(f"{what}, but bitsandbytes is not installed; {install_command('bitsandbytes')}")
     tensors = meta_tensors(path, revision, recipe_key)
     if isinstance(tensors, dict) and not any("absmax" in name or "SCB" in name for name in tensors):
-        remedy = "remove quantization_config from it"
-        if recipe_key.startswith("model."):
-            remedy += "; model.quantize quantises weights while they load"
-        raise ModelError(f"{what} by its config.json, but not in its files; {remedy}")
+        raise ModelError(
+            f"{what} by its config.json, but not in its files; remove quantization_config from it"
+        )
     return what
 
 
@@ -280,39 +279,27 @@ def choose_strategy(recipe: Recipe, facts: ModelFacts, device: torch.device) -> 
 
 
 def check_accelerate_config(facts: ModelFacts, *, cpu_offload: bool) -> None:
-    """Raises RecipeError if the file of `accelerate config` asks for what the recipe does not.
-
-    `accelerate launch` writes its configuration into environment variables. dpo-pack takes devices, processes
-    and FSDP2 from it; the recipe sets everything else.
-    """
-    mixed, computed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), facts.precision.activations
-    if mixed != "no" and (mixed != "bf16" or computed != torch.bfloat16):
-        remedy = "set model.autocast: bfloat16" if mixed == "bf16" else "dpo-pack has no such type"
-        raise RecipeError(
-            f"model.autocast: accelerate's configuration asks for mixed_precision: {mixed}, but this run "
-            f"computes in {str(computed).removeprefix('torch.')}; {remedy}, or set "
-            "mixed_precision: 'no' in accelerate's configuration"
-        )
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    offloads, checkpoints = is_set("FSDP_OFFLOAD_PARAMS"), is_set("FSDP_ACTIVATION_CHECKPOINTING")
-    is_checkpointed = facts.settings.gradient_checkpointing is not False
-    for key, name, is_refused in (
-        (
-            "model.compile",
-            f"dynamo_backend: {backend}",
-            backend != "no" and facts.settings.compile is not True,
-        ),
-        ("distributed.cpu_offload", "fsdp_offload_params: true", offloads and not cpu_offload),
+    """Raises RecipeError if the file of `accelerate config`, which accelerate turns into environment
+    variables, asks for what the recipe does not. Devices, processes and FSDP2 are taken from it."""
+    settings, variables = facts.settings, os.environ
+    mixed = variables.get("ACCELERATE_MIXED_PRECISION", "no")
+    is_mixed = mixed == "no" or (mixed == "bf16" and facts.precision.activations == torch.bfloat16)
+    backend = variables.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    checkpoints = is_set("FSDP_ACTIVATION_CHECKPOINTING")
+    for key, asked, is_done in (
+        ("model.autocast", f"mixed_precision: {mixed}", is_mixed),
+        ("model.compile", f"dynamo_backend: {backend}", backend == "no" or settings.compile is True),
+        ("distributed.cpu_offload", "offloading", cpu_offload or not is_set("FSDP_OFFLOAD_PARAMS")),
         (
             "model.gradient_checkpointing",
-            "fsdp_activation_checkpointing: true",
-            checkpoints and not is_checkpointed,
+            "it",
+            settings.gradient_checkpointing is not False or not checkpoints,
         ),
     ):
-        if is_refused:
+        if not is_done:
             raise RecipeError(
-                f"{key}: accelerate's configuration asks for {name}, but the recipe does not; set "
-                f"{key}: true, or remove the setting from accelerate's configuration"
+                f"{key}: accelerate's configuration asks for {asked}, but the recipe does not; set {key}, or "
+                "remove the setting from accelerate's configuration"
             )
 
 

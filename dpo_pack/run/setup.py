@@ -24,20 +24,22 @@ from transformers import PreTrainedTokenizerBase
 from dpo_pack.data.faults import FEW, source_notes
 from dpo_pack.data.images import ImageProcessor
 from dpo_pack.data.ingest import columns_sentence
-from dpo_pack.data.sources import HELD_OUT, Data, LoadedSource, load_data, load_source
+from dpo_pack.data.sources import HELD_OUT, Data, load_data, load_source
 from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.losses import Objective, make_objective
 from dpo_pack.model.building import load_model
-from dpo_pack.model.config import check_lengths, known_positions
+from dpo_pack.model.config import check_lengths
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fingerprint import meta_tensors
 from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.lora import read_adapter, unknown_settings
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.recipe.data import SourceRecipe
 from dpo_pack.recipe.load import Recipe, has_tokenizer, source_names
 from dpo_pack.recipe.schema import EvalFraction
+from dpo_pack.recipe.training import LossRecipe
 from dpo_pack.reference.cache import default_cache_directory, find_leftovers
 from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, START_FACTOR
 from dpo_pack.run.models import (
@@ -86,6 +88,10 @@ def reference_token_budget(budget: int | str, trained: int, device: torch.device
     return CPU_TOKEN_BUDGET if device.type == "cpu" else START_FACTOR * trained
 
 
+def recipe_objective(loss: LossRecipe) -> Objective:
+    return make_objective(loss.terms, loss.options, weighting=loss.weighting, ld_alpha=loss.ld_alpha)
+
+
 NO_PAIRS = "online: this command needs pairs, and an online run makes its pairs while it trains"
 PROCESSOR_TEMPLATE = "Chat template: the processor's; that of its tokenizer, or none, is not used"
 
@@ -122,31 +128,30 @@ def check_vocabulary(model: ModelFacts, tokenizer: PreTrainedTokenizerBase, *, w
 def other_tokens(model: ModelFacts, tokenizer: PreTrainedTokenizerBase, *, writes: bool = False) -> str:
     """Returns which ids are other tokens in the model's own tokenizer, if it has one; "": none. With `writes`
     also those that only one of the two has."""
-    path, revision = model.settings.path, model.settings.revision
+    path, revision, key = model.settings.path, model.settings.revision, model.recipe_key
     if model.adapter is not None and has_tokenizer(model.adapter):
         path, revision = str(model.adapter), None
     if Path(path).is_dir() and not has_tokenizer(path):
         return ""
-    trusts, key = model.settings.trust_remote_code, model.recipe_key
+    trusts = model.settings.trust_remote_code
     own = load_tokenizer(
         path, revision=revision, trust_remote_code=trusts, chat_template=None, recipe_key=key
     )
     theirs, ours = ({id: token for token, id in one.get_vocab().items()} for one in (own, tokenizer))
     ids = theirs.keys() | ours.keys() if writes else theirs.keys() & ours.keys()
-    others = [id for id in ids if theirs.get(id) != ours.get(id)]
+    others = sorted(id for id in ids if theirs.get(id) != ours.get(id))
     if not others:
         return ""
-    first = min(others)
     return (
         f"{key}: {model.label} has another tokenizer than {tokenizer.name_or_path}: {len(others):,} ids are "
-        f"other tokens there (first: {first}, {theirs.get(first)!r}, and here {ours.get(first)!r})"
+        f"other tokens there (first: {others[0]}, {theirs.get(others[0])!r}, here {ours.get(others[0])!r})"
     )
 
 
-def _other_tokenizer(policy: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> str:
+def _tokenizer_warning(policy: ModelFacts, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> str:
     """Returns a warning if ids of tokenizer.path are other tokens in the policy's own, or ""."""
-    told = other_tokens(policy, tokenizer)
-    return told and f"Warning: {told}; this is right only if the model was trained with tokenizer.path"
+    told = recipe.tokenizer.path and other_tokens(policy, tokenizer)
+    return f"Warning: {told}; this is right only if the model was trained with tokenizer.path" if told else ""
 
 
 def prepare_data(
@@ -188,65 +193,43 @@ def prepare_data(
 
 
 def _print_data(data: Data, console: Console, scored_turns: str, *, seconds: float) -> None:
+    report, num_pairs = data.report, data.train.num_pairs
+    what = f"{len(data.prompts):,} prompts to answer" if data.prompts else f"{num_pairs:,} pairs to train on"
     sizes = {name: f"{len(prompts):,}" for name, prompts in data.eval_prompts.items()}
-    what = f"{len(data.prompts):,} prompts to answer"
-    if not data.prompts:
-        for name, table in data.eval.items():
-            num_prompts = data.report["eval"][name]["prompts"]
-            of_prompts = f" pairs of {num_prompts:,} prompts" if num_prompts < table.num_pairs else ""
-            sizes[name] = f"{table.num_pairs:,}{of_prompts}"
-        what = f"{data.train.num_pairs:,} pairs to train on"
-        copies = np.bincount(data.train.source_indices, minlength=len(data.source_weights))
-        epoch = copies * np.floor(data.source_weights) + np.floor(copies * (data.source_weights % 1) + 0.5)
-        if int(epoch.sum()) != data.train.num_pairs:  # as `epoch_order` draws them
-            what += f" ({int(epoch.sum()):,} an epoch, by the sources' weights)"
-    held_out = "".join(
-        f", {size} held out{'' if name == HELD_OUT else f' ({name})'}" for name, size in sizes.items()
-    )
-    console.print(f"Data: {what}{held_out}; {format_seconds(seconds)}")
-    for note in _notes_on_all(data):
-        console.print(f"  {note}")
-    of_eval = (held["source"] for held in data.report["eval"].values() if "source" in held)
-    not_read: dict[str, list[str]] = {}  # the sources that have the same columns
-    for source in (*data.report["train"]["sources"], *of_eval):
-        not_read.setdefault(", ".join(source["columns_not_read"]), []).append(source["name"])
-        if others := source.get("pairs_with_other_turns"):
-            scored = (
-                "only what the assistant says is scored (data.scored_turns: all scores other messages too)"
-                if scored_turns == "assistant"
-                else "messages that the assistant did not write are scored too (data.scored_turns: all)"
-            )
-            console.print(f"  {source['name']}: in {others:,} of {source['pairs_kept']:,} pairs {scored}")
-        for note in source_notes(source):
-            console.print(f"  {source['name']}: {note}")
-    for columns, names in not_read.items():
-        if columns:
-            console.print(f"  columns of {', '.join(dict.fromkeys(names))} that are not read: {columns}")
-
-
-def _notes_on_all(data: Data) -> Iterator[str]:
-    """Yields what a user should know of the pairs of all sources together."""
-    shared = data.report["held_out_by"]
-    if shared not in (None, "prompt", "image"):
-        yield (
-            f"no column has the prompts: pairs with the same {shared} are all held out or all trained on; "
+    for name, table in () if data.prompts else data.eval.items():
+        num_prompts = report["eval"][name]["prompts"]
+        of_prompts = f" pairs of {num_prompts:,} prompts" if num_prompts < table.num_pairs else ""
+        sizes[name] = f"{table.num_pairs:,}{of_prompts}"
+    for name, size in sizes.items():
+        what += f", {size} held out{'' if name == HELD_OUT else f' ({name})'}"
+    console.print(f"Data: {what}; {format_seconds(seconds)}")
+    if (shared := report["held_out_by"]) not in (None, "prompt", "image"):
+        console.print(
+            f"  no column has the prompts: pairs with the same {shared} are all held out or all trained on; "
             "for a split by prompt, name the column in data.train.*.columns.prompt"
         )
-    num_pairs, num_copies = data.train.num_pairs, data.report["train"].get("duplicate_pairs", 0)
-    if both := data.report.get("train_pairs_in_eval"):
-        yield (
-            f"Warning: {both:,} of {num_pairs:,} training pairs are held out too, so held-out metrics do "
-            "not show what the model does with new pairs"
-        )
-    if num_copies >= FEW * num_pairs > 0:
-        yield f"Warning: {num_copies:,} of {num_pairs:,} training pairs repeat another one"
-    if contradicted := data.report.get("train_pairs_contradicted"):
-        yield (
-            f"Warning: {contradicted:,} of {num_pairs:,} training pairs are contradicted: another pair has "
-            "the same prompt and answers, and prefers the other one"
-        )
-    if not data.train.weights.any():
-        yield "Warning: all training pairs have the weight 0 (column weight), so none is learned"
+    num_copies = report["train"].get("duplicate_pairs", 0)
+    for number, fault in (
+        (report.get("train_pairs_in_eval"), "are held out too, so held-out metrics do not show new pairs"),
+        (num_copies * (num_copies >= FEW * num_pairs), "repeat another one"),
+        (
+            report.get("train_pairs_contradicted"),
+            "are contradicted: another pair has the same prompt and answers, and prefers the other one",
+        ),
+        (num_pairs * (not data.train.weights.any()), "have the weight 0 (column weight): none is learned"),
+    ):
+        if number:
+            console.print(f"  Warning: {number:,} of {num_pairs:,} training pairs {fault}")
+    of_eval = (held["source"] for held in report["eval"].values() if "source" in held)
+    for source in (*report["train"]["sources"], *of_eval):
+        notes = list(source_notes(source))
+        if others := source.get("pairs_with_other_turns"):
+            are = "not scored" if scored_turns == "assistant" else "scored too"
+            notes.append(f"{others:,} pairs have messages of others in their answers, which are {are}")
+        if columns := source["columns_not_read"]:
+            notes.append(f"columns that are not read: {', '.join(columns)}")
+        for note in notes:
+            console.print(f"  {source['name']}: {note}")
 
 
 def prepare(
@@ -262,13 +245,15 @@ def prepare(
     It writes only into caches. If `runs_models` is false, the command loads no model: it runs in one process
     and ignores `distributed.num_processes`; `device` may then be one that is not here.
     """
-    loss = recipe.loss
-    objective = make_objective(loss.terms, loss.options, weighting=loss.weighting, ld_alpha=loss.ld_alpha)
+    objective = recipe_objective(recipe.loss)
     accelerator = _accelerator(recipe.logging.trackers, recipe.output_dir / "trackers")
     # With several processes on CPUs, accelerate gives each a device number; for torch the CPU is one device.
     device = device or torch.device("cpu" if accelerator.device.type == "cpu" else accelerator.device)
     check_optimizer(recipe.optim.name, device)
-    policy, reference = _resolve_models(recipe, device, checks=runs_models)
+    policy = reference = resolve_and_check(recipe, device, checks=runs_models)
+    if recipe.reference.path is not None:
+        reference = resolve_and_check(recipe, device, "reference.path", checks=runs_models)
+        reference = replace(reference, processor=policy.processor)
     strategy = choose_strategy(recipe, policy, device) if runs_models else ALONE
     if ranks.num_ranks() > 1:
         console.print(f"Strategy: {strategy.sentence()}")
@@ -279,7 +264,7 @@ def prepare(
         tokenizer = prepare_tokenizer(recipe, policy.processor)
         if reference is not policy:
             check_vocabulary(reference, tokenizer)
-        if recipe.tokenizer.path is not None and (warning := _other_tokenizer(policy, tokenizer)):
+        if warning := _tokenizer_warning(policy, tokenizer, recipe):
             console.print(warning)
     data = prepare_data(recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts)
     most, trained = recipe.reference.token_budget, recipe.packing.token_budget
@@ -301,20 +286,19 @@ def prepare(
     return setup
 
 
-def _resolve_models(recipe: Recipe, device: torch.device, *, checks: bool) -> tuple[ModelFacts, ModelFacts]:
-    """Returns the facts of the starting policy and of the reference, which may be the same object. `checks`:
-    whether this machine can load them."""
-    policy = reference = resolve_model(recipe, device)
-    if has_accelerate_config():
-        check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
+def resolve_and_check(
+    recipe: Recipe, device: torch.device, recipe_key: str = "model.path", *, checks: bool = True
+) -> ModelFacts:
+    """Returns the facts of the starting policy, or of the model of `reference.path`. If it `checks`, it raises
+    ModelError or RecipeError if this machine cannot run it, or train the policy."""
+    is_policy = recipe_key == "model.path"
+    path = recipe.model.path if is_policy else recipe.reference.path
+    model = resolve_model(recipe, device, path, recipe_key=recipe_key)
+    if is_policy and has_accelerate_config():
+        check_accelerate_config(model, cpu_offload=recipe.distributed.cpu_offload)
     if checks:
-        check_model(policy, device, is_trained=True)
-    if recipe.reference.path is not None:
-        reference = resolve_model(recipe, device, recipe.reference.path, recipe_key="reference.path")
-        reference = replace(reference, processor=policy.processor)
-        if checks:
-            check_model(reference, device)
-    return policy, reference
+        check_model(model, device, is_trained=is_policy)
+    return model
 
 
 def _accelerator(trackers: Sequence[str], directory: Path) -> Accelerator:
@@ -421,8 +405,8 @@ CHECKED_ROWS = 200  # of each source, as `show` reads
 def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
     """Answers whether a run would start. Returns lines for what is in order, and for what is wrong.
 
-    It takes the steps of a run, in its order, on the first rows of each source, and loads no weights. An
-    error ends a step, not the check. It writes nothing except the files that it downloads from the hub.
+    It takes the steps of `prepare`, on the first rows of each source, and loads no weights. An error ends a
+    step, not the check. It writes nothing except the files that it downloads from the hub.
     """
     found: list[str] = []
     wrong: list[str] = []
@@ -435,9 +419,9 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
             wrong.append(str(error))
 
     device = torch.device("cuda" if ranks.uses_cuda() else "cpu")
-    evals, online, loss = recipe.data.eval, recipe.online, recipe.loss
+    evals = recipe.data.eval
     with step():
-        make_objective(loss.terms, loss.options, weighting=loss.weighting, ld_alpha=loss.ld_alpha)
+        recipe_objective(recipe.loss)
     with step():
         check_optimizer(recipe.optim.name, device)
     with step():
@@ -446,69 +430,42 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         run = find_run(recipe, overwrite=False)
         state = "its run is finished, so train has nothing to do" if run.is_finished else "a run can use it"
         found.append(f"output_dir: {run.root}, {state}")
-    budget = recipe.packing.token_budget
-    longest_row = max(budget, reference_token_budget(recipe.reference.token_budget, budget, device))
     models: dict[str, ModelFacts] = {}
-    for key, path in (("model.path", recipe.model.path), ("reference.path", recipe.reference.path)):
+    for key in ("model.path", *(("reference.path",) if recipe.reference.path else ())):
         with step():
-            if path is not None:
-                model = resolve_model(recipe, device, path, recipe_key=key)
-                found += _check_facts(
-                    model, device, key, max_length=recipe.data.max_length, longest_row=longest_row
-                )
-                models[key] = model
-    policy = models.get("model.path")
+            model = checked_model(recipe, device, key)
+            found += _check_tensors(model, device, key, recipe)
+            models[key] = model
     with step():
-        if policy is not None:
-            check_accelerate_config(policy, cpu_offload=recipe.distributed.cpu_offload)
-    for number, judge in enumerate(() if online is None else online.judges):
-        if judge.path is not None:
-            key, trusts = f"online.judges.{number}.path", recipe.model.trust_remote_code
-            with step():
-                config = load_config(judge.path, revision=None, trust_remote_code=trusts, recipe_key=key)
-                check_quantised_files(config, judge.path, None, key)
-                load_tokenizer(
-                    judge.path, revision=None, trust_remote_code=trusts, chat_template=None, recipe_key=key
-                )
-                found.append(f"{key}: {judge.path}, {config.model_type}")
-    most = None if online is None else online.max_new_tokens
+        found += _check_judges(recipe)
+    policy, tokenizer = models.get("model.path"), None
+    images = None if policy is None else policy.processor
     with step():
-        images = None if policy is None else policy.processor
         tokenizer = prepare_tokenizer(recipe, images)
         found.append(f"tokenizer: {len(tokenizer):,} tokens")
-        with step():
-            if policy is not None and recipe.tokenizer.path is not None:
-                warning = _other_tokenizer(policy, tokenizer)
-                found += [f"  {warning}"] if warning else []
-            if "reference.path" in models:
-                check_vocabulary(models["reference.path"], tokenizer)
+        if policy is not None and (warning := _tokenizer_warning(policy, tokenizer, recipe)):
+            found.append(f"  {warning}")
         if images is not None and images.gives_template(tokenizer):
             found.append(f"  {PROCESSOR_TEMPLATE}")
-        cache_dir = recipe.reference.cache_dir or default_cache_directory()
-        load = partial(
-            load_source,
-            data=recipe.data,
-            tokenizer_key="",
-            cache_dir=cache_dir,
-            images=images,
-        )
-        needs_policy = recipe.model.images and policy is None  # its processor reads the rows
+        if "reference.path" in models:
+            check_vocabulary(models["reference.path"], tokenizer)
+    needs_processor = recipe.model.images and images is None  # which reads the rows
+    if tokenizer is not None and not needs_processor:
         for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
-            for number, source in enumerate(() if needs_policy else sources):
+            for number in range(len(sources)):
                 with step():
                     key = f"data.{part}.{number}"
-                    rows = load(source, key, tokenizer=tokenizer, max_new_tokens=most, max_rows=CHECKED_ROWS)
-                    _check_source(f"{key}: {source.path}", rows, most, models.values(), tokenizer, found)
+                    found += _check_source(recipe, key, sources[number], models.values(), tokenizer, images)
     return found, wrong
 
 
-def _check_facts(
-    model: ModelFacts, device: torch.device, key: str, *, max_length: int, longest_row: int
-) -> Iterator[str]:
-    check_model(model, device, is_trained=key == "model.path")
+def _check_tensors(model: ModelFacts, device: torch.device, key: str, recipe: Recipe) -> Iterator[str]:
+    """Compares the names and shapes of a model's tensors with its config."""
     notes: list[str] = []
     if model.is_packed:
-        check_lengths(model.config, longest_sequence=0, longest_row=longest_row)
+        budget = recipe.packing.token_budget
+        without_gradients = reference_token_budget(recipe.reference.token_budget, budget, device)
+        check_lengths(model.config, longest_sequence=0, longest_row=max(budget, without_gradients))
     if model.quantization is not None:
         model.architecture  # noqa: B018  # builds the model on the meta device
         tensors: dict[str, Tensor] | str = "they are quantised, or will be"
@@ -523,34 +480,53 @@ def _check_facts(
     yield from (f"  {note}" for note in notes)
     if model.adapter is not None:
         yield from unknown_settings(model.adapter)
-    known = known_positions(model.config)
-    if known is not None and known < max_length:
-        yield (
-            f"  data.max_length is {max_length:,}, but this model is exact for {known:,} positions only, "
-            f"so a longer pair would stop a run; set data.max_length: {known}"
-        )
+
+
+def _check_judges(recipe: Recipe) -> Iterator[str]:
+    for number, judge in enumerate(() if recipe.online is None else recipe.online.judges):
+        if judge.path is not None:
+            key, trusts = f"online.judges.{number}.path", recipe.model.trust_remote_code
+            config = load_config(judge.path, revision=None, trust_remote_code=trusts, recipe_key=key)
+            check_quantised_files(config, judge.path, None, key)
+            load_tokenizer(
+                judge.path, revision=None, trust_remote_code=trusts, chat_template=None, recipe_key=key
+            )
+            yield f"{key}: {judge.path}, {config.model_type}"
 
 
 def _check_source(
-    label: str,
-    loaded: LoadedSource,
-    max_new_tokens: int | None,
+    recipe: Recipe,
+    key: str,
+    source: SourceRecipe,
     models: Iterable[ModelFacts],
-    tokenizer: Tokenizer,
-    found: list[str],
-) -> None:
-    counts, kept = loaded.store.summary, "pairs" if max_new_tokens is None else "prompts"
-    found.append(
-        f"{label}, format {counts['format']}, {'all' if loaded.reads_all else 'the first'} "
-        f"{counts['rows_read']:,} rows {'' if loaded.reads_all else '(no others were read) '}have "
-        f"{counts[f'{kept}_kept']:,} {kept}"
+    tokenizer: PreTrainedTokenizerBase,
+    images: ImageProcessor | None,
+) -> list[str]:
+    """Reads the first rows of a source."""
+    max_new_tokens = None if recipe.online is None else recipe.online.max_new_tokens
+    rows = load_source(
+        source,
+        key,
+        data=recipe.data,
+        tokenizer=tokenizer,
+        tokenizer_key="",
+        cache_dir=recipe.reference.cache_dir or default_cache_directory(),
+        images=images,
+        max_new_tokens=max_new_tokens,
+        max_rows=CHECKED_ROWS,
     )
-    found.extend(f"  {note}" for note in source_notes(counts))
-    columns = f"  {columns_sentence(loaded.columns_read, counts['columns_not_read'])}"
-    found.extend([] if columns in found else [columns])
-    tables = [PairTable.of([loaded.store])]
+    counts, kept = rows.store.summary, "pairs" if max_new_tokens is None else "prompts"
+    tables = [PairTable.of([rows.store])]
     longest = longest_sequence(tables) + (max_new_tokens or 0)
     for model in models:
         longest_row = 2 * longest if model.is_packed else None
         check_lengths(model.config, longest_sequence=longest, longest_row=longest_row)
         check_tokens(model, tokenizer, tables)
+    which = "all" if rows.reads_all else "the first"
+    others = "" if rows.reads_all else "(no others were read) "
+    lines = [
+        f"{key}: {source.path}, format {counts['format']}, {which} {counts['rows_read']:,} rows {others}have "
+        f"{counts[f'{kept}_kept']:,} {kept}"
+    ]
+    notes = (*source_notes(counts), columns_sentence(rows.columns_read, counts["columns_not_read"]))
+    return lines + [f"  {note}" for note in notes]

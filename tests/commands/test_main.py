@@ -425,7 +425,7 @@ def test_doctor_proves_and_estimates_and_leaves_output_dir_alone(recipe: Path, d
     assert (outcome.status, outcome.err) == (0, "")
     assert "exact" in outcome.out and "Reference log-probs" not in outcome.out
     assert "2 steps of 8 pairs" in outcome.out and "Memory on one cpu device" in outcome.out
-    assert "  columns of pairs that are not read: kind\n" in outcome.out
+    assert "  pairs: columns that are not read: kind\n" in outcome.out
     memory = json.loads(dpopack("doctor", recipe, "--json").out)["memory"]
     assert memory["fits"] and memory["num_devices"] == 1 and memory["step"] > memory["parts"]["optimizer"] > 0
     assert not (recipe.parent / "run").exists()
@@ -458,7 +458,6 @@ def test_inspect_packing_says_whether_a_run_fits_gpus_that_are_not_here(
     memory = json.loads(dpopack("inspect-packing", recipe, *little).out)["memory"]
     assert not memory["fits"] and memory["num_devices"] == 1 and memory["row_tokens"] > 100
     weighted = dpopack("inspect-packing", recipe, "data.train.0.weight=1.5").out
-    assert "16 pairs to train on (24 an epoch, by the sources' w" in weighted
     assert "24 pairs in 3 steps" in weighted
     assert not (recipe.parent / "run").exists()
 
@@ -584,16 +583,16 @@ def test_recipe_check_reads_what_a_run_would_read_first_and_writes_nothing(
     assert sorted(directory.rglob("*")) == before
 
 
-def test_recipe_check_warns_of_pairs_that_may_be_longer_than_the_model_reads_and_refuses_those_that_are(
+def test_recipe_check_refuses_pairs_that_are_longer_than_the_model_reads(
     recipe: Path, dpopack: Dpopack
 ) -> None:
     long = recipe.parent / "long.jsonl"
     write_rows(long, [{"prompt": "a b c", "chosen": "d " * 16, "rejected": "e"}])
-    for positions, status, stream in ((80, 0, "out"), (16, 2, "err")):
+    for positions, status in ((80, 0), (16, 2)):
         _edit_json(recipe.parent / "model" / "config.json", max_position_embeddings=positions)
         checked = dpopack("recipe", "--check", recipe, f"data.train={long}", "data.max_length=99")
         assert (checked.status, "in order" in checked.out) == (status, status == 0)
-        assert f"data.max_length: {positions}\n" in getattr(checked, stream)
+        assert status == 0 or f"data.max_length: {positions}\n" in checked.err
 
 
 def test_recipe_check_has_a_line_for_each_thing_that_would_stop_the_run(

@@ -4,6 +4,7 @@ import errno
 import gzip
 import io
 import json
+import operator
 import re
 import tracemalloc
 from pathlib import Path
@@ -487,8 +488,9 @@ def test_a_start_prints_what_is_left_out_and_not_read_of_training_and_of_held_ou
         printed = console.file.getvalue().splitlines()
         assert printed[1:] == [
             "  a: Warning: 1 of 3 rows are left out: 1 empty_completion",
+            "  a: columns that are not read: id, note",
             "  dev: Warning: 1 of 3 rows are left out: 1 wrong_type",
-            "  columns of a, dev that are not read: id, note",
+            "  dev: columns that are not read: id, note",
         ]
         console.file.truncate(console.file.seek(0))
 
@@ -515,7 +517,7 @@ def test_a_start_warns_of_pairs_that_contradict_each_other_and_of_weights_that_a
     train = [write(tmp_path / "a.jsonl", [first, *others]), write(tmp_path / "b.jsonl", [first, swapped])]
     settings: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "model": {"path": str(tmp_path / "no")}}
     assert isinstance(console.file, io.StringIO)
-    is_0 = "  Warning: all training pairs have the weight 0 (column weight)"
+    is_0 = "training pairs have the weight 0 (column weight): none is learned"
     for some, warnings in (
         (train[:1], [is_0]),
         ([train[0], same_answers], []),
@@ -530,8 +532,8 @@ def test_a_start_warns_of_pairs_that_contradict_each_other_and_of_weights_that_a
     ):
         prepare_data(parse_recipe({**settings, "data": {"train": some}}), TOKENIZER, console)
         lines = [line for line in console.file.getvalue().splitlines() if "Warning" in line]
-        told = [re.split(",| and ", line)[0] for line in lines if "repeat" not in line]
-        assert told == warnings
+        lines = [line for line in lines if "repeat" not in line]
+        assert len(lines) == len(warnings) and all(map(operator.contains, lines, warnings))
         console.file.truncate(console.file.seek(0))
 
 

@@ -196,7 +196,7 @@ def test_answers_of_one_message_are_rendered_and_stored_as_if_all_turns_were_sco
 
 def test_a_line_says_on_how_many_pairs_the_scored_turns_matter(tmp_path: Path) -> None:
     path = write(tmp_path / "chat.jsonl", [SIMPLE, AGENT, SIMPLE])
-    for turns, says in (("assistant", "only what the assistant says is scored"), ("all", "are scored too")):
+    for turns, says in (("assistant", "which are not scored"), ("all", "which are scored too")):
         told = StringIO()
         recipe = parse_recipe(
             {
@@ -208,7 +208,10 @@ def test_a_line_says_on_how_many_pairs_the_scored_turns_matter(tmp_path: Path) -
         )
         for _ in range(2):  # the second time from the cache
             prepare_data(recipe, chat_tokenizer(), Console(file=told, width=300))
-        assert told.getvalue().count("chat: in 1 of 3 pairs ") == 2 and told.getvalue().count(says) == 2
+        assert (
+            told.getvalue().count("chat: 1 pairs have messages of others") == 2
+            and told.getvalue().count(says) == 2
+        )
 
 
 def test_other_scored_turns_are_a_change_that_changes_training() -> None:
