@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.online.endpoint import Endpoint, api_key
 from dpo_pack.online.http_generator import HttpGenerator
@@ -20,9 +19,8 @@ from dpo_pack.online.vllm_generator import KEY, VllmGenerator, check_installed, 
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.online.win_rate import WinRate
 from dpo_pack.recipe.online import EndpointRecipe, OnlineRecipe
-from dpo_pack.run.models import check_quantised_files
 from dpo_pack.run.pairs import plan_settings, row_builder
-from dpo_pack.run.setup import Setup, load_moving_reference, load_second_model
+from dpo_pack.run.setup import Setup, load_judge_files, load_moving_reference, load_second_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.process import load_function
@@ -167,11 +165,7 @@ def build_judge(setup: Setup) -> Judge:
 def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
     recipe = setup.recipe
     trusts = recipe.model.trust_remote_code
-    tokenizer = load_tokenizer(
-        path, revision=None, trust_remote_code=trusts, chat_template=None, recipe_key=key
-    )
-    config = load_config(path, revision=None, trust_remote_code=trusts, recipe_key=key)
-    check_quantised_files(config, path, None, key)
+    _, tokenizer = load_judge_files(path, key, trusts)
     judge = load_reward_model(
         path,
         tokenizer,

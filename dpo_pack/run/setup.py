@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +20,12 @@ from accelerate import Accelerator
 from accelerate.utils import patch_environment
 from rich.console import Console
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dpo_pack.data.faults import FEW, source_notes
 from dpo_pack.data.images import ImageProcessor
 from dpo_pack.data.ingest import columns_sentence
-from dpo_pack.data.sources import HELD_OUT, Data, load_data, load_source
+from dpo_pack.data.sources import HELD_OUT, Data, LoadedSource, load_data, load_source
 from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.losses import Objective, make_objective
@@ -36,7 +37,6 @@ from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.lora import read_adapter, unknown_settings
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.recipe.data import SourceRecipe
 from dpo_pack.recipe.load import Recipe, has_tokenizer, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.recipe.training import LossRecipe
@@ -148,10 +148,10 @@ def other_tokens(model: ModelFacts, tokenizer: PreTrainedTokenizerBase, *, write
     )
 
 
-def _tokenizer_warning(policy: ModelFacts, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> str:
+def _tokenizer_warning(policy: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns a warning if ids of tokenizer.path are other tokens in the policy's own, or ""."""
-    told = recipe.tokenizer.path and other_tokens(policy, tokenizer)
-    return f"Warning: {told}; this is right only if the model was trained with tokenizer.path" if told else ""
+    told = other_tokens(policy, tokenizer)
+    return told and f"Warning: {told}; this is right only if the model was trained with tokenizer.path"
 
 
 def prepare_data(
@@ -264,7 +264,7 @@ def prepare(
         tokenizer = prepare_tokenizer(recipe, policy.processor)
         if reference is not policy:
             check_vocabulary(reference, tokenizer)
-        if warning := _tokenizer_warning(policy, tokenizer, recipe):
+        if recipe.tokenizer.path is not None and (warning := _tokenizer_warning(policy, tokenizer)):
             console.print(warning)
     data = prepare_data(recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts)
     most, trained = recipe.reference.token_budget, recipe.packing.token_budget
@@ -431,41 +431,54 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         state = "its run is finished, so train has nothing to do" if run.is_finished else "a run can use it"
         found.append(f"output_dir: {run.root}, {state}")
     models: dict[str, ModelFacts] = {}
+    budget = recipe.packing.token_budget
+    budget = max(budget, reference_token_budget(recipe.reference.token_budget, budget, device))
     for key in ("model.path", *(("reference.path",) if recipe.reference.path else ())):
         with step():
-            model = checked_model(recipe, device, key)
-            found += _check_tensors(model, device, key, recipe)
-            models[key] = model
-    with step():
-        found += _check_judges(recipe)
+            models[key] = model = checked_model(recipe, device, key)
+            check_lengths(model.config, longest_sequence=0, longest_row=budget if model.is_packed else None)
+            found += _check_tensors(model, device, key)
+    for number, judge in enumerate(() if recipe.online is None else recipe.online.judges):
+        if judge.path is not None:
+            key = f"online.judges.{number}.path"
+            with step():
+                config, _ = load_judge_files(judge.path, key, recipe.model.trust_remote_code)
+                found.append(f"{key}: {judge.path}, {config.model_type}")
     policy, tokenizer = models.get("model.path"), None
     images = None if policy is None else policy.processor
     with step():
         tokenizer = prepare_tokenizer(recipe, images)
         found.append(f"tokenizer: {len(tokenizer):,} tokens")
-        if policy is not None and (warning := _tokenizer_warning(policy, tokenizer, recipe)):
-            found.append(f"  {warning}")
+        if policy is not None and recipe.tokenizer.path is not None:
+            found += [f"  {warning}" for warning in [_tokenizer_warning(policy, tokenizer)] if warning]
         if images is not None and images.gives_template(tokenizer):
             found.append(f"  {PROCESSOR_TEMPLATE}")
         if "reference.path" in models:
             check_vocabulary(models["reference.path"], tokenizer)
-    needs_processor = recipe.model.images and images is None  # which reads the rows
-    if tokenizer is not None and not needs_processor:
-        for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval_sources)):
-            for number in range(len(sources)):
-                with step():
-                    key = f"data.{part}.{number}"
-                    found += _check_source(recipe, key, sources[number], models.values(), tokenizer, images)
+    written = 0 if recipe.online is None else recipe.online.max_new_tokens
+    if tokenizer is not None and not (recipe.model.images and images is None):  # its processor reads rows
+        read = partial(
+            load_source,
+            data=recipe.data,
+            tokenizer=tokenizer,
+            tokenizer_key="",
+            cache_dir=recipe.reference.cache_dir or default_cache_directory(),
+            images=images,
+            max_new_tokens=written or None,
+            max_rows=CHECKED_ROWS,
+        )
+        sources = [(f"data.train.{number}", source) for number, source in enumerate(recipe.data.train)]
+        sources += [(f"data.eval.{number}", source) for number, source in enumerate(recipe.data.eval_sources)]
+        for key, source in sources:
+            with step():
+                rows = read(source, key)
+                found += _check_rows(f"{key}: {source.path}", rows, written, models.values(), tokenizer)
     return found, wrong
 
 
-def _check_tensors(model: ModelFacts, device: torch.device, key: str, recipe: Recipe) -> Iterator[str]:
+def _check_tensors(model: ModelFacts, device: torch.device, key: str) -> Iterator[str]:
     """Compares the names and shapes of a model's tensors with its config."""
     notes: list[str] = []
-    if model.is_packed:
-        budget = recipe.packing.token_budget
-        without_gradients = reference_token_budget(recipe.reference.token_budget, budget, device)
-        check_lengths(model.config, longest_sequence=0, longest_row=max(budget, without_gradients))
     if model.quantization is not None:
         model.architecture  # noqa: B018  # builds the model on the meta device
         tensors: dict[str, Tensor] | str = "they are quantised, or will be"
@@ -482,51 +495,35 @@ def _check_tensors(model: ModelFacts, device: torch.device, key: str, recipe: Re
         yield from unknown_settings(model.adapter)
 
 
-def _check_judges(recipe: Recipe) -> Iterator[str]:
-    for number, judge in enumerate(() if recipe.online is None else recipe.online.judges):
-        if judge.path is not None:
-            key, trusts = f"online.judges.{number}.path", recipe.model.trust_remote_code
-            config = load_config(judge.path, revision=None, trust_remote_code=trusts, recipe_key=key)
-            check_quantised_files(config, judge.path, None, key)
-            load_tokenizer(
-                judge.path, revision=None, trust_remote_code=trusts, chat_template=None, recipe_key=key
-            )
-            yield f"{key}: {judge.path}, {config.model_type}"
+def load_judge_files(
+    path: str, recipe_key: str, trust_remote_code: bool
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Returns config and tokenizer of a reward model. Raises ModelError."""
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "recipe_key": recipe_key}
+    config = load_config(path, revision=None, **options)
+    check_quantised_files(config, path, None, recipe_key)
+    return config, load_tokenizer(path, revision=None, chat_template=None, **options)
 
 
-def _check_source(
-    recipe: Recipe,
-    key: str,
-    source: SourceRecipe,
+def _check_rows(
+    label: str,
+    rows: LoadedSource,
+    max_new_tokens: int,
     models: Iterable[ModelFacts],
     tokenizer: PreTrainedTokenizerBase,
-    images: ImageProcessor | None,
-) -> list[str]:
-    """Reads the first rows of a source."""
-    max_new_tokens = None if recipe.online is None else recipe.online.max_new_tokens
-    rows = load_source(
-        source,
-        key,
-        data=recipe.data,
-        tokenizer=tokenizer,
-        tokenizer_key="",
-        cache_dir=recipe.reference.cache_dir or default_cache_directory(),
-        images=images,
-        max_new_tokens=max_new_tokens,
-        max_rows=CHECKED_ROWS,
+) -> Iterator[str]:
+    counts, tables = rows.store.summary, [PairTable.of([rows.store])]
+    kept = next(name for name in ("pairs", "prompts") if f"{name}_kept" in counts)
+    which = "all" if rows.reads_all else "the first"
+    others = "" if rows.reads_all else "(no others were read) "
+    yield (
+        f"{label}, format {counts['format']}, {which} {counts['rows_read']:,} rows {others}have "
+        f"{counts[f'{kept}_kept']:,} {kept}"
     )
-    counts, kept = rows.store.summary, "pairs" if max_new_tokens is None else "prompts"
-    tables = [PairTable.of([rows.store])]
-    longest = longest_sequence(tables) + (max_new_tokens or 0)
+    for note in (*source_notes(counts), columns_sentence(rows.columns_read, counts["columns_not_read"])):
+        yield f"  {note}"
+    longest = longest_sequence(tables) + max_new_tokens
     for model in models:
         longest_row = 2 * longest if model.is_packed else None
         check_lengths(model.config, longest_sequence=longest, longest_row=longest_row)
         check_tokens(model, tokenizer, tables)
-    which = "all" if rows.reads_all else "the first"
-    others = "" if rows.reads_all else "(no others were read) "
-    lines = [
-        f"{key}: {source.path}, format {counts['format']}, {which} {counts['rows_read']:,} rows {others}have "
-        f"{counts[f'{kept}_kept']:,} {kept}"
-    ]
-    notes = (*source_notes(counts), columns_sentence(rows.columns_read, counts["columns_not_read"]))
-    return lines + [f"  {note}" for note in notes]
