@@ -435,7 +435,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
     budget = max(budget, reference_token_budget(recipe.reference.token_budget, budget, device))
     for key in ("model.path", *(("reference.path",) if recipe.reference.path else ())):
         with step():
-            models[key] = model = checked_model(recipe, device, key)
+            models[key] = model = resolve_and_check(recipe, device, key)
             check_lengths(model.config, longest_sequence=0, longest_row=budget if model.is_packed else None)
             found += _check_tensors(model, device, key)
     for number, judge in enumerate(() if recipe.online is None else recipe.online.judges):
