@@ -289,7 +289,7 @@ def prepare(
 def resolve_and_check(
     recipe: Recipe, device: torch.device, recipe_key: str = "model.path", *, checks: bool = True
 ) -> ModelFacts:
-    """Returns the facts of the starting policy, or of the model of `reference.path`. If it `checks`, it raises
+    """Returns the facts of the policy as it starts, or of `reference.path`. If it `checks`, it raises
     ModelError or RecipeError if this machine cannot run it, or train the policy."""
     is_policy = recipe_key == "model.path"
     path = recipe.model.path if is_policy else recipe.reference.path
