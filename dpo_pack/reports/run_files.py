@@ -36,7 +36,7 @@ from dpo_pack.reports.evaluation_tables import evaluation_cells, pairs_and_promp
 from dpo_pack.reports.tables import Cells
 from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import CacheError, RunError
-from dpo_pack.system.files import parse_json, read_json, text_of
+from dpo_pack.system.files import leaves, parse_json, read_json, text_of
 
 _MOST_POINTS = 2_000  # a curve has at most so many points
 _MOST_POINTS_OF_ALL_RUNS = 8_000  # of one metric in all runs, so that a page of many runs stays small
@@ -158,7 +158,7 @@ def lowest_margins(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the pairs with the lowest mean margins of pairs.parquet, lowest first.
 
     A pair has source, row, margin (the mean: by the last one the policy knows wrong labels by heart),
-    num_times, last_step and texts (prompt, chosen, rejected; None if their tokens are not at hand).
+    num_times, last_step and texts (prompt, chosen, rejected; empty if their tokens are not at hand).
     """
     parts = sorted((run["path"] / "pairs.parquet").glob("part-*.parquet"))
     if not parts:
@@ -181,7 +181,7 @@ def lowest_margins(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     order = [("margin", "ascending"), ("source", "ascending"), ("row", "ascending")]
     lowest = pairs.sort_by(order).slice(0, _MOST_PAIRS).to_pylist()
     texts = _texts(run, [(pair["source"], pair["row"]) for pair in lowest])
-    return [{**pair, "texts": texts.get((pair["source"], pair["row"]))} for pair in lowest]
+    return [{**pair, "texts": texts.get((pair["source"], pair["row"]), {})} for pair in lowest]
 
 
 def _texts(run: Mapping[str, Any], keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], dict[str, str]]:
@@ -231,26 +231,21 @@ def runs_cells(runs: Sequence[Mapping[str, Any]]) -> Cells:
 def differing_keys(runs: Sequence[Mapping[str, Any]]) -> Cells:
     """Returns the keys of the recipes and of run.json's versions that differ, with each run's value."""
     also = ("dpo_pack", "versions", "devices", "git_commit")
-    flat = [dict(_flat({**run["recipe"], **{key: run["info"].get(key) for key in also}})) for run in runs]
-    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key != "output_dir"]
-    rows = [[key, *(_as_in_yaml(one.get(key)) for one in flat)] for key in keys]
-    return Cells(["key", *(run["name"] for run in runs)], [row for row in rows if len(set(row[1:])) > 1])
+    trees = [{**run["recipe"], **{key: run["info"].get(key) for key in also}} for run in runs]
+    flat = [dict(leaves(tree, separator=".")) for tree in trees]
+    texts = {
+        key: [_text(one.get(key)) for one in flat]
+        for key in dict.fromkeys(key for one in flat for key in one)
+        if key != "output_dir"
+    }
+    rows = [[key, *values] for key, values in texts.items() if len(set(values)) > 1]
+    return Cells(["key", *(run["name"] for run in runs)], rows)
 
 
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for name, item in items:
-        dotted = f"{key}.{name}" if key else str(name)
-        listed = item if isinstance(item, list) else [item]
-        nested = any(isinstance(each, Mapping) for each in listed)
-        yield from _flat(item, dotted) if nested else [(dotted, item)]
-
-
-def _as_in_yaml(value: Any) -> str:
+def _text(value: Any) -> str:
     """Returns the text of a value. A key without a value, null, and a key that is not there look alike."""
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    is_text = value is None or isinstance(value, str)
+    return value or "" if is_text else json.dumps(value, ensure_ascii=False)
 
 
 def last_evaluations(runs: Sequence[Mapping[str, Any]], name: str) -> Cells:
@@ -308,7 +303,6 @@ def chart_data(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "num_runs": len(runs),
         "steps": steps,
         "charts": charts,
-        "warnings": sorted({step for run in runs for step, _ in run["warnings"]}),
         "lines_per_point": max(run["lines_per_point"] for run in runs),
     }
 

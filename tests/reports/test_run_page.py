@@ -120,7 +120,6 @@ def test_the_page_has_curves_evaluations_warnings_and_files(run: Path) -> None:
     ):  # fmt: skip
         assert part in text, part
     data = drawn(page)
-    assert data["warnings"] == [20]
     (loss,) = curves(page, "Loss")
     assert data["steps"][loss["steps"]] == list(range(1, 31))
     assert loss["values"][0][0] == float(f"{math.sin(1) + 1.234567891:.5g}")

@@ -19,14 +19,6 @@
       value == null ? null : (sum = 0.9 * sum + value) / (weight = 0.9 * weight + 1));
   };
 
-  const drawWarnings = (plot) => {
-    const { left, top, width, height } = plot.bbox;
-    plot.ctx.fillStyle = css("warn");
-    for (const x of data.warnings.map((step) => plot.valToPos(step, "x", true))) {
-      if (x >= left && x <= left + width) plot.ctx.fillRect(x, top, 1, height);
-    }
-  };
-
   const draw = (element, chart) => {
     const series = [{ label: "step", value: (plot, step) => format(step ?? plot.data[0].at(-1)) }];
     const tables = [], bands = [];
@@ -64,7 +56,6 @@
         { ...axis, size: 58, values: (u, ticks) => ticks.map((t) => t == null ? "" : format(t)) },
       ],
       cursor: { sync: { key: "steps" }, focus: { prox: many ? 24 : -1 } }, focus: { alpha: 0.25 },
-      hooks: { draw: [drawWarnings] },
     }, uPlot.join(tables), element);
   };
 
@@ -76,6 +67,5 @@
   };
   drawAll();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-  addEventListener("resize", () =>
-    plots.forEach((plot, index) => plot.setSize({ width: elements[index].clientWidth, height: 210 })));
+  addEventListener("resize", drawAll);
 })();
