@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, Field, PrivateAttr, Strict
 
 from dpo_pack.recipe import types
-from dpo_pack.recipe.data import IMAGE_FIELDS, DataRecipe, EvalFraction, PackingRecipe, SourceRecipe
+from dpo_pack.recipe.data import DataRecipe, EvalFraction, PackingRecipe, SourceRecipe
 from dpo_pack.recipe.online import OnlineRecipe
 from dpo_pack.recipe.training import CheckpointRecipe, EvalMetric, LossRecipe, OptimRecipe, TrainRecipe
 from dpo_pack.system.hub import repo_fault
@@ -50,25 +50,19 @@ class ModelRecipe(types.Section):
     attention: Literal["auto", "flash_attn", "torch_varlen", "flex", "sdpa"] = "auto"
     """auto: the first that is exact for this model, type and device. flex: CUDA, for softcaps and sinks."""
     gradient_checkpointing: bool | Literal["selective"] = False
-    """Recompute activations in the backward pass: less memory, more time. selective: the results of matrix
-    products and attention, which take most of the time, are kept; not with compiled layers."""
+    """Recompute activations: less memory, more time; selective: not those of products and attention."""
     activation_offload: bool = False
-    """Keep layers' inputs in the host's memory until the backward pass, for pairs of tens of thousands of
-    tokens; needs gradient_checkpointing: true."""
+    """Keep layers' inputs in the host's memory; needs gradient_checkpointing: true. See docs/memory.md."""
     mlp_tile_tokens: types.TokenCount | None = None
-    """Compute feed-forward blocks this many tokens at a time, e.g. 8192, for pairs of tens of thousands of
-    tokens; the backward pass computes them once more. Not for mixtures of experts. null: all at once."""
+    """Tokens at a time in feed-forward blocks, e.g. 8192, for very long pairs; null: all at once."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile the layers and the work on logits with torch.compile; a start is seconds to minutes longer.
-    auto: on CUDA, if a C++ compiler and triton are there and a small row compiles."""
+    """Compile layers and logits with torch.compile; auto: on CUDA, where a small row compiles."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     unused_tensors: Literal["error", "warn"] = "error"
-    """What to do if the checkpoint has tensors that the model of its config.json does not use; warn: the
-    exported model lacks them. Rotary buffers and layers that predict further tokens get a line only."""
+    """If the checkpoint has tensors that its model does not use; warn: the exported model lacks them."""
     quantize: Literal["int8", "nf4"] | None = None
-    """Quantise the frozen base of an adapter while it is loaded, with bitsandbytes; nf4: QLoRA, 4 bits a
-    weight. A reference at reference.path is quantised only if it is an adapter. See docs/lora.md."""
+    """Quantise the frozen base of an adapter with bitsandbytes; nf4: QLoRA. See docs/lora.md."""
     images: bool = False
     """Read the images of prompts, for families that docs/images.md names; their tower stays as it is."""
     lora: LoraRecipe | None = None
@@ -103,8 +97,7 @@ class ReferenceRecipe(types.Section):
     cache_dir: types.LocalPath | None = None
     """Where log-probs are kept; null: $DPO_PACK_CACHE, else ~/.cache/dpo_pack."""
     token_budget: Literal["auto"] | types.TokenCount = "auto"
-    """Most tokens of a row in the pass that computes log-probs before training; auto: on CUDA what fits in
-    memory, measured once for each model and device; on CPU 4096."""
+    """Most tokens of a row in the pass before training; auto: what fits on CUDA; on CPU 4096."""
 
 
 class SamplesRecipe(types.Section):
@@ -137,11 +130,6 @@ class LoggingRecipe(types.Section):
     run_name: types.Name | None = None
     """Name of the run in trackers; null: the last part of output_dir."""
 
-    def broken_rules(self) -> Iterator[types.Problem]:
-        for tracker in self.trackers:
-            if self.trackers.count(tracker) > 1:
-                yield "trackers", f"'{tracker}' is given twice"
-
 
 class PushRecipe(types.Section):
     """Where the exported model goes on the Hugging Face hub. The token comes from HF_TOKEN or a login."""
@@ -160,16 +148,11 @@ class ExportRecipe(types.Section):
     """The model that a run leaves: the type of its weights, its verification, and where it goes."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the exported weights; auto: the checkpoint's, where it is narrower than the type in which the
-    weights were trained; an adapter keeps its type. A finished run is exported anew with `checkpoint.resume`
-    and one of its checkpoints."""
+    """Type of the exported weights; auto: the checkpoint's, where narrower; an adapter keeps its type."""
     verify: Literal["auto", "full", "tensors", "none"] = "auto"
-    """Read the export as its users do, in a process of its own, and compare it with what was trained:
-    tensors: each tensor, bit for bit; full: also log-probs of up to four sequences; auto: full, where the
-    model fits into memory once more."""
+    """Read the export in a process of its own and compare: tensors: bit for bit; full: log-probs, too."""
     push_to_hub: PushRecipe | None = None
-    """Upload the model, its card and report.html, e.g. {repo: owner/name, private: true}; null: no upload.
-    If it fails, the run is finished all the same, and `dpopack push` repeats it."""
+    """Upload the model, its card and report.html, e.g. {repo: owner/name, private: true}; null: no."""
 
 
 class DistributedRecipe(types.Section):
@@ -178,8 +161,7 @@ class DistributedRecipe(types.Section):
     num_processes: Literal["auto"] | types.Count = "auto"
     """Number of processes, one for each device; auto: all visible GPUs, 1 on CPU."""
     strategy: Literal["auto", "ddp", "fsdp2"] = "auto"
-    """ddp: each device has a copy of the model; fsdp2: each device has a part (shard) of it; auto: ddp if
-    weights, gradients and optimizer state fit on a device, else fsdp2. See docs/distributed.md."""
+    """ddp: each device has a copy; fsdp2: a shard; auto: ddp if it fits. See docs/distributed.md."""
     hybrid: bool = False
     """fsdp2: divide the model over the devices of each node, so that each node has a whole copy."""
     cpu_offload: bool = False
@@ -244,21 +226,21 @@ class Recipe(types.Section):
 
     def broken_rules(self) -> Iterator[types.Problem]:
         """Yields problems between sections, each of which is valid alone."""
-        model, reference = self.model, self.reference
-        if model.compile is True and model.gradient_checkpointing == "selective":
-            remedy = "set model.gradient_checkpointing: true, because selective cannot see compiled products"
-            yield "model.compile", f"not with model.gradient_checkpointing: selective; {remedy}"
+        model, reference, loss = self.model, self.reference, self.loss
+        if model.gradient_checkpointing == "selective":
+            for key, is_set in (
+                ("compile", model.compile is True),
+                ("mlp_tile_tokens", model.mlp_tile_tokens),
+            ):
+                if is_set:
+                    yield f"model.{key}", "not with gradient_checkpointing: selective; set that to true"
         if model.activation_offload and model.gradient_checkpointing is not True:
             yield "model.activation_offload", "needs model.gradient_checkpointing: true; set it, too"
-        if model.mlp_tile_tokens is not None and model.gradient_checkpointing == "selective":
-            remedy = "set model.gradient_checkpointing: true, because tiles are computed again"
-            yield "model.mlp_tile_tokens", f"not with model.gradient_checkpointing: selective; {remedy}"
         for key in ("path", "sync"):
-            if reference.is_changed(key) and not self.loss.needs_reference:
-                losses = ", ".join(name for name, _ in self.loss.terms)
-                yield f"reference.{key}", f"loss.type {losses} uses no reference; leave it out"
+            if reference.is_changed(key) and not loss.needs_reference:
+                yield f"reference.{key}", f"loss.type {loss.names} uses no reference; leave it out"
         if model.lora is not None and model.lora.dropout > 0.0:
-            if coupling := self.loss.terms_that(lambda loss: loss.couples_pairs):
+            if coupling := loss.terms_that(lambda loss: loss.couples_pairs):
                 yield "model.lora.dropout", f"must be 0, because loss.type {coupling} computes each row twice"
             if self.packing.merge_prompts:
                 yield "model.lora.dropout", "must be 0, because packing.merge_prompts computes a prompt once"
@@ -268,63 +250,37 @@ class Recipe(types.Section):
             yield "reference.sync", "a model with model.quantize cannot follow the policy; leave it out"
         if self.distributed.gather_dtype and model.autocast not in ("auto", "none"):
             yield "distributed.gather_dtype", "takes the place of model.autocast; leave one of the two out"
-        yield from self._broken_image_rules()
+        refused = {"online": self.online, "model.quantize": model.quantize}
+        refused |= {"loss.router_aux_coef": loss.router_aux_coef or None}
+        for key in (key for key, value in refused.items() if model.images and value is not None):
+            yield key, "not with model.images yet; leave it out"
         yield from self._broken_evaluation_rules()
         if self.online is not None:
             yield from self._broken_online_rules(self.online)
 
-    def _broken_image_rules(self) -> Iterator[types.Problem]:
-        if self.model.images:
-            refused = {
-                "online": self.online is not None,
-                "model.quantize": self.model.quantize is not None,
-                "loss.router_aux_coef": bool(self.loss.router_aux_coef),
-            }
-            for key in (key for key, is_set in refused.items() if is_set):
-                yield key, "not with model.images yet; leave it out"
-            return
-        if self.data.max_pixels is not None:
-            yield "data.max_pixels", "needs model.images: true"
-        for part, sources in (("train", self.data.train), ("eval", self.data.eval_sources)):
-            for number, source in enumerate(sources):
-                named = [f"columns.{field}" for field in IMAGE_FIELDS if field in source.columns]
-                named += ["image_folder"] if source.image_folder is not None else []
-                yield from ((f"data.{part}.{number}.{key}", "needs model.images: true") for key in named)
-
     def _broken_evaluation_rules(self) -> Iterator[types.Problem]:
-        checkpoint, every_steps = self.checkpoint, self.train.eval_every_steps
+        checkpoint, every_steps, samples = self.checkpoint, self.train.eval_every_steps, self.logging.samples
         if every_steps and not self.data.eval:
-            yield (
-                "train.eval_every_steps",
-                "data.eval is empty; hold pairs out, as in data.eval: {fraction: 0.02}",
-            )
+            yield "train.eval_every_steps", "data.eval is empty; hold pairs out, as in {fraction: 0.02}"
         if checkpoint.load_best and not checkpoint.keep_best:
             yield "checkpoint.load_best", "needs checkpoint.keep_best: 1 or more; else the best are deleted"
-        samples = self.logging.samples
         if samples is not None and samples.every_evals is not None and every_steps is None:
             yield "logging.samples.every_evals", "needs evaluations in training: train.eval_every_steps"
-        # Keys of this recipe that need several evaluations, and keys that say how to compare evaluations.
         comparing = [f"checkpoint.{key}" for key in ("keep_best", "load_best") if checkpoint.is_changed(key)]
         comparing += ["train.early_stopping"] if self.train.early_stopping is not None else []
-        naming = [f"checkpoint.{key}" for key in ("metric", "eval_set") if checkpoint.is_changed(key)]
-        for key in comparing + naming:
-            if not self.data.eval:
-                yield key, "compares evaluations, and no pairs are held out; set data.eval"
-            elif every_steps is None and key in comparing:
-                yield key, "compares evaluations, and there is only one; set train.eval_every_steps"
-            elif not comparing:
-                either = "checkpoint.keep_best or train.early_stopping"
-                yield key, f"nothing compares evaluations; set {either}, or leave it out"
-        is_online, metric = self.online is not None, checkpoint.metric or ""
-        known = [name for name in get_args(EvalMetric) if name.startswith("online/") == is_online]
-        if metric and metric not in known:
-            kind = "an online" if is_online else "an offline"
-            yield "checkpoint.metric", f"{kind} run has no {metric}; it has {', '.join(known)}"
+        for key in comparing if every_steps is None or not self.data.eval else ():
+            yield key, "compares evaluations; set data.eval and train.eval_every_steps"
+        if not comparing:
+            for key in (key for key in ("metric", "eval_set") if checkpoint.is_changed(key)):
+                yield f"checkpoint.{key}", "set checkpoint.keep_best or train.early_stopping, or leave it out"
+        known = [n for n in get_args(EvalMetric) if n.startswith("online/") == (self.online is not None)]
+        if checkpoint.metric is not None and checkpoint.metric not in known:
+            yield "checkpoint.metric", f"this run has no {checkpoint.metric}; it has {', '.join(known)}"
 
     def _broken_online_rules(self, online: OnlineRecipe) -> Iterator[types.Problem]:
+        generator, max_steps, stale = online.generator.type, self.train.max_steps, online.max_staleness_steps
         if self.data.continue_final_message:
             yield "data.continue_final_message", "judges get whole messages; leave it out of an online run"
-        generator, max_steps, stale = online.generator.type, self.train.max_steps, online.max_staleness_steps
         if max_steps is None:
             yield "train.max_steps", "an online run needs it, because the number of its pairs is unknown"
         if self.train.epochs != 1:
@@ -334,19 +290,19 @@ class Recipe(types.Section):
         if self.data.truncation == "completion_right":
             yield "data.truncation", "online, data has no completions to cut; use drop or prompt_left"
         if online.max_new_tokens >= self.data.max_length:
-            limit = f"data.max_length ({self.data.max_length}), to leave room for a prompt"
-            yield "online.max_new_tokens", f"must be below {limit}, not {online.max_new_tokens}"
-        needs_copies = why_not_sharded(self)
-        if self.distributed.strategy == "fsdp2" and needs_copies is not None:
-            remedy = "use http with a vLLM server" if generator == "vllm" else "set ddp"
-            yield "distributed.strategy", f"{needs_copies}, so fsdp2 cannot train this run; {remedy}"
+            yield (
+                "online.max_new_tokens",
+                f"must leave room for a prompt in data.max_length, {self.data.max_length}",
+            )
+        remedy = "use http with a vLLM server" if generator == "vllm" else "set ddp"
+        if self.distributed.strategy == "fsdp2" and (obstacle := why_not_sharded(self)) is not None:
+            yield "distributed.strategy", f"{obstacle}, so fsdp2 cannot train this run; {remedy}"
         if generator == "vllm" and self.distributed.num_processes not in ("auto", 1):
-            remedy = "set 1, or use http with a vLLM server"
-            yield "distributed.num_processes", f"generator vllm answers in one process; {remedy}"
+            yield "distributed.num_processes", f"generator vllm answers in one process; set 1, or {remedy}"
         # A server never gets new weights, so in step n each pair comes from a policy that is n - 1 steps old.
         if generator == "http" and stale is not None and max_steps is not None and max_steps > stale + 1:
-            older = f"from step {stale + 2} of {max_steps} on every pair is older, as a server's weights stay"
-            yield "online.max_staleness_steps", f"{older}; leave it out, or use another generator"
+            what = f"every pair is older from step {stale + 2} on, as a server's weights stay"
+            yield "online.max_staleness_steps", f"{what}; leave it out, or use another generator"
 
 
 def why_not_sharded(recipe: Recipe) -> str | None:

@@ -129,6 +129,11 @@ class LossRecipe(types.Section):
         return tuple((term.type, term.weight) for term in self.type)
 
     @property
+    def names(self) -> str:
+        """The losses in `type`, with commas between them."""
+        return ", ".join(name for name, _ in self.terms)
+
+    @property
     def options(self) -> dict[str, Any]:
         """The values of the keys that loss functions read. Other code reads the keys in `around`."""
         around = ("type", "ld_alpha", "weighting", "router_aux_coef")

@@ -40,7 +40,6 @@ REFUSED: list[tuple[str, str, str]] = [
     ("optim={name: adafactor, betas: [0.8, 0.9]}", "optim.betas", "adafactor"),
     ("optim={name: adafactor, eps: 1e-6}", "optim.eps", "adafactor"),
     ("train.eval_every_steps=10", "train.eval_every_steps", "data.eval"),
-    ("logging.trackers=[wandb, wandb]", "logging.trackers", "'wandb'"),
     ("distributed.hybrid=true", "distributed.hybrid", "distributed.strategy: fsdp2"),
     ("model.lora={dropout: 0.1}, loss.type=aot", "model.lora.dropout", "loss.type aot"),
     ("model.lora={dropout: 0.1}, packing.merge_prompts=true", "model.lora.dropout", "packing.merge_prompts"),
@@ -65,6 +64,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("checkpoint.load_best=true", "checkpoint.load_best", "checkpoint.keep_best"),
     ("train.early_stopping={}, data.eval=e.jsonl", "train.early_stopping", "train.eval_every_steps"),
     ("checkpoint.metric=loss, data.eval=e.jsonl", "checkpoint.metric", "checkpoint.keep_best"),
+    ("model={path: m, images: true, quantize: nf4, lora: {r: 1}}", "model.quantize", "model.images"),
     ("export.push_to_hub={repo: noname}", "export.push_to_hub.repo", "owner/name"),
 ]  # fmt: skip
 
@@ -201,28 +201,3 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_instal
     message = message_of(lambda: check_environment(recipe))
     assert "logging.trackers: comet_ml is not installed; pip install comet-ml" in message
     check_environment(recipe, trains=False)  # only training tracks
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("data.max_pixels=1000", "data.max_pixels: needs model.images: true"),
-        ("data.train={path: a, image_folder: b}", "data.train.0.image_folder: needs model.images: true"),
-        (
-            "data.train={path: a, columns: {image: pic}}",
-            "data.train.0.columns.image: needs model.images: true",
-        ),
-        (
-            "data.eval={path: a, columns: {images: pics}}",
-            "data.eval.0.columns.images: needs model.images: true",
-        ),
-        (
-            "model={path: m, images: true, quantize: nf4, lora: {r: 1}}",
-            "model.quantize: not with model.images",
-        ),
-    ],
-)
-def test_keys_of_images_need_model_images_and_some_do_not_go_with_it(override: str, words: str) -> None:
-    assert words in message_of(lambda: load(override))
-    if "model=" not in override:
-        load(override, "model.images=true")
