@@ -1,10 +1,10 @@
 """The `data` and `packing` sections of a recipe: the pairs, and which pairs share a row (a forward pass)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from annotated_types import Ge, Le, MinLen
-from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Strict, Tag
 
 from dpo_pack.recipe import types
 
@@ -35,8 +35,7 @@ else:
     FormatName = Literal["auto", *FIELDS_OF_FORMAT]
 
 
-TemplateOptions = Annotated[dict[str, Any], types.Allowed("a mapping from names to values")]
-# What dpo-pack itself sets, or takes from a row.
+# Arguments of the chat template that dpo-pack itself sets, or takes from a row.
 _NO_OPTIONS = {
     *("conversation", "messages", "tools", "documents", "tokenize", "tokenizer_kwargs", "chat_template"),
     *("add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"),
@@ -44,9 +43,15 @@ _NO_OPTIONS = {
 }
 
 
-def _wrong_options(options: Iterable[str]) -> Iterator[types.Problem]:
-    for name in sorted(_NO_OPTIONS.intersection(options)):
-        yield f"chat_template_kwargs.{name}", "dpo-pack sets it; only variables of the template are options"
+def _template_options(options: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(_NO_OPTIONS.intersection(options)):
+        raise ValueError(f"dpo-pack sets {', '.join(taken)}; only variables of the template are options")
+    return options
+
+
+TemplateOptions = Annotated[
+    dict[str, Any], AfterValidator(_template_options), types.Allowed("a mapping from names to values")
+]
 
 
 class SourceRecipe(types.Section):
@@ -70,9 +75,7 @@ class SourceRecipe(types.Section):
         dict[RowField, types.Name | None],
         types.Allowed(f"a mapping from {', '.join(get_args(RowField))} to column names"),
     ] = Field(default_factory=dict)
-    """Columns that have other names, e.g. {prompt: question, chosen: better}; input.messages is the key
-    messages of the objects in column input. {prompt: null}: no column is the prompt, and the prompt is what
-    chosen and rejected both begin with. {chat_template_kwargs: null}: this column is not read."""
+    """Columns with other names, e.g. {prompt: question}; {prompt: null}: none is. See docs/data.md."""
     image_folder: types.LocalPath | None = None
     """Folder of the paths of images; null: that of the data file. Paths outside of it are bad rows."""
     chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
@@ -80,22 +83,18 @@ class SourceRecipe(types.Section):
     max_pairs: types.Count | None = None
     """Use at most this many pairs; null: all."""
     weight: types.PositiveNumber = 1.0
-    """How often an epoch has the source's pairs (training only): each pair floor(weight) times, and a random
-    part of the pairs once more, drawn anew each epoch; 2.5: twice, and half of them a third time."""
+    """How often an epoch has each pair, at random for a fraction: 2.5 is twice or three times."""
 
     def broken_rules(self) -> Iterator[types.Problem]:
-        yield from _wrong_options(self.chat_template_kwargs)
         columns = list(self.columns.values())
+        known = FIELDS_OF_FORMAT.get(self.format, get_args(RowField))
         for field, column in self.columns.items():
             if column is None and field not in ("prompt", "chat_template_kwargs"):
-                what = "must be the name of a column; only prompt and chat_template_kwargs can be null"
-                yield f"columns.{field}", what
+                yield f"columns.{field}", "must be a column; only prompt and chat_template_kwargs can be null"
             elif columns.count(column) > 1:
                 yield "columns", f"column '{column}' is given for several fields"
-            known = FIELDS_OF_FORMAT.get(self.format, (field,))
-            if field not in known:
-                what = f"rows of format {self.format} have no such field; they have {', '.join(known)}"
-                yield f"columns.{field}", what
+            elif field not in known:
+                yield f"columns.{field}", f"rows of format {self.format} have {', '.join(known)}"
 
 
 class EvalFraction(types.Section):
@@ -147,8 +146,7 @@ class DataRecipe(types.Section):
     max_prompt_length: types.TokenCount | None = None
     """Most tokens of a prompt, below max_length; null: only max_length limits it."""
     truncation: Literal["drop", "prompt_left", "completion_right", "error"] = "drop"
-    """Pairs that are too long: drop them, cut the first prompt tokens (prompt_left), cut the end of a
-    completion and so its EOS (completion_right), or stop the run (error). Such pairs are counted."""
+    """Of too long pairs, cut the prompt's beginning (prompt_left) or the completion's end, or stop."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Rows that are not valid pairs: stop the run (error), or leave them out, count and list them (skip)."""
     max_pixels: types.Count | None = None
@@ -160,8 +158,7 @@ class DataRecipe(types.Section):
     continue_final_message: bool = False
     """true: completions go on with a prompt's last message if it is the assistant's. false: a bad row."""
     scored_turns: Literal["assistant", "all"] = "assistant"
-    """assistant: of a completion of several messages only what the assistant says is scored; tool results and
-    turns of the user are not. all: every token after the prompt is scored, as TRL does."""
+    """all: score every token after the prompt, as TRL does; assistant: only what the assistant says."""
     shuffle: bool = True
     """Train on the pairs in a new random order each epoch; the seed decides it. false: in file order."""
     num_workers: Literal["auto"] | types.CountOrZero = "auto"
@@ -174,19 +171,12 @@ class DataRecipe(types.Section):
 
     def broken_rules(self) -> Iterator[types.Problem]:
         if self.max_prompt_length and self.max_prompt_length >= self.max_length:
-            limit = f"data.max_length ({self.max_length}), to leave room for a completion"
-            yield "max_prompt_length", f"must be below {limit}, not {self.max_prompt_length}"
-        yield from _wrong_options(self.chat_template_kwargs)
-        talks = any("system" in FIELDS_OF_FORMAT.get(source.format, ("system",)) for source in self.train)
-        for key in ("system_prompt", "chat_template_kwargs", "continue_final_message"):
-            if getattr(self, key) and not talks:
-                yield key, "no source of data.train has conversations, which have one; leave it out"
+            yield "max_prompt_length", f"must be below data.max_length ({self.max_length}), for a completion"
         for part, sources in (("train", self.train), ("eval", self.eval_sources)):
             names = [source.name for source in sources]
             for index, name in enumerate(names):
                 if name and name in names[:index]:
-                    other = f"data.{part}.{names.index(name)}"
-                    yield f"{part}.{index}.name", f"'{name}' is already the name of {other}"
+                    yield f"{part}.{index}.name", f"another source of data.{part} has the name '{name}', too"
         for index, source in enumerate(self.eval_sources):
             if source.weight != 1.0:
                 yield f"eval.{index}.weight", "only training sources are mixed by weight; leave it out"
@@ -233,6 +223,7 @@ class PackingRecipe(types.Section):
 def source_names(sources: Sequence[SourceRecipe]) -> tuple[str, ...]:
     """Returns the sources' different names in reports and metrics: `name`, else a name made from `path`."""
     names: list[str] = []
+    taken = {source.name for source in sources}
     for source in sources:
         short = source.path.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gz")
         for suffix in DATA_FILE_SUFFIXES:
@@ -240,7 +231,7 @@ def source_names(sources: Sequence[SourceRecipe]) -> tuple[str, ...]:
         parts = (source.config, source.data_dir, None if source.split == "train" else source.split)
         # "/" and ".jsonl" have nothing but the path.
         derived = "-".join([short or source.path, *(part.replace("/", "-") for part in parts if part)])
-        taken = {*names, *(other.name for other in sources if other.name)}
         numbered = (f"{source.path}-{number}" for number in range(2, len(sources) + 2))
         names.append(source.name or next(n for n in (derived, source.path, *numbered) if n not in taken))
+        taken.add(names[-1])
     return tuple(names)

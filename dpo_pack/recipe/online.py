@@ -40,8 +40,7 @@ class GeneratorRecipe(types.Section):
     """Who answers prompts."""
 
     type: Literal["transformers", "http", "vllm"] = "transformers"
-    """transformers: the policy itself, on the training device; http: a server, whose weights are not updated;
-    vllm: vLLM in this process, which gets the policy's weights each time before it answers prompts."""
+    """transformers: the policy itself; http: a server, never updated; vllm: vLLM, updated each time."""
     token_budget: types.TokenCount = 16384
     """Most tokens of a batch of prompts and their completions (transformers; vllm only in evaluations)."""
     gpu_memory_utilization: Annotated[float, Gt(0), Lt(1)] = 0.3
@@ -52,20 +51,17 @@ class GeneratorRecipe(types.Section):
     def broken_rules(self) -> Iterator[types.Problem]:
         if self.type == "http" and self.endpoint is None:
             yield "endpoint", "type http needs it, as in {url: ..., model: ...}"
-        for key, users in (
-            ("endpoint", ["http"]), ("token_budget", ["transformers", "vllm"]),
-            ("gpu_memory_utilization", ["vllm"]),
-        ):  # fmt: skip
-            if self.type not in users and self.is_changed(key):
-                yield key, f"not used by type {self.type}, only by {' and '.join(users)}"
+        users = {"endpoint": "http", "token_budget": "transformers, vllm", "gpu_memory_utilization": "vllm"}
+        for key, those in users.items():
+            if self.type not in those and self.is_changed(key):
+                yield key, f"not used by type {self.type}, only by {those}"
 
 
 class JudgeRecipe(types.Section):
     """One judge, which scores completions; the scores of several judges are added, each times its weight."""
 
     type: Literal["function", "reward_model", "llm"] = Field(examples=["function"])
-    """function: Python of yours; reward_model: a sequence classifier with one output; llm: a server's model
-    compares every two completions of a prompt, in both orders."""
+    """function: yours; reward_model: a classifier with one output; llm: compares pairs in both orders."""
     weight: types.PositiveNumber = 1.0
     """Factor of this judge's scores."""
     function: _OwnFunction | None = None
@@ -86,14 +82,15 @@ class JudgeRecipe(types.Section):
     """function: how often a call that raises is repeated; a prompt for which it still raises is left out."""
 
     def broken_rules(self) -> Iterator[types.Problem]:
-        keys = {"function": "function", "path": "reward_model", "retries": "function"}
-        keys |= dict.fromkeys(("endpoint", "instructions", "max_new_tokens", "temperature", "verdict"), "llm")
-        for key, judge_type in keys.items():
-            if self.type == judge_type and not self.is_changed(key):
-                if key in ("function", "path", "endpoint"):
-                    yield key, f"type {judge_type} needs it"
-            elif self.type != judge_type and self.is_changed(key):
-                yield key, f"not used by type {self.type}, only by {judge_type}"
+        users = {"function": "function", "path": "reward_model", "retries": "function"}
+        users |= {
+            key: "llm" for key in ("endpoint", "instructions", "max_new_tokens", "temperature", "verdict")
+        }
+        for key, user in users.items():
+            if self.type != user and self.is_changed(key):
+                yield key, f"not used by type {self.type}, only by {user}"
+            if self.type == user and key in ("function", "path", "endpoint") and not self.is_changed(key):
+                yield key, f"type {user} needs it"
         if self.verdict is not None and self.verdict.groups != 1:
             yield "verdict", f"must have one group, not {self.verdict.groups}, as in 'Winner: (A|B|tie)'"
 
@@ -143,5 +140,4 @@ class OnlineRecipe(types.Section):
 
     def broken_rules(self) -> Iterator[types.Problem]:
         if self.generator.type == "vllm" and self.temperature > VLLM_HIGHEST_TEMPERATURE:
-            limit = f"at most {VLLM_HIGHEST_TEMPERATURE:g}"
-            yield "temperature", f"online.generator.type vllm takes {limit}, not {self.temperature:g}"
+            yield "temperature", f"online.generator.type vllm takes at most {VLLM_HIGHEST_TEMPERATURE:g}"

@@ -227,13 +227,10 @@ class Recipe(types.Section):
     def broken_rules(self) -> Iterator[types.Problem]:
         """Yields problems between sections, each of which is valid alone."""
         model, reference, loss = self.model, self.reference, self.loss
-        if model.gradient_checkpointing == "selective":
-            for key, is_set in (
-                ("compile", model.compile is True),
-                ("mlp_tile_tokens", model.mlp_tile_tokens),
-            ):
-                if is_set:
-                    yield f"model.{key}", "not with gradient_checkpointing: selective; set that to true"
+        others = {"compile": model.compile is True, "mlp_tile_tokens": model.mlp_tile_tokens is not None}
+        for key in others if model.gradient_checkpointing == "selective" else ():
+            if others[key]:
+                yield f"model.{key}", "not with gradient_checkpointing: selective; set that to true"
         if model.activation_offload and model.gradient_checkpointing is not True:
             yield "model.activation_offload", "needs model.gradient_checkpointing: true; set it, too"
         for key in ("path", "sync"):
@@ -290,10 +287,7 @@ class Recipe(types.Section):
         if self.data.truncation == "completion_right":
             yield "data.truncation", "online, data has no completions to cut; use drop or prompt_left"
         if online.max_new_tokens >= self.data.max_length:
-            yield (
-                "online.max_new_tokens",
-                f"must leave room for a prompt in data.max_length, {self.data.max_length}",
-            )
+            yield "online.max_new_tokens", f"must be below data.max_length ({self.data.max_length})"
         remedy = "use http with a vLLM server" if generator == "vllm" else "set ddp"
         if self.distributed.strategy == "fsdp2" and (obstacle := why_not_sharded(self)) is not None:
             yield "distributed.strategy", f"{obstacle}, so fsdp2 cannot train this run; {remedy}"

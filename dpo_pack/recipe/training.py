@@ -251,8 +251,7 @@ class TrainRecipe(types.Section):
     eval_every_steps: types.Count | None = None
     """Steps between two evaluations; null: evaluate only before the first step and after the last."""
     eval_precision: Literal["auto", "float32", "training"] = "auto"
-    """In which numbers held-out pairs are computed: float32, or training, those of the steps. auto: float32,
-    and of each set as many pairs as add at most a tenth to the run, at least 64. See docs/numerics.md."""
+    """Of held-out pairs; auto: float32, for as many as add a tenth to the run. See docs/numerics.md."""
     early_stopping: EarlyStoppingRecipe | None = None
     """Stop when evaluations no longer get better, e.g. {patience: 3}; null: never. See docs/running.md."""
     stop_on_nonfinite: bool = True
@@ -277,7 +276,6 @@ class CheckpointRecipe(types.Section):
     export: bool = False
     """Write into every checkpoint also a directory model/ that from_pretrained can load."""
     asynchronous: Literal["auto"] | bool = "auto"
-    """Copy the state to CPU memory and write it while training goes on; auto: on CUDA, if the copy takes at
-    most half of the free CPU memory."""
+    """Write the state while training goes on; auto: on CUDA, if half of the free CPU memory holds it."""
     resume: Annotated[str, *types.IsPath, types.Allowed("auto, never or a path")] = "auto"
     """What a run goes on from. auto: output_dir's newest valid checkpoint, if it has one; never: nothing."""

@@ -15,7 +15,7 @@ from dpo_pack.recipe.load import check_environment
 REFUSED: list[tuple[str, str, str]] = [
     ("data.max_prompt_length=2048", "data.max_prompt_length", "data.max_length (2048)"),
     ("data.eval=[{path: e, weight: 2}]", "data.eval.0.weight", "training"),
-    ("data.train=[{path: a, name: n}, {path: b, name: n}]", "data.train.1.name", "data.train.0"),
+    ("data.train=[{path: a, name: n}, {path: b, name: n}]", "data.train.1.name", "'n'"),
     ("data.train.0.columns={chosen: a, rejected: a}", "data.train.0.columns", "'a'"),
     ("data.train.0.columns={prompt: null, chosen: null}", "data.train.0.columns.chosen", "prompt"),
     ("data.train={path: a, format: tokenized, columns: {prompt: q}}", "data.train.0.columns.prompt", "_ids"),
