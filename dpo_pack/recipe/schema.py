@@ -247,9 +247,9 @@ class Recipe(types.Section):
             yield "reference.sync", "a model with model.quantize cannot follow the policy; leave it out"
         if self.distributed.gather_dtype and model.autocast not in ("auto", "none"):
             yield "distributed.gather_dtype", "takes the place of model.autocast; leave one of the two out"
-        refused = {"online": self.online, "model.quantize": model.quantize}
-        refused |= {"loss.router_aux_coef": loss.router_aux_coef or None}
-        for key in (key for key, value in refused.items() if model.images and value is not None):
+        refused = {"online": self.online is not None, "model.quantize": model.quantize is not None}
+        refused["loss.router_aux_coef"] = bool(loss.router_aux_coef)
+        for key in (key for key, is_set in refused.items() if model.images and is_set):
             yield key, "not with model.images yet; leave it out"
         yield from self._broken_evaluation_rules()
         if self.online is not None:
