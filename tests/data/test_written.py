@@ -192,7 +192,7 @@ _TOOL = {
             {"function": _TOOL},
             "{% for t in tools %}{{ t.function.name ~ t.function.description }}{% for n, p in "
             "t.function.parameters.properties.items() %}{{ n ~ p.description }}{% endfor %}{% endfor %}",
-            {f"{TOOL_KEY}{key}" for key in ("strict", "title", "type")},
+            {f"{TOOL_KEY}{key}" for key in ("strict", "title")},
         ),
         (_TOOL, "{% for t in tools %}{{ (t.function or {}).name }}{% endfor %}", {"tools_not_written"}),
         (
