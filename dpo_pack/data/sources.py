@@ -5,8 +5,7 @@ Prompts are kept in memory only, because judges read their text, which a store d
 """
 
 import hashlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,15 +44,13 @@ from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.recipe.data import DATA_FILE_SUFFIXES
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
-from dpo_pack.system.errors import CacheError, DataError, RecipeError, first_line
+from dpo_pack.system.errors import CacheError, DataError, RecipeError
 from dpo_pack.system.hub import check_dataset, instead_of_url
 
 HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
 DEFAULT_SPLIT = "train"
 Positions = NDArray[np.int64]
 _HUB_KEYS = {"config": "name", "data_dir": "data_dir", "revision": "revision"}  # ours -> of `datasets`
-_MEDIA_TYPE = re.compile(r"\b(Image|Video|Audio|Pdf|Nifti)\(")  # column types of `datasets` that are refused
-_OTHER_MEDIA_TYPE = re.compile(_MEDIA_TYPE.pattern.replace("Image|", ""))
 
 # The recipe keys that do not change a source's tokens. The name of a store is a hash of the other keys. So if
 # somebody forgets to list a key here, a new value makes a new store; it never finds tokens of an old value.
@@ -133,31 +130,45 @@ def _divided(
     is_pairs: bool,
 ) -> Data:
     """Divides the sources into training data and held-out sets, and reports on both."""
-    train = PairTable.of([source.store for source in sources.values()])
+    whole = train = PairTable.of([source.store for source in sources.values()])
     evals = {name: PairTable.of([source.store]) for name, source in eval_sources.items()}
     prompts = tuple(prompt for source in sources.values() for prompt in source.prompts)
     eval_prompts = {name: source.prompts for name, source in eval_sources.items()}
-    numbers, held_out_by = _number(train), None
-    described = [_describe(train, is_pairs, numbers)]  # of all pairs, then of those that are trained on
+    held_out_by = None
     if isinstance(held_out, EvalFraction):
-        *parts, held_out_by = _split(train, sources, held_out.fraction, seed, numbers[0])
+        *parts, held_out_by = _split(train, sources, held_out.fraction, seed)
         train, evals[HELD_OUT] = (train.select(part) for part in parts)
-        described.append(_describe(train, is_pairs, numbers[:, parts[0]]))
         if not is_pairs:
             prompts, eval_prompts[HELD_OUT] = (tuple(prompts[n] for n in part) for part in parts)
-    weights = [source.recipe.weight for source in sources.values()]
-    source_weights = np.array(weights, dtype=np.float64)
+    source_weights = np.array([source.recipe.weight for source in sources.values()], dtype=np.float64)
     of_sources = np.bincount(train.source_indices, minlength=len(source_weights))
     if (of_sources * source_weights < 0.5).all():  # as `epoch_order` rounds
         raise DataError(
             "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
         )
-    weighted = content_key([train.fingerprint, weights])
+    described = _describe(train, is_pairs)
+    of_source = described if train is whole else _describe(whole, is_pairs) if len(sources) == 1 else None
+    report: dict[str, Any] = {
+        "train": described
+        | {"sources": [_of_source(name, one, is_pairs, of_source) for name, one in sources.items()]},
+        "eval": {
+            name: _describe(table, is_pairs) if is_pairs else {"prompts": table.num_pairs}
+            for name, table in evals.items()
+        },
+        "held_out_by": held_out_by,
+    }
+    for name, source in eval_sources.items():
+        report["eval"][name]["source"] = _of_source(name, source, is_pairs, report["eval"][name])
+    if is_pairs:
+        every = (*sources.values(), *eval_sources.values())
+        report |= _repeated(train, [*evals.values()])
+        report["rows_tokenized"] = sum(source.rows_tokenized for source in every)
+    weighted = content_key([train.fingerprint, source_weights.tolist()])
     return Data(
         train=train,
         eval=evals if is_pairs else {},
         source_weights=source_weights,
-        report=_report(train, evals, sources, eval_sources, held_out_by, described, is_pairs=is_pairs),
+        report=report,
         fingerprint=weighted if is_pairs else train.fingerprint,
         eval_fingerprint=content_key([[name, table.fingerprint] for name, table in evals.items()]),
         prompts=prompts,
@@ -165,18 +176,17 @@ def _divided(
     )
 
 
+# ---- Held-out pairs
+
+
 def _split(
-    train: PairTable, sources: dict[str, LoadedSource], fraction: float, seed: int, prompt_numbers: Positions
+    train: PairTable, sources: dict[str, LoadedSource], fraction: float, seed: int
 ) -> tuple[Positions, Positions, str]:
     """Returns the training pairs, the held-out pairs, and what pairs have in common that stay together."""
     if any(part.images is not None for source in sources.values() for part in source.store.parts):
         return *split_by_prompt(keys_by_image(train), fraction, seed), "image"
-    if any(source.store.summary.get("prompts_inferred") for source in sources.values()):
-        return _split_by_beginning(train, fraction, seed)
-    return *split_by_prompt(train.whole_prompt_keys, fraction, seed, prompt_numbers), "prompt"
-
-
-def _split_by_beginning(train: PairTable, fraction: float, seed: int) -> tuple[Positions, Positions, str]:
+    if not any(source.store.summary.get("prompts_inferred") for source in sources.values()):
+        return *split_by_prompt(train.whole_prompt_keys, fraction, seed), "prompt"
     # Nobody knows where a prompt without a column ends, but pairs of one prompt begin alike. So pairs with
     # equal first characters are held out together. More characters may be a part of an answer: their number
     # is the smallest in BEGINNINGS that leaves (1 - fraction) / 2 of the pairs to train on.
@@ -217,14 +227,12 @@ def keys_by_image(pairs: PairTable) -> NDArray[np.uint8]:
 
 
 def split_by_prompt(
-    prompt_keys: NDArray[np.uint8], fraction: float, seed: int, prompt_of_pair: Positions | None = None
+    prompt_keys: NDArray[np.uint8], fraction: float, seed: int
 ) -> tuple[Positions, Positions]:
     """Returns the indices of the training pairs and of the held-out pairs, at least `fraction` of all,
     whatever their order. Pairs of one prompt stay together. Raises DataError if none is left to train on."""
-    prompt_of_pair = distinct_keys(prompt_keys)[1] if prompt_of_pair is None else prompt_of_pair
+    prompts, prompt_of_pair = distinct_keys(prompt_keys)
     pairs_of_prompt = np.bincount(prompt_of_pair)
-    prompts = np.zeros(len(pairs_of_prompt), dtype=np.int64)  # a pair of each
-    prompts[prompt_of_pair] = np.arange(len(prompt_keys))
     salt = seed.to_bytes(16, "little", signed=True)
     keys, width = prompt_keys[prompts].tobytes(), prompt_keys.shape[1]
     starts = range(0, len(keys), width)
@@ -242,61 +250,36 @@ def split_by_prompt(
     return np.flatnonzero(~is_held_out[prompt_of_pair]), np.flatnonzero(is_held_out[prompt_of_pair])
 
 
-def _report(
-    train: PairTable,
-    evals: dict[str, PairTable],
-    sources: dict[str, LoadedSource],
-    eval_sources: dict[str, LoadedSource],
-    held_out_by: str | None,
-    described: Sequence[dict[str, Any]],
-    *,
-    is_pairs: bool,
-) -> dict[str, Any]:
-    """described: of all training sources, then of the training pairs."""
-    of_one = described[0] if len(sources) == 1 else None
-    of_sources = [_source_report(name, source, is_pairs, of_one) for name, source in sources.items()]
-    report: dict[str, Any] = {
-        "train": {**described[-1], "sources": of_sources},
-        "eval": {
-            name: _describe(table, is_pairs) if is_pairs else {"prompts": table.num_pairs}
-            for name, table in evals.items()
-        },
-        "held_out_by": held_out_by,
+# ---- The report
+
+
+def _repeated(train: PairTable, evals: Sequence[PairTable]) -> dict[str, int]:
+    """Counts training pairs that another pair contradicts, and pairs and prompts that are held out too."""
+
+    def found(keys: NDArray[np.uint8], others: Sequence[NDArray[np.uint8]]) -> Positions:
+        """Returns numbers of those keys that `others` have too; equal keys have equal numbers."""
+        numbers = distinct_keys(np.concatenate((keys, *others)))[1]
+        return numbers[: len(keys)][np.isin(numbers[: len(keys)], numbers[len(keys) :])]
+
+    keys = _pair_keys(train.chosen_keys, train.rejected_keys)
+    held_out = [_pair_keys(table.chosen_keys, table.rejected_keys) for table in evals]
+    prompts = found(train.whole_prompt_keys, [table.whole_prompt_keys for table in evals])
+    return {
+        "train_pairs_contradicted": len(found(keys, [_pair_keys(train.rejected_keys, train.chosen_keys)])),
+        "train_pairs_in_eval": len(found(keys, held_out)),
+        "train_prompts_in_eval": len(np.unique(prompts)),
     }
-    for name, source in eval_sources.items():
-        report["eval"][name]["source"] = _source_report(name, source, is_pairs, report["eval"][name])
-    if is_pairs:
-        keys, swapped = (_pair_keys(train, is_swapped=swaps) for swaps in (False, True))
-        report["train_pairs_contradicted"] = len(_found_in(keys, [swapped]))
-        report["train_pairs_in_eval"] = report["train_prompts_in_eval"] = 0
-        if evals:
-            report["train_pairs_in_eval"] = len(_found_in(keys, map(_pair_keys, evals.values())))
-            held_out = (table.whole_prompt_keys for table in evals.values())
-            prompts = _found_in(train.whole_prompt_keys, held_out)
-            report["train_prompts_in_eval"] = len(np.unique(prompts))
-        every = (*sources.values(), *eval_sources.values())
-        report["rows_tokenized"] = sum(source.rows_tokenized for source in every)
-    return report
 
 
-def _found_in(keys: NDArray[np.uint8], others: Iterable[NDArray[np.uint8]]) -> Positions:
-    """Returns numbers of those keys that `others` have too; equal keys have equal numbers."""
-    _, numbers = distinct_keys(np.concatenate((keys, *others)))
-    own = numbers[: len(keys)]
-    return own[np.isin(own, numbers[len(keys) :])]
-
-
-def _pair_keys(pairs: PairTable, *, is_swapped: bool = False) -> NDArray[np.uint8]:
-    """Returns [P, 16] keys: sums of hashes, which are as seldom equal by chance. Swapped: those of the pairs
-    with the other preference."""
-    sides = (pairs.chosen_keys, pairs.rejected_keys)[:: -1 if is_swapped else 1]
-    chosen, rejected = (np.ascontiguousarray(keys).view("<u8") for keys in sides)
-    keys: NDArray[np.uint8] = (chosen + 3 * rejected).view(np.uint8)
+def _pair_keys(chosen: NDArray[np.uint8], rejected: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Returns [P, 16] keys: sums of hashes, which are as seldom equal by chance."""
+    first, second = (np.ascontiguousarray(keys).view("<u8") for keys in (chosen, rejected))
+    keys: NDArray[np.uint8] = (first + 3 * second).view(np.uint8)
     return keys
 
 
-def _source_report(
-    name: str, source: LoadedSource, is_pairs: bool, described: Mapping[str, Any] | None = None
+def _of_source(
+    name: str, source: LoadedSource, is_pairs: bool, described: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     settings, store = source.recipe, source.store
     of_recipe = {"path": settings.path, "split": settings.split, "weight": settings.weight}
@@ -308,18 +291,13 @@ def _source_report(
     return counts
 
 
-def _number(pairs: PairTable) -> Positions:
-    """Returns [2, P] numbers of prompts and of pairs, by their keys: equal ones have equal numbers."""
-    return np.stack([distinct_keys(keys)[1] for keys in (pairs.whole_prompt_keys, _pair_keys(pairs))])
-
-
-def _describe(pairs: PairTable, is_pairs: bool, numbers: Positions | None = None) -> dict[str, Any]:
-    """Returns counts and percentiles of lengths. numbers: of these pairs, from `_number`."""
-    numbers = _number(pairs) if numbers is None else numbers
-    num_prompts, num_distinct = (int(np.count_nonzero(np.bincount(each))) for each in numbers)
+def _describe(pairs: PairTable, is_pairs: bool) -> dict[str, Any]:
+    """Returns counts and percentiles of lengths."""
+    num_prompts = len(distinct_keys(pairs.whole_prompt_keys)[0])
     counts = {"prompts": pairs.num_pairs, "distinct_prompts": num_prompts}
     lengths = {"prompt": pairs.prompt_lengths}
     if is_pairs:
+        num_distinct = len(distinct_keys(_pair_keys(pairs.chosen_keys, pairs.rejected_keys))[0])
         counts = {"pairs": pairs.num_pairs, "prompts": num_prompts}
         counts["duplicate_pairs"] = pairs.num_pairs - num_distinct
         lengths |= {"chosen": pairs.chosen_lengths, "rejected": pairs.rejected_lengths}
@@ -331,6 +309,9 @@ def _describe(pairs: PairTable, is_pairs: bool, numbers: Positions | None = None
         found = np.percentile(values, [*parts.values()], method="inverted_cdf").astype(int).tolist()
         tokens[name] = {"mean": float(values.mean()), **dict(zip(parts, found, strict=True))}
     return {**counts, "lengths_tokens": tokens}
+
+
+# ---- Sources
 
 
 def load_source(
@@ -546,15 +527,6 @@ def _files_of_split(path: Path, split: str) -> tuple[list[Path], list[str]]:
 
 
 def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
-    # `datasets` would decode images while it reads a row, so such columns are refused by their types.
-    refused = _OTHER_MEDIA_TYPE if names.reads_images else _MEDIA_TYPE
-    media = [name for name, kind in dataset.features.items() if refused.search(repr(kind))]
-    if media:
-        raise DataError(
-            f"{names.label}: column {media[0]!r} has images, video or audio, and only text is read; "
-            "remove the column if the text alone is enough"
-        )
-
     def read(columns: list[str] | None) -> Iterator[Any]:
         selected = dataset.select_columns(columns or dataset.column_names)
         yield from selected.with_format("arrow").iter(batch_size=READ_ROWS)
@@ -574,20 +546,13 @@ def _load_dataset(
             return datasets.load_from_disk(path)
         return datasets.load_dataset(path, split=split, **hub_options)
     except Exception as error:  # the library raises errors of HTTP, Arrow, JSON and of its own
-        if "Unknown split" in str(error):
-            raise DataError(f"{names.label}: {_cause(error)}; correct {names.key}.split") from error
-        if "BuilderConfig" in str(error) or "Config name is missing" in str(error):
-            known = " ".join(str(error).split())[:500]
-            raise DataError(f"{names.label}: {known}; set {names.key}.config to one of them") from error
-        remedy = f"no local file has this name: correct {names.key}.path, or check the network and HF_TOKEN"
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # libraries name the cause in the innermost error
+            cause = cause.__cause__
+        remedy = f"correct {names.key}.path, .split or .config"
         if Path(path).is_dir():
-            remedy = f"mend the files or name one of them in {names.key}.path"
-        if is_saved:
-            remedy = "save it again with save_to_disk"
-        raise DataError(f"{names.label}: `datasets` cannot load it ({_cause(error)}); {remedy}") from error
-
-
-def _cause(error: BaseException) -> str:
-    while error.__cause__ is not None:  # libraries name the cause in the innermost error
-        error = error.__cause__
-    return first_line(error)
+            remedy = f"mend the files, or {remedy}"
+        else:
+            remedy += ", or check the network and HF_TOKEN; no local file has this name"
+        told = " ".join(str(cause).split())[:500]  # it may list the configurations or splits
+        raise DataError(f"{names.label}: `datasets` cannot load it ({told}); {remedy}") from error

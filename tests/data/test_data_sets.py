@@ -352,4 +352,4 @@ def test_a_config_that_is_missing_is_refused_with_its_key(
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr("dpo_pack.data.sources.check_dataset", lambda path, key: None)
     message = refusal(lambda: load(tmp_path, {"path": "owner/pairs"}), DataError)
-    assert "configs: ['a', 'b']; set data.train.0.config to one" in message
+    assert "configs: ['a', 'b']" in message and "data.train.0.path, .split or .config" in message

@@ -466,13 +466,6 @@ def test_rows_with_images_are_left_out_and_counted_where_others_have_none(tmp_pa
     assert source["dropped"] == {"media": {"rows": 1, "line_numbers": [3]}}
 
 
-def test_a_datasets_column_of_images_is_refused(tmp_path: Path) -> None:
-    columns = {name: datasets.Value("string") for name in rows(0)[0]}
-    features = datasets.Features({**columns, "seen": datasets.Sequence(datasets.Image())})
-    datasets.Dataset.from_list([{**rows(0)[0], "seen": []}], features).save_to_disk(tmp_path / "saved")
-    assert "column 'seen' has images, video or audio" in refused(tmp_path, str(tmp_path / "saved"))
-
-
 def test_a_start_prints_what_is_left_out_and_not_read_of_training_and_of_held_out_sources(
     tmp_path: Path, console: Console
 ) -> None:
