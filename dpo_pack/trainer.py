@@ -7,9 +7,12 @@
           -> finish                 exports the model
           -> push_model             uploads it, if the recipe says so
 
-A step trains on one global batch: a fixed number of preference pairs, or of rows. A row has up to
-`packing.token_budget` tokens. The loss is the exact mean over the step's pairs, for any number of rows and
-ranks:
+A step trains on one global batch: a fixed number of preference pairs. Its pairs are packed into rows of up to
+`packing.token_budget` tokens, and the rows are divided among the ranks. A row has no padding: its sequences lie
+one behind the other, and each token has the number of its sequence, its *segment*. transformers calls our
+attention in place of its own (model/attention/), which lets a token see earlier tokens of its own segment
+only, and of the prompt that the segments of a pair share. The loss is the exact mean over the step's pairs,
+for any number of rows and ranks:
 
     loss = sum over the step's pairs of weight * l(pair) / number of pairs
 
@@ -17,16 +20,17 @@ For DPO (`loss.type: sigmoid`, losses/contrastive.py), pi and ref are the summed
 
     l(pair) = -log sigmoid(beta * ((pi_chosen - ref_chosen) - (pi_rejected - ref_rejected)))
 
-The `scorer` computes the log-probs of a row with the weights of the `model`. The `policy` is the scorer as
-all ranks run it together: forward passes that need gradients call it. The reference's log-probs come with the
+The `scorer` computes the log-probs of a row with the weights of the model. The `policy` is the scorer as all
+ranks run it together: forward passes that need gradients call it. The reference's log-probs come with the
 batch, from the run's reference.parquet, or a reference model computes them in each step.
 
-A *place* is a point from which a run can resume: it holds the step, the length of metrics.jsonl and the state
-of the source of batches, not the weights. An *idle row* has a gradient of zero. A rank computes an idle row
-when it has no row left but another rank still has one, because each pass needs all ranks.
+Ranks may have different numbers of rows. With shards (fsdp2) each pass needs all ranks, because each holds a
+part of the weights. So a rank that has no row left computes *idle rows*, whose gradient is zero, while others
+still have rows.
 
-A run that goes on: `find_run` names its newest checkpoint, `load_checkpoint` fills the state from it, and
-what an earlier process wrote after it is removed before the first step. Legend: P pairs of a row.
+A run can resume after any step that has a checkpoint: `find_run` names the newest, `load_checkpoint` fills the
+state from it, and what an earlier process wrote after it is removed before the first step. Legend: P pairs of
+a row.
 """
 
 from __future__ import annotations
@@ -114,7 +118,9 @@ def train(
         trainer.begin_output()
         try:
             trainer.run_steps(after_step)
-            with interruption.deferred():  # all steps are done: a signal waits until the model is written
+            with (
+                interruption.waiting_for_poll()
+            ):  # all steps are done: a signal waits until the model is written
                 job = trainer.finish()
         except BaseException as error:
             status = "interrupted" if isinstance(error, Interrupted) else "failed"
@@ -161,7 +167,7 @@ class Trainer:
             state=self.state,
             loaded=inputs.loaded,
             identity=inputs.identity,
-            selection=inputs.selection,
+            criterion=inputs.criterion,
             log=self.log,
             writer=CheckpointWriter(run.checkpoints, in_background=self.recipe.checkpoint.asynchronous),
         )
@@ -169,7 +175,7 @@ class Trainer:
             setup=setup,
             reference=self.reference,
             win_rate=inputs.win_rate,
-            selection=inputs.selection,
+            criterion=inputs.criterion,
             interruption=interruption,
             sampler=self.sampler,
         )
@@ -208,7 +214,7 @@ class Trainer:
     def run_steps(self, after_step: AfterStep | None = None) -> None:
         """Takes all steps of the run. After a stop signal or an error, it saves the state after the last
         complete step, if it can."""
-        with self.log.writing(), self.interruption.deferred(), self.saver.writer:
+        with self.log.writing(), self.interruption.waiting_for_poll(), self.saver.writer:
             self.saver.begin()
             try:
                 if self.state.owes_evaluation:  # before step 1, or not done when the run was stopped
@@ -231,9 +237,9 @@ class Trainer:
         state, log, every_steps = self.state, self.log, self.recipe.train.eval_every_steps
         batches = iter(self.source)
         self.clock.restart()
-        while not ends_run(self.inputs.selection, state.standing):
+        while not ends_run(self.inputs.criterion, state.standing):
             self.interruption.poll()
-            with self.interruption.lifted():  # no step has begun, so a signal ends the run at once
+            with self.interruption.ending_at_once():  # no step has begun, so a signal ends the run at once
                 batch = next(batches, None)
             ranks.seed_step(self.recipe.seed, step=state.step, rank=ranks.rank())
             self.clock.lap("data")
@@ -256,7 +262,7 @@ class Trainer:
             log.end_step(state, batch, outcome.values)
             if record is not None:
                 log.write_step(state, record)
-            self.saver.mark_place()
+            self.saver.mark_resume_point()
             self.close_step()
             self.clock.restart()
 
@@ -264,7 +270,7 @@ class Trainer:
         """Evaluates and saves a checkpoint, if these are due after this step (or before the first step)."""
         if self.state.owes_evaluation:
             self.evaluator.evaluate(self.state, self.log)
-            self.saver.mark_place()  # again, because the evaluation has written lines to metrics.jsonl
+            self.saver.mark_resume_point()  # again, because the evaluation has written lines to metrics.jsonl
         if self.saver.is_due:
             self.saver.save()
 
@@ -361,7 +367,7 @@ class Trainer:
         """
         run, state, saver = self.run, self.state, self.saver
         best = saver.best_evaluation()
-        stopped_early = ends_run(self.inputs.selection, state.standing)
+        stopped_early = ends_run(self.inputs.criterion, state.standing)
         for sentence in self.evaluator.conclusions(state):
             self.console.print(sentence)
         try:

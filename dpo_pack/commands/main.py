@@ -86,7 +86,7 @@ def main() -> None:
     guard_output()
     try:
         with interruptible():
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `held_back` has delayed them
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `signals_blocked` has delayed them
             app(prog_name="dpopack")
     except SystemExit:
         raise

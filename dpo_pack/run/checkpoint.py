@@ -54,7 +54,15 @@ from dpo_pack.run.log import RunLog
 from dpo_pack.run.pairs import exact_tables
 from dpo_pack.run.run_dir import PARTS, RunDir, damage_of, only_run
 from dpo_pack.run.setup import Setup, load_policy, prepare
-from dpo_pack.run.state import Counters, Identity, Place, Selection, Standing, TrainState, is_multiple
+from dpo_pack.run.state import (
+    Counters,
+    Criterion,
+    Evaluations,
+    Identity,
+    ResumePoint,
+    TrainState,
+    is_multiple,
+)
 from dpo_pack.system import ranks
 from dpo_pack.system.console import make_console, shown
 from dpo_pack.system.errors import CacheError, RunError, first_line
@@ -71,7 +79,7 @@ def run_identity(
     setup: Setup,
     loaded: LoadedModel,
     source: BatchSource,
-    selection: Selection | None,
+    criterion: Criterion | None,
     *,
     moves: bool,
     frozen: FrozenReference | None,
@@ -95,9 +103,9 @@ def run_identity(
         fingerprints["load-balancing loss"] = f"x {facts.balance.coefficient:g}"
     number, versions = ranks.num_ranks(), package_versions()
     packages: tuple[str, ...] = ("torch", "transformers", "peft")
-    judged_by = f"{selection.metric} of {selection.eval_set}, {data.eval_fingerprint}" if selection else ""
-    if selection and (tables := exact_tables(setup)):
-        judged_by += f", {tables[selection.eval_set].num_pairs} pairs in float32"
+    judged_by = f"{criterion.metric} of {criterion.eval_set}, {data.eval_fingerprint}" if criterion else ""
+    if criterion and (tables := exact_tables(setup)):
+        judged_by += f", {tables[criterion.eval_set].num_pairs} pairs in float32"
     return Identity(
         fingerprints=fingerprints,
         versions={
@@ -134,25 +142,25 @@ class Saver:
     state: TrainState
     loaded: LoadedModel  # for exports
     identity: Identity
-    selection: Selection | None
+    criterion: Criterion | None
     log: RunLog
     writer: CheckpointWriter
-    place: Place = field(init=False)  # `mark_place` sets it
-    saved: Place | None = None  # the place that the newest checkpoint holds
+    resume_point: ResumePoint = field(init=False)  # `mark_resume_point` sets it
+    saved: ResumePoint | None = None  # the one that the newest checkpoint holds
 
-    def mark_place(self) -> None:
-        """Makes the present step the place. When a checkpoint of it is written, the run can resume there."""
+    def mark_resume_point(self) -> None:
+        """Makes the present step the point where the run can resume, once a checkpoint of it is written."""
         metrics, source = self.log.file, self.state.source.state_dict()
         assert metrics is not None
-        self.place = Place(
+        self.resume_point = ResumePoint(
             step=self.state.step, metrics_offset=metrics.offset, metrics_crc32=metrics.crc32, source=source
         )
 
     def begin(self) -> None:
-        """Marks the place where this process begins to train: step 0, or the checkpoint that it resumes."""
-        self.mark_place()
+        """Marks the point where this process begins to train: step 0, or the checkpoint that it resumes."""
+        self.mark_resume_point()
         if self.run.has_own_checkpoint:
-            self.saved = self.place
+            self.saved = self.resume_point
         standing, directory = self.state.standing, self.run.checkpoints
         if self.run.checkpoint is None or not self.setup.recipe.checkpoint.keep_best:
             return
@@ -182,11 +190,11 @@ class Saver:
         # The checkpoint refers to the lines of this file.
         ranks.first_does_for_all(writing(self.run.metrics)(partial(sync, self.run.metrics)))
         content = checkpoint_content(
-            self.state, self.place, self.identity, keep=settings.keep, num_best=settings.keep_best
+            self.state, self.resume_point, self.identity, keep=settings.keep, num_best=settings.keep_best
         )
         export = partial(self.export, console=Console(quiet=True)) if settings.export else None
         path = self.writer.write(content, export=export)
-        self.saved = self.place
+        self.saved = self.resume_point
         self.setup.console.print(f"  {'saving' if self.writer.in_background else 'saved'} {path}")
 
     def export(self, target: Path, console: Console) -> dict[str, Tensor]:
@@ -200,7 +208,7 @@ class Saver:
         self.log.report_nonfinite()
         if self.state.step == 0:
             self.setup.console.print("  nothing is trained yet, so there is nothing to save")
-        elif self.saved is self.place:
+        elif self.saved is self.resume_point:
             self.setup.console.print(f"  step {self.state.step} is saved already")
         else:
             self.save()
@@ -212,7 +220,7 @@ class Saver:
         Another may be of this rank alone.
         """
         is_on_all = isinstance(error, shared) or hasattr(error, "on_all_ranks") or ranks.num_ranks() == 1
-        if self.state.step != self.place.step or not is_on_all:
+        if self.state.step != self.resume_point.step or not is_on_all:
             return
         try:
             self.save_on_the_way_out()
@@ -222,14 +230,14 @@ class Saver:
     def best_evaluation(self) -> dict[str, Any] | None:
         """Returns run.json's entry on the best evaluation, if any. `checkpoint`: None if none is kept."""
         standing = self.state.standing
-        if self.selection is None or not standing.best:
+        if self.criterion is None or not standing.best:
             return None
         step, value = standing.best[0]
         path = checkpoint_path(self.run.checkpoints, step)
         return {
             "step": step,
-            "metric": self.selection.metric,
-            "eval_set": self.selection.eval_set,
+            "metric": self.criterion.metric,
+            "eval_set": self.criterion.eval_set,
             "value": value,
             "start": standing.start,
             "checkpoint": str(path) if path.is_dir() else None,
@@ -255,11 +263,11 @@ class Saver:
         step = self.state.standing.best_steps[0]
         if step < self.state.step:
             try:  # an error later could not save the last parameters
-                if self.saved is not self.place:
+                if self.saved is not self.resume_point:
                     self.save()
             except CacheError as refused:
                 self.setup.console.print(f"  Warning: the last step is not saved: {refused}")
-            self.place = replace(self.place, step=step)  # the place whose parameters the policy has
+            self.resume_point = replace(self.resume_point, step=step)  # that whose parameters the policy has
         self.state.evaluation = load_trained(checkpoint_path(self.run.checkpoints, step), self.state.scorer)
         return step
 
@@ -268,9 +276,9 @@ class Saver:
 
 
 def checkpoint_content(
-    state: TrainState, place: Place, identity: Identity, *, keep: int, num_best: int
+    state: TrainState, point: ResumePoint, identity: Identity, *, keep: int, num_best: int
 ) -> CheckpointContent:
-    """Returns the content to write for `state` at `place`: the state's tensors, and copies of the rest."""
+    """Returns the content to write for `state` at `point`: the state's tensors, and copies of the rest."""
     optimizer = state.optimizer
     groups = [
         {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
@@ -280,8 +288,8 @@ def checkpoint_content(
         moments = get_optimizer_state_dict(state.scorer, optimizer)["state"]
     counters = Counters(
         **{name: getattr(state, name) for name in _COUNTERS},
-        metrics_offset=place.metrics_offset,
-        metrics_crc32=place.metrics_crc32,
+        metrics_offset=point.metrics_offset,
+        metrics_crc32=point.metrics_crc32,
         identity=identity.fingerprints,
         versions=identity.versions,
         ranks=identity.ranks,
@@ -291,7 +299,7 @@ def checkpoint_content(
         step=state.step,
         tensors={**_weights(state), "optimizer": moments},
         host=copy.deepcopy(
-            {"optimizer_groups": groups, "scheduler": state.scheduler.state_dict(), "source": place.source}
+            {"optimizer_groups": groups, "scheduler": state.scheduler.state_dict(), "source": point.source}
         ),
         counters=asdict(counters),  # copies
         keep=keep,
@@ -332,7 +340,7 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tup
     for name in _COUNTERS:
         setattr(state, name, getattr(counters, name))
     if counters.judged_by != identity.judged_by:  # the saved values cannot be compared with later ones
-        state.standing = Standing()
+        state.standing = Evaluations()
     return counters.metrics_offset, list(_allowed_changes(counters, identity))
 
 

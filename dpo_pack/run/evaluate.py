@@ -25,7 +25,7 @@ from dpo_pack.run.models import check_model, resolve_model
 from dpo_pack.run.pairs import exact_reference, exact_tables, prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import Setup, check_data, check_vocabulary, load_proved, prepare
-from dpo_pack.run.state import Selection, TrainState, ends_run, judge
+from dpo_pack.run.state import Criterion, TrainState, ends_run, judge
 from dpo_pack.system import ranks
 from dpo_pack.system.console import shown
 from dpo_pack.system.errors import ModelError, RecipeError
@@ -115,7 +115,7 @@ class Evaluator:
     setup: Setup
     reference: Reference
     win_rate: WinRate | None  # only for an online run with held-out prompts, else None
-    selection: Selection | None  # None if nothing is held out
+    criterion: Criterion | None  # None if nothing is held out
     interruption: Interruption
     sampler: Sampler
 
@@ -141,31 +141,31 @@ class Evaluator:
             log.write_evaluation(state.step, held_out.name, result, sentence)
         if results:
             ranks.only_first_does(lambda: write_held_out_pairs(results, log.run.held_out, step=state.step))
-        with self.interruption.lifted():  # a signal ends it at once; a resumed run repeats it
+        with self.interruption.ending_at_once():  # a signal ends it at once; a resumed run repeats it
             win_rates = [] if self.win_rate is None else list(self.win_rate.evaluate())
         for name, result in win_rates:
             evaluation[name] = result
             log.write_evaluation(state.step, name, result, win_rate_sentence(result))
-        with self.interruption.lifted():
+        with self.interruption.ending_at_once():
             self.sampler.write(state.step)
         state.evaluation, state.owes_evaluation = evaluation, False
-        if self.selection is not None:
-            state.standing = judge(state.standing, self.selection, evaluation, step=state.step)
+        if self.criterion is not None:
+            state.standing = judge(state.standing, self.criterion, evaluation, step=state.step)
         log.eval_seconds += time.monotonic() - begun
 
     def conclusions(self, state: TrainState) -> Iterator[str]:
         """Yields that the run has stopped early, and that no evaluation is better than the first one."""
-        standing, selection = state.standing, self.selection
-        if selection is None:
+        standing, criterion = state.standing, self.criterion
+        if criterion is None:
             return
-        judged = f"{selection.metric} of {selection.eval_set}"
-        if ends_run(selection, standing):
+        judged = f"{criterion.metric} of {criterion.eval_set}"
+        if ends_run(criterion, standing):
             evaluations = f"in {standing.num_since_improvement} evaluations"
             yield f"Stopped early after step {state.step}: {judged} has not improved {evaluations}"
         if not standing.best or standing.start is None:
             return
         step, value = standing.best[0]
-        if not selection.is_better(value, standing.start):
+        if not criterion.is_better(value, standing.start):
             yield (
                 f"Warning: no evaluation is better than the one before the first step: {judged} was "
                 f"{standing.start:.4g} then, and at best {value:.4g} later, after step {step}. Check that "

@@ -35,7 +35,7 @@ from dpo_pack.run.pairs import exact_reference, offline_source, prepare_referenc
 from dpo_pack.run.rollouts import build_online, check_generator, live_reference
 from dpo_pack.run.run_dir import RunDir, choose_checkpoint
 from dpo_pack.run.setup import Setup, load_moving_reference, load_policy, prepare
-from dpo_pack.run.state import Identity, Selection, TrainState, find_selection, new_state
+from dpo_pack.run.state import Criterion, Identity, TrainState, find_criterion, new_state
 from dpo_pack.system import ranks
 from dpo_pack.system.machine import release_memory
 from dpo_pack.training.batches import BatchSource, OfflineSource
@@ -53,7 +53,7 @@ class Inputs:
     reference: Reference
     frozen: FrozenReference | None  # the reference log-probs that the run keeps in `output_dir`
     win_rate: WinRate | None  # of an online run with held-out prompts
-    selection: Selection | None  # how evaluations are compared; None if nothing is held out
+    criterion: Criterion | None  # how evaluations are compared; None if nothing is held out
     state: TrainState  # of step 0, or of the checkpoint from which the run resumes
     identity: Identity
     metrics_offset: int  # bytes of metrics.jsonl that an earlier process wrote and that stay
@@ -67,7 +67,7 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
     begun = time.monotonic()
     set_seed(recipe.seed)
     setup = prepare(recipe, console, takes_prompts=True)  # models' facts, tokenizer, data
-    selection = find_selection(recipe, list(setup.data.eval_prompts or setup.data.eval))
+    criterion = find_criterion(recipe, list(setup.data.eval_prompts or setup.data.eval))
     if run.checkpoint is not None:
         choose_checkpoint(run, recipe.checkpoint.resume, console.print)
     planned, gathers_once = _plan(setup)
@@ -87,7 +87,7 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
     state = new_state(recipe.optim, loaded.scorer, source, reference.moving, console)
     policy = distribute_policy(loaded.scorer, setup.strategy, setup.accelerator, stays_gathered=gathers_once)
     moves = reference.moving is not None
-    identity = run_identity(setup, loaded, source, selection, moves=moves, frozen=frozen)
+    identity = run_identity(setup, loaded, source, criterion, moves=moves, frozen=frozen)
     return Inputs(
         setup=setup,
         planned=planned,
@@ -96,7 +96,7 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
         reference=reference,
         frozen=frozen,
         win_rate=win_rate,
-        selection=selection,
+        criterion=criterion,
         state=state,
         identity=identity,
         metrics_offset=_resume(run, state, identity, console),

@@ -51,7 +51,7 @@ from dpo_pack.run.models import (
     resolve_model,
 )
 from dpo_pack.run.run_dir import find_run
-from dpo_pack.run.state import find_selection
+from dpo_pack.run.state import find_criterion
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, print_detail, shown
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
@@ -425,7 +425,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
     with step():
         check_optimizer(recipe.optim.name, device)
     with step():
-        find_selection(recipe, [HELD_OUT] if isinstance(evals, EvalFraction) else list(source_names(evals)))
+        find_criterion(recipe, [HELD_OUT] if isinstance(evals, EvalFraction) else list(source_names(evals)))
     with step():
         run = find_run(recipe, overwrite=False)
         state = "its run is finished, so train has nothing to do" if run.is_finished else "a run can use it"

@@ -1,6 +1,6 @@
 """The values that a run remembers: what changes while it trains, what identifies it, and where it can go on.
 
-`Standing` holds the evaluations so far; `judge` updates it, and `ends_run` ends the run early. A
+`Evaluations` holds the evaluations so far; `judge` updates it, and `ends_run` ends the run early. A
 checkpoint holds it, so a resumed run ends at the same step as a run that was not interrupted.
 """
 
@@ -27,7 +27,7 @@ from dpo_pack.training.references import check_followable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class Criterion:
     """The recipe's settings for comparing evaluations."""
 
     metric: str
@@ -46,7 +46,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class Evaluations:
     """The results of the evaluations so far, as plain values that a checkpoint can hold."""
 
     start: float | None = None  # the value before the first step
@@ -59,7 +59,7 @@ class Standing:
         return tuple(step for step, _ in self.best)
 
 
-def find_selection(recipe: Recipe, eval_sets: Sequence[str]) -> Selection | None:
+def find_criterion(recipe: Recipe, eval_sets: Sequence[str]) -> Criterion | None:
     """Returns how the recipe compares evaluations; None if nothing is held out. Raises RecipeError if it
     names another held-out set."""
     if not eval_sets:
@@ -70,7 +70,7 @@ def find_selection(recipe: Recipe, eval_sets: Sequence[str]) -> Selection | None
             f"checkpoint.eval_set: no held-out set is called {show(wanted)}; there are {', '.join(eval_sets)}"
         )
     default = "loss" if recipe.online is None else "online/win_rate"
-    return Selection(
+    return Criterion(
         metric=recipe.checkpoint.metric or default,
         eval_set=wanted or eval_sets[0],
         num_best=max(1, recipe.checkpoint.keep_best),
@@ -79,31 +79,35 @@ def find_selection(recipe: Recipe, eval_sets: Sequence[str]) -> Selection | None
     )
 
 
-def ends_run(selection: Selection | None, standing: Standing) -> bool:
+def ends_run(criterion: Criterion | None, standing: Evaluations) -> bool:
     """Whether `patience` evaluations in `standing` had no improvement, so the run must end."""
-    patience = None if selection is None else selection.patience
+    patience = None if criterion is None else criterion.patience
     return patience is not None and standing.num_since_improvement >= patience
 
 
 def judge(
-    standing: Standing, selection: Selection, evaluation: Mapping[str, Mapping[str, Any]], *, step: int
-) -> Standing:
-    """Returns the standing after an evaluation; `evaluation` maps each held-out set to its metrics.
+    standing: Evaluations,
+    criterion: Criterion,
+    evaluation: Mapping[str, Mapping[str, Any]],
+    *,
+    step: int,
+) -> Evaluations:
+    """Returns what is known after an evaluation; `evaluation` maps each held-out set to its metrics.
 
     Of two equal values the earlier one is better. A value that is not finite or is missing is no improvement.
     The value before the first step must be surpassed, but is never among the best: no checkpoint has it.
     """
-    value = evaluation[selection.eval_set].get(selection.metric)
+    value = evaluation[criterion.eval_set].get(criterion.metric)
     if value is None or not math.isfinite(value):
         return replace(standing, num_since_improvement=standing.num_since_improvement + (step > 0))
     if step == 0:
         return replace(standing, start=value, bar=value)
-    improves = standing.bar is None or selection.is_better(value, standing.bar, by=selection.min_delta)
-    sign = 1.0 if selection.lower_is_better else -1.0
+    improves = standing.bar is None or criterion.is_better(value, standing.bar, by=criterion.min_delta)
+    sign = 1.0 if criterion.lower_is_better else -1.0
     best = sorted((*standing.best, (step, value)), key=lambda entry: (sign * entry[1], entry[0]))
     return replace(
         standing,
-        best=tuple(best[: selection.num_best]),
+        best=tuple(best[: criterion.num_best]),
         bar=value if improves else standing.bar,
         num_since_improvement=0 if improves else standing.num_since_improvement + 1,
     )
@@ -125,7 +129,7 @@ class TrainState:
     train_seconds: float = 0.0  # seconds in steps, without start-up, evaluation, checkpoints
     evaluation: dict[str, dict[str, Any]] = field(default_factory=dict)  # latest metrics, by held-out set
     owes_evaluation: bool = True  # the evaluation after `step` steps is due and not finished
-    standing: Standing = field(default_factory=Standing)
+    standing: Evaluations = field(default_factory=Evaluations)
     health: Health = field(default_factory=Health)
 
 
@@ -167,10 +171,10 @@ def new_state(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ResumePoint:
     """A point from which the run can resume. A run that resumes there must repeat all later work."""
 
-    step: int  # the place is after this step
+    step: int  # the point is after this step
     metrics_offset: int  # length of metrics.jsonl, bytes
     metrics_crc32: int = 0  # of these bytes
     source: dict[str, Any]  # state of the source of batches
@@ -188,7 +192,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """The content of checkpoint.json: all plain values (no tensors) of TrainState, Place and Identity."""
+    """The content of checkpoint.json: plain values of TrainState, ResumePoint and Identity."""
 
     step: int
     num_pairs: int
@@ -197,7 +201,7 @@ class Counters:
     train_seconds: float
     evaluation: dict[str, dict[str, Any]]
     owes_evaluation: bool
-    standing: Standing
+    standing: Evaluations
     health: Health
     metrics_offset: int
     metrics_crc32: int

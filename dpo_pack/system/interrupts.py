@@ -1,7 +1,7 @@
 """Stop signals: Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, by which schedulers announce preemption.
 
-The first signal stops the command at once, except in a `deferred` block, where work could be lost: there it
-does so when every rank has called `poll`. A second signal stops it at once everywhere.
+The first signal stops the command at once, except in a `waiting_for_poll` block, where work could be lost:
+there it does so when every rank has called `poll`. A second signal stops it at once everywhere.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ class Interrupted(BaseException):
 
 @dataclass(slots=True, kw_only=True)
 class Interruption:
-    """The stop signal that has arrived, if any. While `is_deferred`, the first signal only sets `signum`."""
+    """The stop signal that has arrived, if any. While it `waits_for_poll`, the first only sets `signum`."""
 
     signum: int | None = None
-    is_deferred: bool = False
+    waits_for_poll: bool = False
     clock: Callable[[], float] = time.monotonic
     _arrived: float = 0.0
     polled: float = field(default_factory=time.monotonic)  # when ranks exchanged their signals
@@ -47,25 +47,25 @@ class Interruption:
                 raise Interrupted(signum, is_urgent=True)
             return
         self.signum, self._arrived = signum, self.clock()
-        if not self.is_deferred:
+        if not self.waits_for_poll:
             raise Interrupted(signum)
 
-    def lifted(self) -> contextlib.AbstractContextManager[None]:
-        """Used inside `deferred`: a signal stops this block at once; with several ranks, only at `poll`."""
+    def ending_at_once(self) -> contextlib.AbstractContextManager[None]:
+        """Inside `waiting_for_poll`: a signal stops this block at once; of several ranks, only at `poll`."""
         from dpo_pack.system.ranks import num_ranks  # imports torch
 
-        return self.deferred(num_ranks() > 1)
+        return self.waiting_for_poll(num_ranks() > 1)
 
     @contextlib.contextmanager
-    def deferred(self, is_deferred: bool = True) -> Iterator[None]:
-        """In this `with` block, the first signal has an effect only at `poll` or at a `lifted` block."""
-        before, self.is_deferred = self.is_deferred, is_deferred
+    def waiting_for_poll(self, waits_for_poll: bool = True) -> Iterator[None]:
+        """In this `with` block, the first signal acts only at `poll` or in an `ending_at_once` block."""
+        before, self.waits_for_poll = self.waits_for_poll, waits_for_poll
         try:
-            if self.signum is not None and not is_deferred:
+            if self.signum is not None and not waits_for_poll:
                 raise Interrupted(self.signum)
             yield
         finally:
-            self.is_deferred = before
+            self.waits_for_poll = before
 
     def poll(self, *, at_once: bool = True) -> None:
         """Raises Interrupted on all ranks if one got a signal. Each call must be made on every rank.
@@ -141,7 +141,7 @@ def recorded() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Holds stop signals back from processes that are started in this block, until Python has started."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

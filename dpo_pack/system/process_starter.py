@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore  # as in torch.distributed, but 
 
 from dpo_pack.system.endings import OUR_BUG, say_of_rank
 from dpo_pack.system.files import text_of
-from dpo_pack.system.interrupts import Interrupted, held_back, recorded
+from dpo_pack.system.interrupts import Interrupted, recorded, signals_blocked
 from dpo_pack.system.machine import control_groups
 from dpo_pack.system.process import ALONE
 
@@ -58,7 +58,7 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
     processes: list[subprocess.Popen[bytes]] = []  # by rank
     with recorded() as received:
         try:
-            with held_back():
+            with signals_blocked():
                 for rank in range(num_ranks):
                     place = replace(node, rank=rank, local_rank=rank)
                     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if rank > 0 else {}  # rank 0 warns, too

@@ -25,7 +25,7 @@ from dpo_pack.run.evaluate import evaluate_models
 from dpo_pack.run.log import describe_policy
 from dpo_pack.run.pairs import offline_source, prepare_reference
 from dpo_pack.run.setup import Setup, check_data, check_recipe, load_policy, longest_sequence, prepare
-from dpo_pack.run.state import Selection
+from dpo_pack.run.state import Criterion
 from dpo_pack.system.console import keep_log, make_console
 from dpo_pack.system.errors import CacheError, ModelError, UnsupportedModelError
 
@@ -102,12 +102,12 @@ def test_evaluations_in_float32_are_not_compared_with_those_in_training_s_precis
     begun: tuple[Setup, LoadedModel], assets: Path
 ) -> None:
     """A resumed run whose `auto` decides otherwise forgets which evaluation was best, and says so."""
-    selection, judged_by = Selection(metric="loss", eval_set="heldout", num_best=1), []
+    criterion, judged_by = Criterion(metric="loss", eval_set="heldout", num_best=1), []
     for how in ("training", "float32"):
         overrides = ["model.autocast=bfloat16", f"train.eval_precision={how}"]
         prepared = prepare(load_recipe(assets / "recipe.yaml", overrides), Console(quiet=True))
         source = offline_source(prepared.recipe, prepared.data, prepared.policy_facts)
-        identity = run_identity(prepared, begun[1], source, selection, moves=False, frozen=None)
+        identity = run_identity(prepared, begun[1], source, criterion, moves=False, frozen=None)
         judged_by.append(identity.judged_by)
     assert judged_by[1] == f"{judged_by[0]}, 6 pairs in float32"
 

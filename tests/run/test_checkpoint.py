@@ -31,7 +31,7 @@ from dpo_pack.run.checkpoint_files import (
     find_damage,
 )
 from dpo_pack.run.run_dir import damage_of
-from dpo_pack.run.state import Identity, Place, Standing, TrainState
+from dpo_pack.run.state import Evaluations, Identity, ResumePoint, TrainState
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.machine import AvailableMemory
@@ -82,7 +82,9 @@ def take_step(state: TrainState) -> None:
     state.train_seconds += 0.1
     state.evaluation = {"held_out": {"loss": 0.1 * state.step}}
     state.owes_evaluation = state.step % 2 == 1
-    state.standing = Standing(best=((1, 0.1), (state.step, 0.2)), bar=0.1, num_since_improvement=state.step)
+    state.standing = Evaluations(
+        best=((1, 0.1), (state.step, 0.2)), bar=0.1, num_since_improvement=state.step
+    )
     state.health = Health(num_lines=state.step, fast={"kl/chosen": -0.1}, warned=("accuracy_stuck",))
     state.source.load_state_dict({"next_step": state.step})
 
@@ -97,7 +99,7 @@ def state_at(step: int, **settings: Any) -> TrainState:
 def content(
     state: TrainState, *, keep: int = 2, num_best: int = 0, metrics_offset: int = 0
 ) -> CheckpointContent:
-    place = Place(step=state.step, metrics_offset=metrics_offset, source=state.source.state_dict())
+    place = ResumePoint(step=state.step, metrics_offset=metrics_offset, source=state.source.state_dict())
     return checkpoint_content(state, place, IDENTITY, keep=keep, num_best=num_best)
 
 
@@ -403,10 +405,10 @@ def test_the_best_checkpoints_are_kept_besides(tmp_path: Path) -> None:
     state = state_at(0)
     for best in [(1,), (1, 2), (1, 2), (1, 4), (5, 1)]:
         take_step(state)
-        state.standing = Standing(best=tuple((step, 0.5) for step in best))
+        state.standing = Evaluations(best=tuple((step, 0.5) for step in best))
         save(tmp_path, state, keep=1, num_best=2)
     assert names(tmp_path) == ["step-000001", "step-000005"]
-    state.step, state.standing = 6, Standing(best=((5, 0.5), (1, 0.4)))
+    state.step, state.standing = 6, Evaluations(best=((5, 0.5), (1, 0.4)))
     save(tmp_path, state, keep=1, num_best=1)
     assert names(tmp_path) == ["step-000005", "step-000006"]
 
@@ -598,14 +600,16 @@ def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: p
 
 def test_what_was_best_by_another_measure_is_forgotten(tmp_path: Path) -> None:
     state = state_at(1)
-    state.standing = Standing(best=((1, 0.5),), bar=0.5)
+    state.standing = Evaluations(best=((1, 0.5),), bar=0.5)
     path = save(tmp_path, state)
     resumed = new_state()
     load(path, resumed)
     assert resumed.standing == state.standing
     resumed = new_state()
     _, notes = load_checkpoint(path, resumed, identity=replace(IDENTITY, judged_by="loss of other, 1"))
-    assert resumed.standing == Standing() and "another metric, held-out set or precision" in " ".join(notes)
+    assert resumed.standing == Evaluations() and "another metric, held-out set or precision" in " ".join(
+        notes
+    )
 
 
 def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:

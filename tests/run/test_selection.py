@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.tiny_recipe import changed_keys, load, message_of
 
-from dpo_pack.run.state import Selection, Standing, ends_run, find_selection, judge
+from dpo_pack.run.state import Criterion, Evaluations, ends_run, find_criterion, judge
 from dpo_pack.system.errors import RecipeError
 
 JUDGES = ("data.eval=held.jsonl", "train.eval_every_steps=5")
@@ -16,15 +16,15 @@ JUDGES = ("data.eval=held.jsonl", "train.eval_every_steps=5")
 
 def after(
     values: list[float | None], *, start: float | None = None, **settings: Any
-) -> tuple[Standing, list[bool]]:
+) -> tuple[Evaluations, list[bool]]:
     """The standing after evaluations at steps 0, 10, 20, ..., and whether the run stops at each but 0."""
-    selection = Selection(**{"metric": "loss", "eval_set": "held", "num_best": 2, **settings})
-    before = {} if start is None else {selection.metric: start}
-    standing, stops = judge(Standing(), selection, {"held": before}, step=0), []
+    criterion = Criterion(**{"metric": "loss", "eval_set": "held", "num_best": 2, **settings})
+    before = {} if start is None else {criterion.metric: start}
+    standing, stops = judge(Evaluations(), criterion, {"held": before}, step=0), []
     for step, value in enumerate(values, start=1):
-        record = {} if value is None else {selection.metric: value}
-        standing = judge(standing, selection, {"held": record, "other": {"loss": 0.0}}, step=10 * step)
-        stops.append(ends_run(selection, standing))
+        record = {} if value is None else {criterion.metric: value}
+        standing = judge(standing, criterion, {"held": record, "other": {"loss": 0.0}}, step=10 * step)
+        stops.append(ends_run(criterion, standing))
     return standing, stops
 
 
@@ -66,16 +66,16 @@ def test_what_is_not_finite_or_not_there_is_no_improvement() -> None:
 
 
 def test_the_recipe_says_what_is_compared() -> None:
-    assert find_selection(load(), []) is None
-    first = find_selection(load(*JUDGES), ["held", "other"])
-    assert first == Selection(metric="loss", eval_set="held", num_best=1)
+    assert find_criterion(load(), []) is None
+    first = find_criterion(load(*JUDGES), ["held", "other"])
+    assert first == Criterion(metric="loss", eval_set="held", num_best=1)
     stopping = "train.early_stopping={patience: 2, min_delta: 0.01}"
     chosen = ("checkpoint.metric=rewards/margins", "checkpoint.eval_set=other", "checkpoint.keep_best=3")
-    assert find_selection(load(*JUDGES, stopping, *chosen), ["held", "other"]) == Selection(
+    assert find_criterion(load(*JUDGES, stopping, *chosen), ["held", "other"]) == Criterion(
         metric="rewards/margins", eval_set="other", num_best=3, patience=2, min_delta=0.01
     )
     with pytest.raises(RecipeError, match=r"checkpoint\.eval_set: .*'other'; there are held$"):
-        find_selection(load(*JUDGES, *chosen), ["held"])
+        find_criterion(load(*JUDGES, *chosen), ["held"])
 
 
 @pytest.mark.parametrize(

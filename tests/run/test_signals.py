@@ -103,7 +103,7 @@ import fcntl, pathlib, sys, termios, time
 from dpo_pack.system.console import make_console
 from dpo_pack.system.interrupts import interruptible
 from dpo_pack.system.process import complain
-with interruptible() as interruption, interruption.deferred():
+with interruptible() as interruption, interruption.waiting_for_poll():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the end of this terminal is a signal for this process
     print("ready", flush=True)
     while interruption.signum is None:
@@ -125,14 +125,14 @@ def test_a_run_whose_terminal_is_closed_can_still_print_and_save(tmp_path: Path)
     assert (tmp_path / "saved").read_text() == str(int(signal.SIGHUP))
 
 
-def test_a_deferred_signal_waits_for_the_poll() -> None:
+def test_a_signal_waits_for_the_poll() -> None:
     with interruptible() as interruption:
-        with interruption.deferred():
+        with interruption.waiting_for_poll():
             interruption.poll()
             signal.raise_signal(TERM)
             with pytest.raises(Interrupted):
                 interruption.poll()
-        with interruption.deferred(), pytest.raises(Interrupted), interruption.lifted():
+        with interruption.waiting_for_poll(), pytest.raises(Interrupted), interruption.ending_at_once():
             raise AssertionError("what may be left anywhere is not even begun")
 
 
@@ -154,7 +154,7 @@ def test_ranks_exchange_signals_by_time_and_all_of_them_at_the_same_pass(
         now[0] += interrupts.POLL_SECONDS / 20
         interruption.poll(at_once=False)
     assert exchanges == [1, 11, 21]
-    with interruption.deferred():
+    with interruption.waiting_for_poll():
         interruption.handle(TERM, None)
         for _ in range(8):
             interruption.poll(at_once=False)
@@ -174,9 +174,9 @@ def test_ranks_begin_no_step_after_one_of_them_got_a_signal(monkeypatch: pytest.
         state=SimpleNamespace(step=4, standing=None),
         log=None,
         clock=SimpleNamespace(restart=lambda: None),
-        selection=None,
+        criterion=None,
     )
-    with interruption.deferred(), pytest.raises(Interrupted):
+    with interruption.waiting_for_poll(), pytest.raises(Interrupted):
         train_module.Trainer.take_steps(trainer, None)
     assert list(batches) == ["the next step's"], "it was taken, though nobody would train on it"
 
@@ -184,7 +184,7 @@ def test_ranks_begin_no_step_after_one_of_them_got_a_signal(monkeypatch: pytest.
 def test_a_second_signal_is_not_put_off_and_one_that_comes_with_the_first_is_none() -> None:
     now = [100.0]
     interruption = Interruption(clock=lambda: now[0])
-    with interruption.deferred():
+    with interruption.waiting_for_poll():
         for _ in range(3):  # as a terminal and a launcher together do
             interruption.handle(signal.SIGINT, None)
         now[0] += interrupts.SAME_REQUEST_SECONDS
