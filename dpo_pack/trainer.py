@@ -7,9 +7,9 @@
           -> finish                 exports the model
           -> push_model             uploads it, if the recipe says so
 
-A step trains on one global batch: a fixed number of preference pairs. Its pairs are packed into rows of up to
-`packing.token_budget` tokens, and the rows are divided among the ranks. A row has no padding: its sequences lie
-one behind the other, and each token has the number of its sequence, its *segment*. transformers calls our
+A step trains on one global batch: a fixed number of preference pairs. They are packed into rows of up to
+`packing.token_budget` tokens, which the ranks divide among them. A row has no padding: its sequences lie one
+behind the other, and each token has the number of its sequence, its *segment*. transformers calls our
 attention in place of its own (model/attention/), which lets a token see earlier tokens of its own segment
 only, and of the prompt that the segments of a pair share. The loss is the exact mean over the step's pairs,
 for any number of rows and ranks:
@@ -28,9 +28,9 @@ Ranks may have different numbers of rows. With shards (fsdp2) each pass needs al
 part of the weights. So a rank that has no row left computes *idle rows*, whose gradient is zero, while others
 still have rows.
 
-A run can resume after any step that has a checkpoint: `find_run` names the newest, `load_checkpoint` fills the
-state from it, and what an earlier process wrote after it is removed before the first step. Legend: P pairs of
-a row.
+A run can resume after any step that has a checkpoint: `find_run` names the newest, `load_checkpoint` fills
+the state from it, and what an earlier process wrote after it is removed before the first step. Legend: P
+pairs of a row.
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ def train(
         trainer.begin_output()
         try:
             trainer.run_steps(after_step)
-            with (
-                interruption.waiting_for_poll()
-            ):  # all steps are done: a signal waits until the model is written
+            with interruption.waiting_for_poll():  # a signal waits until the model is written
                 job = trainer.finish()
         except BaseException as error:
             status = "interrupted" if isinstance(error, Interrupted) else "failed"
