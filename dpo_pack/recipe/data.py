@@ -50,7 +50,7 @@ def _template_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 TemplateOptions = Annotated[
-    dict[str, Any], AfterValidator(_template_options), types.Allowed("a mapping from names to values")
+    dict[str, Any], AfterValidator(_template_options), "a mapping from names to values"
 ]
 
 
@@ -73,7 +73,7 @@ class SourceRecipe(types.Section):
     """What a row looks like; auto: the columns of the first row decide."""
     columns: Annotated[
         dict[RowField, types.Name | None],
-        types.Allowed(f"a mapping from {', '.join(get_args(RowField))} to column names"),
+        f"a mapping from {', '.join(get_args(RowField))} to column names",
     ] = Field(default_factory=dict)
     """Columns with other names, e.g. {prompt: question}; {prompt: null}: none is. See docs/data.md."""
     image_folder: types.LocalPath | None = None
@@ -130,7 +130,7 @@ class DataRecipe(types.Section):
         Strict(False),
         MinLen(1),
         BeforeValidator(as_sources, json_schema_input_type=_Sources),
-        types.Allowed("a path, a source (a mapping with a path) or a list of these"),
+        "a path, a source (a mapping with a path) or a list of these",
     ]
     """Where the training pairs come from."""
     eval: Annotated[
@@ -138,7 +138,7 @@ class DataRecipe(types.Section):
         | Annotated[EvalFraction, Tag("(fraction)")],
         Discriminator(lambda value: "(fraction)" if isinstance(value, (dict, EvalFraction)) else "(sources)"),
         BeforeValidator(as_eval, json_schema_input_type=_Sources | EvalFraction),
-        types.Allowed("a path, a source (a mapping with a path), a list of these, or {fraction: 0.02}"),
+        "a path, a source (a mapping with a path), a list of these, or {fraction: 0.02}",
     ] = ()
     """Held-out pairs: sources, or a fraction of the training pairs."""
     max_length: Annotated[int, Ge(2), Le(types.MAX_ROW_TOKENS)] = 2048

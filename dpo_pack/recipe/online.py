@@ -10,17 +10,15 @@ from pydantic import Field, Strict
 from dpo_pack.recipe import types
 
 VLLM_HIGHEST_TEMPERATURE = 2.0
-_OwnFunction = Annotated[
-    str, Field(pattern=f"^{types.MODULE_FUNCTION.pattern}$"), types.Allowed("module:function")
-]
+_OwnFunction = Annotated[str, Field(pattern=f"^{types.MODULE_FUNCTION.pattern}$"), "module:function"]
 
 
 class EndpointRecipe(types.Section):
     """An HTTP server with OpenAI's interface: vLLM, SGLang, llama.cpp, a hosted service."""
 
-    url: Annotated[
-        str, Field(pattern=r"^https?://\S+$"), types.Allowed("a URL that begins with http:// or https://")
-    ] = Field(examples=["http://localhost:8000/v1"])
+    url: Annotated[str, Field(pattern=r"^https?://\S+$"), "a URL that begins with http:// or https://"] = (
+        Field(examples=["http://localhost:8000/v1"])
+    )
     """Base URL, up to /v1."""
     model: types.Name = Field(examples=["Qwen/Qwen3-8B"])
     """The server's name of the model."""
@@ -32,7 +30,7 @@ class EndpointRecipe(types.Section):
     """How often a failed request is sent again, each time after a longer pause."""
     concurrency: types.Count = 16
     """How many requests each process sends at the same time."""
-    extra_body: Annotated[dict[str, Any], types.Allowed("a mapping of fields to their values")] = {}
+    extra_body: Annotated[dict[str, Any], "a mapping of fields to their values"] = {}
     """More fields of each request, as in {chat_template_kwargs: {enable_thinking: false}}."""
 
 
@@ -76,7 +74,7 @@ class JudgeRecipe(types.Section):
     """llm: most tokens of a verdict, with the model's reasoning; null: the server's own limit."""
     temperature: types.NonNegativeNumber | None = 0.0
     """llm: temperature of a verdict; null: the server's own."""
-    verdict: Annotated[re.Pattern[str] | None, types.Allowed("a regular expression or null")] = None
+    verdict: Annotated[re.Pattern[str] | None, "a regular expression or null"] = None
     """llm: a regular expression whose one group finds A, B (or 1, 2) or tie; null: see docs/online.md."""
     retries: types.CountOrZero = 2
     """function: how often a call that raises is repeated; a prompt for which it still raises is left out."""
@@ -109,9 +107,7 @@ class PairingRecipe(types.Section):
 class OnlineRecipe(types.Section):
     """Pairs from the policy's own completions of the prompts in data.train."""
 
-    judges: Annotated[
-        tuple[JudgeRecipe, ...], Strict(False), MinLen(1), types.Allowed("a list as [{type: llm, ...}]")
-    ]
+    judges: Annotated[tuple[JudgeRecipe, ...], Strict(False), MinLen(1), "a list as [{type: llm, ...}]"]
     """Who scores completions."""
     generator: GeneratorRecipe = Field(default_factory=GeneratorRecipe)
     """Who answers prompts."""
@@ -129,7 +125,7 @@ class OnlineRecipe(types.Section):
     """Sample only from this many likeliest tokens; null: all."""
     min_p: types.PartBelowOne = 0.0
     """Leave out tokens below this part of the likeliest token's probability."""
-    stop: Annotated[tuple[types.Name, ...], Strict(False), types.Allowed("a list of texts")] = ()
+    stop: Annotated[tuple[types.Name, ...], Strict(False), "a list of texts"] = ()
     """Texts that end a completion, besides EOS."""
     rollouts_per_update: types.Count = 64
     """How many prompts are answered before the policy trains on their pairs."""

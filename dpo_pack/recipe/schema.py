@@ -31,7 +31,7 @@ class LoraRecipe(types.Section):
     """Dropout on the inputs of adapters, in training only. Above 0, a pair's prompt is computed twice."""
     target_modules: Annotated[
         Literal["all-linear"] | Annotated[tuple[types.Name, ...], Strict(False)],
-        types.Allowed("all-linear or a list of module names"),
+        "all-linear or a list of module names",
     ] = "all-linear"
     """Modules of the language model, by name or end of name; all-linear: all linear ones but the head."""
 
@@ -120,7 +120,7 @@ class LoggingRecipe(types.Section):
         tuple[Tracker, ...],
         Strict(False),
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-        types.Allowed(f"one or a list of {', '.join(get_args(Tracker))}"),
+        f"one or a list of {', '.join(get_args(Tracker))}",
     ] = ()
     """Experiment trackers that get the metrics too, by accelerate's names."""
     pairs: bool = True
@@ -134,7 +134,7 @@ class LoggingRecipe(types.Section):
 class PushRecipe(types.Section):
     """Where the exported model goes on the Hugging Face hub. The token comes from HF_TOKEN or a login."""
 
-    repo: Annotated[str, types.Allowed("owner/name")]
+    repo: Annotated[str, "owner/name"]
     """The repository; it is created if the hub does not have it."""
     private: bool = True
     """Create a private repository, and refuse to upload into a public one."""

@@ -77,7 +77,7 @@ LossName = Annotated[
     WithJsonSchema(
         {"anyOf": [{"enum": list(LOSS_DECLARATIONS)}, {"pattern": f"^{types.MODULE_FUNCTION.pattern}$"}]}
     ),
-    types.Allowed(_LOSSES),
+    _LOSSES,
 ]
 
 
@@ -97,7 +97,7 @@ class LossRecipe(types.Section):
         Annotated[LossName, Tag("(name)")]
         | Annotated[tuple[LossTerm, ...], Strict(False), MinLen(1), Tag("(terms)")],
         Discriminator(lambda value: "(terms)" if isinstance(value, (list, tuple)) else "(name)"),
-        types.Allowed(f"{_LOSSES}, or a list as [{{type: sigmoid, weight: 1.0}}]"),
+        f"{_LOSSES}, or a list as [{{type: sigmoid, weight: 1.0}}]",
     ] = "sigmoid"
     """A loss, or a weighted sum of several; see docs/losses.md."""
     beta: types.PositiveNumber = 0.1
@@ -200,7 +200,7 @@ class OptimRecipe(types.Section):
     betas: Annotated[
         tuple[types.PartBelowOne, types.PartBelowOne],
         Strict(False),
-        types.Allowed("a list of two numbers, each >= 0 and < 1"),
+        "a list of two numbers, each >= 0 and < 1",
     ] = (0.9, 0.999)
     """AdamW's decay rates."""
     eps: types.PositiveNumber = 1e-8
@@ -277,5 +277,5 @@ class CheckpointRecipe(types.Section):
     """Write into every checkpoint also a directory model/ that from_pretrained can load."""
     asynchronous: Literal["auto"] | bool = "auto"
     """Write the state while training goes on; auto: on CUDA, if half of the free CPU memory holds it."""
-    resume: Annotated[str, *types.IsPath, types.Allowed("auto, never or a path")] = "auto"
+    resume: Annotated[str, *types.IsPath, "auto, never or a path"] = "auto"
     """What a run goes on from. auto: output_dir's newest valid checkpoint, if it has one; never: nothing."""

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
@@ -53,18 +52,12 @@ class Section(BaseModel):
 BROKEN_RULE: Literal["broken_rule"] = "broken_rule"  # pydantic's type of such an error
 
 
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """The allowed values of a key in words; used where the words made from its type would be unclear."""
-
-    text: str
-
-
 def allowed_values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Returns the allowed values of a key in words: "a number > 0", "auto or a whole number >= 1"."""
+    """Returns the allowed values of a key in words: "a number > 0", "auto or a whole number >= 1". A text in
+    its metadata says it where words made from its type would be unclear."""
     for item in metadata:
-        if isinstance(item, Allowed):
-            return item.text
+        if isinstance(item, str):
+            return item
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return allowed_values(arguments[0], arguments[1:])
@@ -106,8 +99,8 @@ def _dump_path(
 
 IsPath = (BeforeValidator(expand_path), WrapSerializer(_dump_path))
 # YAML has no tuples and no paths: `Strict(False)` lets pydantic convert the values of these keys only.
-PathText = Annotated[str, *IsPath, Allowed("a path or a hub id")]
-LocalPath = Annotated[Path, Strict(False), *IsPath, Allowed("a path")]
+PathText = Annotated[str, *IsPath, "a path or a hub id"]
+LocalPath = Annotated[Path, Strict(False), *IsPath, "a path"]
 Name = Annotated[str, MinLen(1)]
 MODULE_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # a function that the user wrote
 Count = Annotated[int, Ge(1)]
