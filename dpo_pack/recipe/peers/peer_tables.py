@@ -77,15 +77,6 @@ def as_word(value: object) -> str:
 
 
 @functools.cache
-def our_values() -> dict[str, dict[str, Any]]:
-    """Returns for each recipe key what the peers' values are here: recipe key -> their value -> ours."""
-    found = {key: dict(values) for key, values in read_table("transformers")["values"].items()}
-    for row in (row for peer in PEERS for row in rows_of(peer).values() if row.values):
-        found.setdefault(row.ours[0], {}).update(row.values)
-    return found
-
-
-@functools.cache
 def our_words() -> dict[str, str]:
     """Returns for each key of a peer a text for an error message: what replaces it."""
     texts: dict[str, str] = {}
@@ -153,12 +144,13 @@ def lora(value: Any, settings: Settings) -> Any:
 
 def dtype(value: Any, settings: Settings) -> str:
     name = str(value).removeprefix("torch.")
-    has_masters = settings.get("use_peft") or our_values()["optim.name"].get(settings["optim"]) == "adamw"
+    optimizer = rows_of("trl")["optim"].values.get(settings["optim"])
+    has_masters = settings.get("use_peft") or optimizer == "adamw"
     return "auto" if name == "float16" or (name == "bfloat16" and not has_masters) else name
 
 
 def trl_loss(value: Any, settings: Settings) -> Any:
-    names, known = _listed(value), our_values()["loss.type"]
+    names, known = _listed(value), read_table("transformers")["losses"]
     weights = settings.get("loss_weights") or [1.0] * len(names)
     weighted = [*zip(names, weights, strict=False), ("sft", settings.get("rpo_alpha"))]
     terms = [{"type": known.get(name, name), "weight": float(part)} for name, part in weighted if part]
@@ -225,8 +217,8 @@ def trl_sources(value: Any, settings: Settings) -> Outcome:
     train = {"path": value, "data_files": files, "split": settings["dataset_train_split"]}
     train |= {"config": settings.get("dataset_config"), "data_dir": settings.get("data_dir")}
     ours = {"data.train": _sources([train])}
-    is_evaluated = settings.get("eval_strategy", "no") not in ("no", False)
-    if is_evaluated and (not files or (isinstance(files, dict) and test in files)):
+    has_test = not files or (isinstance(files, dict) and test in files)
+    if has_test and settings.get("eval_strategy", "no") not in ("no", False):
         held_out = {"path": settings.get("eval_dataset_name", value), "split": test}
         ours["data.eval"] = _sources([train | held_out])
     return Outcome(values=ours)
@@ -319,7 +311,6 @@ READERS: dict[str, Callable[[Any, Settings], Any]] = {
         else Outcome(values={"optim.warmup_ratio": value} if 0 < value < 1 else {"": int(value)})
     ),
     "betas": lambda value, s: [s.get("adam_beta1", 0.9), s.get("adam_beta2", 0.999)],
-    "or_null": lambda value, s: value or None,
     "autocast": lambda value, s: (
         value if value == "auto" else "bfloat16" if value or s.get("fp16") else "none"
     ),
@@ -337,7 +328,6 @@ READERS: dict[str, Callable[[Any, Settings], Any]] = {
     "fraction": lambda value, s: {"fraction": value} if value < 1 else Outcome(absent="it is no part of 1"),
     "last_word": lambda value, s: str(value).rsplit(".", 1)[-1].lower(),
     "dpo_only": lambda value, s: value if s["rl"] == "dpo" else Outcome(unneeded="only dpo reads it"),
-    "thinking": lambda value, s: {"enable_thinking": value},
     "sync": lambda value, s: {"every_steps": s["ref_model_sync_steps"], "mixup": s["ref_model_mixup_alpha"]},
     "cutoff": lambda value, s: Outcome(values={"": value, "data.truncation": "completion_right"}),
 }  # fmt: skip
