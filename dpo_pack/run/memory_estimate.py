@@ -116,16 +116,6 @@ class MemoryFacts:
     stays_gathered: bool = False  # whether all shards are gathered once a step, and not a layer at a time
     num_gradients: int = 1  # copies of the gradient: 2 if rows add up outside DDP's buffers
 
-    @property
-    def residual_bytes(self) -> int:
-        """The bytes of the input of one layer."""
-        number = 4 if self.precision.casts_weights else self.precision.activations.itemsize
-        return self.row_tokens * self.shape.hidden * number
-
-    @property
-    def offloads_activations(self) -> bool:
-        return self.model.activation_offload and self.device.type == "cuda"
-
     def changed(self, **model: Any) -> MemoryFacts:
         """Returns the facts with other values of keys in the recipe's section `model`."""
         return replace(self, model=self.model.model_copy(update=model))
@@ -151,8 +141,9 @@ def estimate_memory(facts: MemoryFacts) -> dict[str, float]:
     layer = layer_bytes(facts)
     activations = shape.num_layers * layer  # `selective` counts as if layers kept everything: an upper limit
     if settings.gradient_checkpointing is True:  # layers keep their input; the last norm input and result
-        num_kept = 1 if facts.offloads_activations else shape.num_layers
-        activations = layer + (num_kept + 2.0) * facts.residual_bytes
+        num_kept = 3 if settings.activation_offload and facts.device.type == "cuda" else shape.num_layers + 2
+        number = 4 if precision.casts_weights else precision.activations.itemsize
+        activations = layer + num_kept * facts.row_tokens * shape.hidden * float(number)
     # A quantised layer is restored for one product at a time; autocast keeps no copies of all layers.
     num_cast = 1 if settings.gradient_checkpointing or facts.bits is not None else shape.num_layers
     return {
@@ -172,7 +163,7 @@ def estimate_memory(facts: MemoryFacts) -> dict[str, float]:
 
 
 def state_bytes(facts: MemoryFacts) -> StateBytes:
-    """Returns the bytes that a run holds all the time: on the device, or in host RAM with cpu_offload."""
+    """Returns the bytes that a run holds all the time: on the device, or in host memory with cpu_offload."""
     shape, rank = facts.shape, facts.lora_rank
     trained_bytes = facts.precision.parameters.itemsize
     frozen_bytes = float(trained_bytes)
@@ -189,14 +180,6 @@ def state_bytes(facts: MemoryFacts) -> StateBytes:
     )
     num_gradients = facts.num_gradients if facts.num_shards == 1 else 1
     return state._replace(gradients=num_gradients * state.gradients)
-
-
-def host_bytes(facts: MemoryFacts) -> float:
-    """Returns the bytes of host memory that `cpu_offload` and `activation_offload` take for one device."""
-    state = sum(state_bytes(facts)) if facts.num_shards > 1 and facts.distributed.cpu_offload else 0.0
-    # torch reserves a power of two for each tensor in pinned memory.
-    inputs = facts.shape.num_layers * (1 << (facts.residual_bytes - 1).bit_length())
-    return state + (inputs if facts.offloads_activations else 0.0)
 
 
 def _gathered_bytes(facts: MemoryFacts) -> float:
@@ -360,7 +343,6 @@ def memory_report(
         "row_tokens": facts.row_tokens,
         "parts": estimate_memory(facts),
         "step": needed,
-        "in_host_memory": host_bytes(facts),
         "free": memory.free,
         "total": memory.total,
         "fits": fits,
@@ -377,8 +359,7 @@ def print_memory_report(report: dict[str, Any], console: Console) -> None:
         f"Memory on {which}{shards}, estimated (docs/memory.md), of {report['row_tokens']:,} tokens, the "
         "largest row:"
     )
-    parts = report["parts"] | {"a step": report["step"], "in host memory": report["in_host_memory"]}
-    for name, num_bytes in parts.items():
+    for name, num_bytes in (report["parts"] | {"a step": report["step"]}).items():
         if num_bytes:
             console.print(f"  {name:<17}{format_bytes(num_bytes):>11}")
     has = f"{format_bytes(free)} of {format_bytes(total)} are free"

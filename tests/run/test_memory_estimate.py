@@ -35,7 +35,6 @@ from dpo_pack.run.memory_estimate import (
     MemoryShape,
     estimate_memory,
     fitting_changes,
-    host_bytes,
     largest_row,
     layer_bytes,
     memory_facts,
@@ -237,21 +236,12 @@ def test_offloaded_state_is_in_the_host_s_memory(eight_billion: MemoryShape) -> 
     facts = plain(eight_billion, num_shards=8)
     offloads = replace(facts, distributed=DistributedRecipe(strategy="fsdp2", cpu_offload=True))
     in_host = sum(state_bytes(offloads))
-    assert (host_bytes(facts), host_bytes(offloads)) == (0, in_host)
     assert in_host == pytest.approx(2 * eight_billion.num_parameters)
     assert step_bytes(facts) - step_bytes(offloads) == pytest.approx(in_host)
     whole = DistributedRecipe(strategy="fsdp2", cpu_offload=True, accumulate_unsharded=True)
     kept_whole = estimate_memory(replace(facts, distributed=whole))
     gradients = 4 * eight_billion.num_parameters
     assert (kept_whole["parameters"], kept_whole["gradients"], kept_whole["optimizer"]) == (0, gradients, 0)
-
-
-def test_layers_inputs_of_a_long_row_are_in_the_host_s_memory(eight_billion: MemoryShape) -> None:
-    facts = plain(eight_billion, precision=BFLOAT16, row_tokens=132_072).changed(activation_offload=True)
-    each = 2 * 132_072 * 4096  # a little more than 1 GiB: torch's pinned memory comes in powers of two
-    assert each > GIB and host_bytes(facts) == 32 * 2 * GIB
-    assert host_bytes(replace(facts, row_tokens=131_072)) == 32 * GIB
-    assert host_bytes(replace(facts, device=CPU)) == 0
 
 
 def test_towers_are_frozen_and_whole_on_every_device_that_reads_images(eight_billion: MemoryShape) -> None:
