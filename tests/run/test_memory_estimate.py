@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import dpo_pack.run.memory_estimate as memory
 from dpo_pack.model.facts import model_shape, without_weights
+from dpo_pack.model.parallel import ALONE, distribute_policy
 from dpo_pack.model.scorer import LoadedModel, resolve_precision
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import load_recipe
@@ -449,51 +450,32 @@ def test_quantised_layers_count_with_their_scales(bits: float | None, in_layers:
 # ----------------------------------------------------------------------------------------------- measurements
 
 
-class FakeCuda:
-    """torch.cuda's counters, on a machine without it."""
-
-    OutOfMemoryError = torch.OutOfMemoryError
-
-    def __init__(self) -> None:
-        self.resets = 0
-
-    def reset_peak_memory_stats(self, device: torch.device) -> None:
-        self.resets += 1
-
-    def synchronize(self, device: torch.device) -> None:
-        pass
-
-    def max_memory_allocated(self, device: torch.device) -> int:
-        return 3 * GIB
-
-    def max_memory_reserved(self, device: torch.device) -> int:
-        return 4 * GIB
-
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        return 5 * GIB, 10 * GIB
-
-
 def test_the_measurement_runs_the_row_beside_the_optimizer_s_state_and_trains_nothing(
     models: Callable[[str], Path], console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dpo_pack.model.parallel import ALONE, distribute_policy
-
-    path = models("llama")  # made with torch's own
+    loaded, row = load("bfloat16", models("llama")), build_row(96, num_pairs=2, length=5)
     monkeypatch.setattr(memory, "release_memory", lambda: None)
-    fake = FakeCuda()
-    monkeypatch.setattr(torch, "cuda", fake)
-    loaded, row = load("bfloat16", path), build_row(96, num_pairs=2, length=5)
+    for name, value in {
+        "reset_peak_memory_stats": None,
+        "synchronize": None,
+        "max_memory_allocated": 3 * GIB,
+        "max_memory_reserved": 4 * GIB,
+        "mem_get_info": (5 * GIB, 10 * GIB),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     before = [parameter.detach().clone() for parameter in loaded.scorer.parameters()]
     optimizer = build_optimizer(
         "adamw", loaded.scorer, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
     )
     policy = distribute_policy(loaded.scorer, ALONE)
-    memory.print_measured_memory(policy, optimizer, row, CPU, console)
+    found = memory.print_measured_memory(policy, optimizer, row, CPU, console)
+    assert found == {
+        "row_tokens": 30, "peak": 3 * GIB, "held": 4 * GIB, "in_use": 5 * GIB, "total": 10 * GIB
+    }  # fmt: skip
     assert "30 tokens: 3.00 GiB at the peak; torch held 4.00 GiB, and 5.00 GiB" in text(console)
-    assert fake.resets == 1 and optimizer.param_groups[0]["lr"] == 1e-3
+    assert optimizer.param_groups[0]["lr"] == 1e-3
     assert all(map(torch.equal, before, loaded.scorer.parameters()))
     assert all(optimizer.state[parameter] for parameter in loaded.scorer.parameters())
-    assert all(parameter.grad is not None for parameter in loaded.scorer.parameters())
 
 
 # Products in bfloat16 take working memory on some CPUs and not on others, and a minute here on the latter.
