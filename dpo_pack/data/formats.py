@@ -165,37 +165,24 @@ def tokenized(row: Row) -> Pair:
 
 
 def compared(row: Row) -> Answers:
-    """Returns the better and the worse of two answers: `first` where `preference` is below 0 or `better` is
-    0. Both may be words (model_a, tie). Raises BadRow for a tie."""
-    preference, better = _comparison(row, "preference"), _comparison(row, "better")
-    if preference is None and better is None:
+    """Returns the better and the worse of two answers: `first` where `better` is 0 or `preference` is below
+    0; both may be words (model_a, tie). Raises BadRow for a tie."""
+    column = "preference" if row.get("better") is None else "better"
+    value, number = row.get(column), _as_float(row.get(column))
+    if value is None:
         detail = "neither the column preference nor the column better says which answer is better"
         raise BadRow("missing_column" if "preference" not in row else "wrong_type", detail)
-    if preference == 0:
-        raise BadRow("tie", "preference is 0: neither answer is better")
-    if better not in (None, 0, 1):
-        raise BadRow("wrong_type", f"better is {better:g}; it must be 0 (first) or 1 (second)")
-    is_second_better = {value > 0 for value in (preference, better) if value is not None}
-    if len(is_second_better) == 2:
-        raise BadRow("contradicting_columns", "the columns preference and better name different answers")
+    word = str(value).strip().lower()
+    named = _FIRST_OR_SECOND.fullmatch(word)
+    if word.startswith(_TIES) or (column == "preference" and number == 0):
+        raise BadRow("tie", f"{column} is {str(value)[:40]!r}: neither answer is better")
+    if named is None and not (number in (0, 1) if column == "better" else math.isfinite(number)):
+        numbers = "0 or 1" if column == "better" else "a number below or above 0"
+        words = "first (also a, model_a), second (also b, model_b), or tie"
+        raise BadRow("wrong_type", f"{column} is {str(value)[:40]!r}; it can be {numbers}, or {words}")
+    is_second_better = number > 0 if named is None else named[1] in ("b", "second")
     first, second = _answer(row, "first"), _answer(row, "second")
-    return (second, first) if is_second_better.pop() else (first, second)
-
-
-def _comparison(row: Row, column: str) -> float | None:
-    """Returns the number in `preference` or `better`, or that of a word; None if the row has none."""
-    value = row.get(column)
-    if not isinstance(value, str) or math.isfinite(_as_float(value)):
-        return None if value is None else _number(row, column)
-    word = value.strip().lower()
-    if word.startswith(_TIES):
-        raise BadRow("tie", f"{column} is {value[:40]!r}: neither answer is better")
-    if (named := _FIRST_OR_SECOND.fullmatch(word)) is None:
-        words = "0 or first (also a, model_a), 1 or second (also b, model_b), or tie"
-        words = words if column == "better" else "a number, first or second (also a or b), or tie"
-        raise BadRow("wrong_type", f"{column} is {value[:40]!r}; it can be {words}")
-    is_second = named[1] in ("b", "second")
-    return float(is_second) if column == "better" or is_second else -1.0
+    return (second, first) if is_second_better else (first, second)
 
 
 _FIRST_OR_SECOND = re.compile(  # model_a, [[B]], Response B
@@ -281,38 +268,35 @@ def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
     `columns`, which the recipe names, is not possible."""
     lists = {column for column, value in row.items() if isinstance(_as_list(value), list)}
     texts = {column for column, value in row.items() if isinstance(value, str)}
-    has_ids, has_both = "prompt_ids" in row, row.keys() >= {*_COMPLETIONS}
+    has_both, answers = row.keys() >= {*_COMPLETIONS}, _as_list(row.get("answers"))
     # A text prompt or one answer that happens to be JSON stays text.
     is_conversation = not (lists - texts).isdisjoint(("prompt", "chosen")) or (
         texts.issuperset(_COMPLETIONS) and all(_holds_messages(row[column]) for column in _COMPLETIONS)
     )
     dialogues = [str(row.get(column)) for column in _COMPLETIONS]
     is_transcript = all("\n\nHuman:" in text and _ASSISTANT_TURN in text for text in dialogues)
-    is_transcript = is_transcript and "prompt" not in row
     is_compared = "first" in row and "second" in row and not has_both
-    answers = _as_list(row.get("answers"))
     is_ranked = isinstance(answers, list) and bool(answers) and isinstance(answers[0], dict)
-    is_ranked = is_ranked and "rank" in answers[0] and not has_both
     has_images = isinstance(images := row.get("images"), RowImages) and bool(images)
-    # An online run reads only the prompt; it makes messages of it, as other runs do.
-    has_labels = is_ranked or (is_compared and ("preference" in row or "better" in row))
-    begins = "prompt" in row or row.keys().isdisjoint(("instruction", "messages", "conversations"))
     matching = {
-        "tokenized": has_ids,
-        "conversational": is_conversation and not has_ids,
+        "tokenized": "prompt_ids" in row,
+        "conversational": is_conversation and "prompt_ids" not in row,
         "openai": "preferred_output" in row and "non_preferred_output" in row,
-        "swift": "messages" in lists
-        and not row.keys().isdisjoint(("rejected_response", "rejected_messages")),
-        "transcript": is_transcript,
+        "swift": "messages" in lists and not {"rejected_response", "rejected_messages"}.isdisjoint(row),
+        "transcript": is_transcript and "prompt" not in row,
         "messages": "messages" in lists,
         "sharegpt": "conversations" in lists,
         "alpaca": "instruction" in texts,
         "compared": is_compared,
-        "ranked": is_ranked,
-        "pictured": has_images and "prompt" in texts and not (is_conversation or has_labels),
-        "preference": begins
-        and not (has_ids or is_conversation or is_transcript or has_labels or has_images),
+        "ranked": is_ranked and "rank" in answers[0] and not has_both,
     }
+    # An online run reads only the prompt; it makes messages of it, as other runs do.
+    of_messages = matching["ranked"] or (is_compared and not {"preference", "better"}.isdisjoint(row))
+    of_messages = of_messages or is_conversation
+    matching["pictured"] = has_images and "prompt" in texts and not of_messages
+    begins = "prompt" in row or {"instruction", "messages", "conversations"}.isdisjoint(row)
+    is_other = of_messages or has_images or matching["tokenized"] or matching["transcript"]
+    matching["preference"] = begins and not is_other
     named = {ours for ours, theirs in columns.items() if theirs is not None}
     names_prompt = "prompt" in columns  # also with null, which says that no column is the prompt
     return [
@@ -623,40 +607,26 @@ _MEDIA_NAME = re.compile(
 
 
 def _without_nulls(value: Any, column: str) -> Any:
-    """Removes keys that hold null: Parquet, Arrow and `datasets` give each row the keys of all rows."""
+    """Removes keys that hold null: Parquet, Arrow and `datasets` give each row the keys of all rows. Raises
+    BadRow for a value that JSON does not have: transformers would give templates "<date>" for a date."""
     try:
-        return _drop_nulls(value)
+        return _drop_nulls(value, column)
     except RecursionError:
         raise BadRow("wrong_type", f"{column} is nested too deeply") from None
-    except TypeError:
-        path, leaf = next(_foreign_leaves(value, column))
-        detail = f"{path} is a {type(leaf).__name__} ({str(leaf)[:40]}), a type that JSON does not have"
-        raise BadRow("no_json_type", detail) from None
 
 
-def _drop_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any, column: str) -> Any:
     kind = type(value)
-    if kind in _LEAVES:
+    if kind in (str, int, float, bool, type(None)):
         return value
     if kind is dict:
-        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
+        return {key: _drop_nulls(inner, column) for key, inner in value.items() if inner is not None}
     if kind is list:
-        return [_drop_nulls(inner) for inner in value]
+        return [_drop_nulls(inner, column) for inner in value]
     if isinstance(value, BadRow):  # the reader put this error in place of an invalid object
         raise value
-    raise TypeError
-
-
-_LEAVES = {str, int, float, bool, type(None)}  # transformers gives templates "<date>" in place of a date
-
-
-def _foreign_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the path and the value of each leaf that has no type of JSON."""
-    if isinstance(value, dict | list):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _foreign_leaves(inner, f"{path}.{key}")
-    elif type(value) not in _LEAVES:
-        yield path, value
+    detail = f"{column} has a {kind.__name__} ({str(value)[:40]}), a type that JSON does not have"
+    raise BadRow("no_json_type", detail)
 
 
 def _token_ids(row: Row, column: str) -> list[int]:

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
-from itertools import islice, repeat
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -84,7 +84,6 @@ _BATCH_BYTES = 1 << 24
 _BATCHES_PER_WORKER = 2  # submitted ahead, so that no worker waits for the reader
 _Result = Callable[[], "TokenizedBatch"]
 Submit = Callable[[list[NumberedRow]], _Result]
-_CHECKED_ROWS = 100  # of so many rows, one is also encoded as a whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,56 +378,12 @@ def _whole_prompt_key(row: ReadRow) -> bytes:
 def _encode(
     parsed: Sequence[ReadRow], settings: TokenizationSettings, tokenizer: Tokenizer
 ) -> Iterator[TokenIds]:
-    """Yields the ids of each row's texts. Where a border token allows it, what they share is encoded once."""
+    """Yields the ids of each row's texts."""
     is_text = FORMATS[settings.format].content == "text"
-    border = "" if is_text or not parsed else _border_token(parsed[0].texts, tokenizer)
-    texts: list[str] = []
-    begins: list[int] = []  # of each row: where its texts are cut; 0: nowhere
-    for row in parsed:
-        begin = row.texts[0].rfind(border) if border and len(row.texts) > 1 else 0
-        shared = row.texts[0][: begin + len(border)]
-        begins.append(begin if begin > 0 and all(map(str.startswith, row.texts, repeat(shared))) else 0)
-        if begins[-1]:
-            texts += [shared[:begin], *(text[begin:] for text in row.texts)]
-        if not begins[-1] or row.number % _CHECKED_ROWS == 1:
-            texts += row.texts
-    encoded = _encode_texts(texts, tokenizer, is_text=is_text)
-    for row, begin in zip(parsed, begins, strict=True):
-        if begin:
-            head = next(encoded)
-            joined = [np.concatenate((head, tail)) for tail in islice(encoded, len(row.texts))]
-            yield from joined
-        if not begin or row.number % _CHECKED_ROWS == 1:
-            for number, whole in enumerate(islice(encoded, len(row.texts))):
-                if not begin:
-                    yield whole
-                elif not np.array_equal(whole, joined[number]):
-                    raise ModelError(
-                        f"{tokenizer.name_or_path}: row {row.number} has other token ids if it is cut at "
-                        f"{border!r}, which such a tokenizer must not give; please report this tokenizer"
-                    )
-
-
-def _border_token(texts: Sequence[str], tokenizer: Tokenizer) -> str:
-    """Returns the last added token that a row's texts share, if text around it is encoded apart, or ""."""
-    if not tokenizer.is_fast or tokenizer.split_special_tokens:
-        return ""
-    shared, added = os.path.commonprefix(list(texts)), list(tokenizer.added_tokens_decoder.values())
-    last = max(added, key=lambda token: (shared.rfind(token.content), len(token.content)), default=None)
-    if last is None or last.lstrip or last.rstrip or last.normalized or any(t.single_word for t in added):
-        return ""
-    border: str = last.content
-    for content in (token.content for token in added):  # could the text have another token across the border?
-        overlaps = any(content.endswith(border[:size]) for size in range(1, len(border)))
-        if overlaps or (border in content and border != content):
-            return ""
-    return border if border in shared else ""
-
-
-def _encode_texts(texts: list[str], tokenizer: Tokenizer, *, is_text: bool) -> Iterator[TokenIds]:
-    # The tokenizer gets many texts in a call, so that its threads have work.
+    texts = [text for row in parsed for text in row.texts]
     start = 0
     while start < len(texts):
+        # The tokenizer gets many texts in a call, so that its threads have work.
         end, num_chars = start, 0
         while end < len(texts) and num_chars < _ENCODE_CHARS:
             num_chars += len(texts[end])

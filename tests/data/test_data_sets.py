@@ -291,7 +291,7 @@ def test_a_misspelt_column_is_named_before_anything_else(
 def test_a_tie_stops_the_run_with_its_row_or_is_left_out_and_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "why", "first": "good", "second": "bad", "preference": n % 3} for n in range(6)]
     assert refused(tmp_path, rows) == (
-        " line 1: preference is 0: neither answer is better; tie: 2 of 6 rows; remove such rows, or set "
+        " line 1: preference is '0': neither answer is better; tie: 2 of 6 rows; remove such rows, or set "
         "data.on_bad_row: skip"
     )
     splits = loaded(tmp_path, rows, {}, on_bad_row="skip")

@@ -112,11 +112,9 @@ def test_maps_are_objects_and_bytes_are_text(tmp_path: Path) -> None:
 
 def test_a_leaf_that_json_does_not_have_is_a_bad_row_that_names_the_key() -> None:
     row = {"prompt": [ASK], "chosen": call(day=date(2024, 5, 2)), "rejected": [BAD]}
-    with pytest.raises(
-        BadRow, match=r"chosen.0.tool_calls.0.function.arguments.day is a date \(2024-05-02\)"
-    ):
+    with pytest.raises(BadRow, match=r"no_json_type.*chosen has a date \(2024-05-02\)"):
         FORMATS["conversational"].pair(row)
-    with pytest.raises(BadRow, match=r"no_json_type.*chosen is a date \(2024-05-02\)"):
+    with pytest.raises(BadRow, match=r"no_json_type.*chosen has a date \(2024-05-02\)"):
         FORMATS["preference"].pair({"prompt": "when", "chosen": date(2024, 5, 2), "rejected": "never"})
 
 
@@ -226,7 +224,7 @@ def test_template_options_come_from_the_recipe_the_source_and_the_row() -> None:
     )
     read = read_row(1, {**LISTS, "chat_template_kwargs": {"thinking": 3}}, settings, TOKENIZER)
     assert read.pair.template_options == {"a": 1, "thinking": 3}
-    with pytest.raises(Exception, match="chat_template_kwargs.tokenize"):
+    with pytest.raises(Exception, match="dpo-pack sets tokenize"):
         DataRecipe.model_validate({"train": "a.jsonl", "chat_template_kwargs": {"tokenize": True}})
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from support.limits import memory_limit
 from support.refusals import refusal
 from support.rows import assistant, said, user
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
-from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from dpo_pack.data import tokenization
@@ -165,62 +163,6 @@ def test_chat_ids_are_those_of_the_template_without_added_tokens() -> None:
     assert ids_of(batch.pairs) == [naive_chat_ids(row, CHAT_TOKENIZER) for row in CHAT_ROWS]
     assert batch.counts["prompt_boundary_moved"] == 1
     assert batch.counts["completions_without_eos"] == 0  # </s> and a line break close each turn
-
-
-# (what a tokenizer has besides, whether the prompt's text may be cut at the last <s>)
-BORDERS: dict[str, tuple[Any, bool]] = {
-    "nothing": (None, True),
-    "a rule for first pieces": (pre_tokenizers.Metaspace(prepend_scheme="first"), True),
-    "a space before each piece": (pre_tokenizers.ByteLevel(add_prefix_space=True), True),
-    "lowercase letters": (normalizers.Lowercase(), True),
-    "spaces that belong to the token": (AddedToken("<s>", lstrip=True, normalized=False), False),
-    "spaces after the token": (AddedToken("<s>", rstrip=True, normalized=False), False),
-    "a token found in normalised text": (AddedToken("<s>", normalized=True), False),
-    "a token of whole words": (AddedToken("sky", single_word=True), False),
-    "a token that overlaps": (AddedToken("y<", normalized=False), False),
-    "a token with the border in it": (AddedToken("\n<s>", normalized=False), False),
-}
-
-
-@pytest.mark.parametrize("what", BORDERS)
-def test_a_prompt_is_encoded_once_where_added_tokens_allow_it_and_the_ids_stay_the_same(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    added, is_cut = BORDERS[what]
-    tokenizer = tiny_tokenizer(chat_template=True)
-    if isinstance(added, AddedToken):
-        tokenizer.add_tokens([added])
-    elif isinstance(added, normalizers.Normalizer):
-        tokenizer.backend_tokenizer.normalizer = added
-    elif added is not None:
-        tokenizer.backend_tokenizer.pre_tokenizer = added
-    contents = ["the sky", " the sky ", "sky<s>\n", "SKY\n\n", "<", "</s", "s>", "<pad> <s>", "“🍞”"]
-    rows: list[dict[str, Any]] = [
-        {
-            "prompt": [{"role": "user", "content": content * 3}],
-            "chosen": [{"role": "assistant", "content": content + other}],
-            "rejected": [{"role": "assistant", "content": other + content}],
-        }
-        for content, other in product(contents, ["sky", " blue", "<s>"])
-    ]
-    assert bool(tokenization._border_token(["<s>user\nq</s>\n<s>assistant\n"], tokenizer)) == is_cut
-    monkeypatch.setattr(tokenization, "_CHECKED_ROWS", 10**9)
-    batch = tokenize(rows, "conversational", tokenizer)
-    expected = [naive_chat_ids(rows[n - 1], tokenizer) for n in batch.pairs.records["row_number"].tolist()]
-    assert ids_of(batch.pairs) == expected and len(expected) > 20
-
-
-def test_a_tokenizer_that_gives_other_ids_for_parts_of_a_text_stops_the_run() -> None:
-    class Counting(type(CHAT_TOKENIZER)):  # type: ignore[misc]
-        def __call__(self, text: Any, **options: Any) -> Any:
-            encoding = super().__call__(text, **options)
-            encoding["input_ids"] = [[*ids, len(ids)] for ids in encoding["input_ids"]]
-            return encoding
-
-    tokenizer = tiny_tokenizer(chat_template=True)
-    tokenizer.__class__ = Counting
-    with pytest.raises(ModelError, match="row 1 has other token ids if it is cut at '<s>'"):
-        tokenize(CHAT_ROWS[:1], "conversational", tokenizer)
 
 
 def test_templates_that_do_not_close_a_turn_are_counted_and_left_alone() -> None:
