@@ -64,15 +64,6 @@ def test_a_run_leaves_what_the_contract_says(straight: Path) -> None:
     )
 
 
-def test_a_run_leaves_the_metrics_of_each_held_out_pair_at_its_last_evaluation(straight: Path) -> None:
-    lines = pq.read_table(straight / "held_out.parquet").to_pylist()
-    last = [r for r in records(straight) if r["split"] == "eval"][-1]
-    assert {line["step"] for line in lines} == {last["step"]} and len(lines) == last["pairs"]
-    for metric in ("loss", "rewards/accuracies", "rewards/margins", "kl/chosen", "kl/rejected"):
-        mean = sum(line[metric] for line in lines) / len(lines)
-        assert mean == pytest.approx(last[metric], abs=1e-6), metric
-
-
 def test_each_row_is_in_the_file_of_trained_pairs_or_in_that_of_held_out_pairs(
     assets: Path, tmp_path: Path
 ) -> None:
@@ -110,20 +101,6 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2  # checkpoint.keep
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_another_directory_can_be_gone_on_from(
-    straight: Path, assets: Path, tmp_path: Path, console: Console
-) -> None:
-    train(whole_run(assets, tmp_path / "one", "checkpoint.every_steps=5"), console)
-    checkpoint = tmp_path / "one" / "checkpoints" / "step-000005"
-    train(whole_run(assets, tmp_path / "two", f"checkpoint.resume={checkpoint}"), console)
-    ours, theirs = weights(tmp_path / "two"), weights(straight)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert [r["step"] for r in timeless(tmp_path / "two") if r["split"] == "train"] == list(range(6, 9))
-    with pytest.raises(RunError, match="holds another run"):
-        train(whole_run(assets, tmp_path / "two", f"checkpoint.resume={checkpoint}"), console)
-
-
 def test_a_run_that_was_killed_before_its_page_was_whole_gets_it_from_the_same_command(
     straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -136,17 +113,6 @@ def test_a_run_that_was_killed_before_its_page_was_whole_gets_it_from_the_same_c
         train(whole_run(assets, run), console)
     assert not list(run.glob(".*.tmp"))
     assert len((run / "report.html").read_text(encoding="utf-8")) == pytest.approx(len(text), rel=0.05)
-
-
-def test_another_recipe_in_the_same_directory_is_refused_and_overwrite_begins_anew(
-    assets: Path, tmp_path: Path, console: Console
-) -> None:
-    train(whole_run(assets, tmp_path / "run", "train.max_steps=1"), console)
-    changed = whole_run(assets, tmp_path / "run", "train.max_steps=2", "optim.lr=2e-3")
-    with pytest.raises(RunError, match=r"optim\.lr.*train\.max_steps.*another output_dir.*--overwrite"):
-        train(changed, console)
-    train(changed, console, overwrite=True)
-    assert [r["step"] for r in timeless(tmp_path / "run") if r["split"] == "train"] == [1, 2]
 
 
 def test_a_run_that_failed_before_its_first_step_is_no_hindrance(

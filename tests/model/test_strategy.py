@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from support.tiny_recipe import load, message_of
+from support.tiny_recipe import message_of
 from support.tiny_run import tiny_run
 from support.tiny_vision import vision_config
 
@@ -128,25 +128,6 @@ def test_hybrid_shards_within_nodes(two: None, directory: Path, monkeypatch: pyt
         monkeypatch.setenv("LOCAL_WORLD_SIZE", num_here)
         message = message_of(lambda: chosen(directory, FSDP2, "distributed.hybrid=true"))
         assert "distributed.hybrid" in message and f"{num_here} of the run's 8" in message
-
-
-def test_offloading_needs_another_device_than_the_cpu(two: None, directory: Path) -> None:
-    message = message_of(lambda: chosen(directory, FSDP2, "distributed.cpu_offload=true"))
-    assert "distributed.cpu_offload" in message and "leave the key out" in message
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (("distributed.hybrid=true",), "distributed.hybrid"),
-        (("distributed.strategy=ddp", "distributed.cpu_offload=true"), "distributed.cpu_offload"),
-        (("distributed.gather_dtype=bfloat16",), "distributed.gather_dtype"),
-        ((FSDP2, "distributed.gather_dtype=float16"), "distributed.gather_dtype"),
-        ((FSDP2, "distributed.gather_dtype=bfloat16", "model.autocast=bfloat16"), "distributed.gather_dtype"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(overrides: tuple[str, ...], key: str) -> None:
-    assert message_of(lambda: load(*overrides)).startswith(key)
 
 
 def test_the_dtype_of_gathered_shards_takes_the_place_of_autocast() -> None:

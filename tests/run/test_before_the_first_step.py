@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import shutil
@@ -12,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 from support.refusals import refusal
 from support.tiny_models import tiny_config
@@ -22,11 +20,9 @@ from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.checkpoint import run_identity
 from dpo_pack.run.evaluate import evaluate_models
-from dpo_pack.run.log import describe_policy
 from dpo_pack.run.pairs import offline_source, prepare_reference
 from dpo_pack.run.setup import Setup, check_data, check_recipe, load_policy, longest_sequence, prepare
 from dpo_pack.run.state import Criterion
-from dpo_pack.system.console import keep_log, make_console
 from dpo_pack.system.errors import CacheError, ModelError, UnsupportedModelError
 
 
@@ -66,25 +62,6 @@ def test_a_reference_or_model_that_reads_other_tokens_is_refused(
     prepare(turned, console)
     words = f"Warning: model.path: {assets / 'model'} has another tokenizer than {other}: 2 ids"
     assert words in text(console) and any(words in line for line in check_recipe(turned)[0])
-
-
-@pytest.mark.parametrize(("device", "is_printed"), [("cpu", False), ("cuda", True)])
-def test_on_a_gpu_the_reason_for_the_attention_backend_is_printed_and_elsewhere_it_is_in_the_log(
-    device: str,
-    is_printed: bool,
-    begun: tuple[Setup, LoadedModel],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    prepared, policy = begun
-    printed = io.StringIO()
-    monkeypatch.setattr("sys.stdout", printed)
-    console = make_console()
-    keep_log(console, tmp_path / "console.log")
-    describe_policy(replace(prepared, console=console, device=torch.device(device)), policy)
-    reason = f"  attention is {policy.attention.name}: {policy.attention.reason}\n"
-    assert reason in (tmp_path / "console.log").read_text(encoding="utf-8")
-    assert (reason in printed.getvalue()) == is_printed
 
 
 def test_checkpoints_of_an_adapter_belong_to_its_base_and_those_of_a_whole_model_to_no_weights(

@@ -28,7 +28,7 @@ from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run import memory_estimate as memory_report
 from dpo_pack.run.checkpoint_files import checkpoints, find_damage
 from dpo_pack.run.memory_estimate import GIB
-from dpo_pack.run.samples import Sampler, read_samples
+from dpo_pack.run.samples import read_samples
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RecipeError
 from dpo_pack.system.interrupts import Interrupted
@@ -184,23 +184,6 @@ def test_several_processes_write_the_samples_of_one_whole_or_in_shards(assets: P
         assert ours[:2] == alone[:2], run
     sharded, plain = (directory / run for run in ("run-1", "run-2"))
     assert_same_run(sharded, plain)  # samples change no step
-
-
-def _refuse(samples: object) -> None:
-    raise OSError("no space left")
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_shards_train_on_when_samples_cannot_be_written(
-    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = tmp_path / "assets"
-    shutil.copytree(assets, directory)
-    monkeypatch.setattr(Sampler, "_write", lambda sampler, samples: _refuse(samples))
-    run_on_ranks(_train, directory, [("fsdp2", "full", ("train.max_steps=2",))])
-    assert json.loads((directory / "run-0" / "run.json").read_text())["status"] == "finished"
-    assert not (directory / "run-0" / "samples.jsonl").exists()
 
 
 # ------------------------------------------------------------------------------------------------ Checkpoints

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from support.tiny_recipe import changed_keys, load, message_of
+from support.tiny_recipe import load, message_of
 
 from dpo_pack.run.state import Criterion, Evaluations, ends_run, find_criterion, judge
 from dpo_pack.system.errors import RecipeError
@@ -98,16 +98,3 @@ def test_the_recipe_says_what_is_compared() -> None:
 )
 def test_what_cannot_be_compared_is_refused(overrides: list[str], message: str) -> None:
     assert message in message_of(lambda: load(*overrides))
-
-
-def test_what_says_when_a_run_stops_early_may_not_change_and_else_it_may() -> None:
-    stopping = "train.early_stopping={patience: 2}"
-    free, bound = load(*JUDGES), load(*JUDGES, stopping)
-    others = ("train.eval_every_steps=7", "data.eval=other.jsonl", "checkpoint.keep_best=2")
-    assert changed_keys(free, load(*JUDGES, *others)) == []
-    assert changed_keys(free, bound) == ["train.early_stopping"]
-    assert changed_keys(bound, load(*JUDGES, stopping, *others, "checkpoint.metric=rewards/margins")) == [
-        "data.eval.0.path",
-        "train.eval_every_steps",
-        "checkpoint.metric",
-    ]

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,25 +161,6 @@ def test_ranks_exchange_signals_by_time_and_all_of_them_at_the_same_pass(
             interruption.poll(at_once=False)
 
 
-def test_ranks_begin_no_step_after_one_of_them_got_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
-    monkeypatch.setattr(ranks, "every_rank_says", lambda own: [own, (TERM, own[1])])
-    interruption = Interruption()
-    batches: Iterator[Any] = iter(["the next step's"])
-    trainer: Any = SimpleNamespace(
-        interruption=interruption,
-        source=batches,
-        recipe=SimpleNamespace(train=SimpleNamespace(eval_every_steps=None)),
-        state=SimpleNamespace(step=4, standing=None),
-        log=None,
-        clock=SimpleNamespace(restart=lambda: None),
-        criterion=None,
-    )
-    with interruption.waiting_for_poll(), pytest.raises(Interrupted):
-        train_module.Trainer.take_steps(trainer, None)
-    assert list(batches) == ["the next step's"], "it was taken, though nobody would train on it"
-
-
 def test_a_second_signal_is_not_put_off_and_one_that_comes_with_the_first_is_none() -> None:
     now = [100.0]
     interruption = Interruption(clock=lambda: now[0])
@@ -261,27 +241,6 @@ def test_an_evaluation_is_left_after_the_row_and_made_anew(
     assert [record["step"] for record in lines(tmp_path / "run", "train")][-1] == step
     train(recipe, console)
     assert_same_run(with_two_sets, tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_what_is_saved_already_is_not_saved_again(
-    straight: Path, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = whole_run(assets, tmp_path / "run", "checkpoint.every_steps=3")
-    step = train_module.Trainer.accumulate_gradients
-
-    def signal_in_step_4(session: Any, batch: Any, balance: Any) -> Any:
-        if session.state.step == 3:
-            signal.raise_signal(TERM)
-        return step(session, batch, balance)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module.Trainer, "accumulate_gradients", signal_in_step_4)
-        for _ in range(2):  # in the step after the checkpoint, then there again
-            stopped(recipe, console)
-    assert text(console).count("saved /") == 1 and text(console).count("step 3 is saved already") == 2
-    train(recipe, console)
-    assert_same_run(straight, tmp_path / "run")
 
 
 @pytest.mark.parametrize("asynchronous", ["true", *slow("false")])

@@ -8,10 +8,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from support.tiny_models import tiny_config
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 from dpo_pack.recipe.training import OptimRecipe
 from dpo_pack.system.errors import RecipeError
@@ -33,17 +32,6 @@ def tiny_network() -> nn.Sequential:
         nn.init.ones_(parameter)
     network[3].requires_grad_(False)
     return network
-
-
-def test_the_first_step_moves_each_weight_by_the_learning_rate() -> None:
-    """AdamW's first step is lr * g / (|g| + eps), whatever the size of the gradient (and the betas)."""
-    layer = nn.Linear(2, 1, bias=False)
-    nn.init.zeros_(layer.weight)
-    optimizer = build_optimizer("adamw", layer, lr=LR, betas=(0.8, 0.95), eps=1e-8, weight_decay=0.0)
-    layer.weight.grad = torch.tensor([[300.0, -0.02]])
-    optimizer.step()
-    assert layer.weight.flatten().tolist() == pytest.approx([-LR, LR], rel=1e-5)
-    assert optimizer.defaults["betas"] == (0.8, 0.95)
 
 
 def rates(name: str, *, num_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> list[float]:
@@ -201,19 +189,6 @@ def test_of_the_matrices_those_decay_that_decay_in_transformers_trainer(
     decayed = decayed_names(model)
     assert {name.split(".", 3)[-1] for name in matrices - decayed} == kept  # "model.layers.1." is cut off
     assert decayed == matrices & set(Trainer.get_decay_parameter_names(cast(Any, None), model))
-
-
-def test_beside_an_adapter_a_norm_that_is_trained_whole_does_not_decay() -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config("cohere", use_qk_norm=True))
-        assert isinstance(model, PreTrainedModel)
-        adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["k_norm"]))
-    decayed = decayed_names(adapted)
-    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    assert len(decayed) == 4 and all("lora_" in name for name in decayed)
-    assert {name.split("layers.")[1] for name in trained - decayed} == {
-        f"{layer}.self_attn.k_norm.modules_to_save.default.weight" for layer in range(2)
-    }
 
 
 def test_eight_bit_states_are_refused_without_cuda() -> None:

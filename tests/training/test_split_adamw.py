@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.device_reads import no_reads
-from support.operation_counts import Counting
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -106,18 +105,6 @@ def test_it_is_bitwise_adamw_over_fp32_masters(temporary_bytes: int, monkeypatch
         assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
-def test_an_update_is_torch_s_fused_one_and_six_operations_a_parameter() -> None:
-    """Of 70 bytes a weight together: 6 to widen the gradient, 16 to join, 28 to update, 20 to split."""
-    parameters = network(torch.bfloat16)
-    optimizer = SplitAdamW(parameters.parameters(), **SETTINGS)
-    for number in range(2):  # the first also makes the state
-        put_gradients(parameters, number)
-        with Counting() as counted:
-            optimizer.step()
-    assert counted.names.pop("aten::_fused_adamw_") == counted.names.pop("aten::_foreach_add_") == 1
-    assert counted.names.total() == 6 * len(SHAPES)
-
-
 def test_found_inf_leaves_parameters_moments_low_bits_and_counts_as_they_were() -> None:
     parameters = network(torch.bfloat16)
     optimizer = SplitAdamW(parameters.parameters(), **SETTINGS)
@@ -185,16 +172,6 @@ def test_fp32_parameters_beside_bfloat16_ones_are_updated_in_place() -> None:
     reference.step()
     assert torch.equal(mixed[1].weight, alone.weight)  # type: ignore[arg-type]
     assert "low_bits" not in optimizer.state[mixed[1].weight]  # type: ignore[index]
-
-
-def test_gradients_of_any_layout_are_taken_in_the_parameter_s_order() -> None:
-    layers = [nn.Linear(6, 4, bias=False).bfloat16() for _ in range(2)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for layer, its in zip(layers, (grad.T, grad.T.contiguous()), strict=True):
-        layer.weight.grad = its
-        SplitAdamW(layer.parameters(), **SETTINGS).step()
-    assert torch.equal(layers[0].weight, layers[1].weight)
 
 
 @pytest.fixture
