@@ -79,22 +79,16 @@ def test_the_recipe_says_what_is_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "key"),
     [
-        (
-            ["checkpoint.keep_best=1"],
-            "checkpoint.keep_best: compares evaluations, and no pairs are held out",
-        ),
-        (["train.early_stopping={}"], "train.early_stopping: compares evaluations, and no pairs"),
-        ([*JUDGES[:1], "checkpoint.keep_best=1"], "there is only one; set train.eval_every_steps"),
-        ([*JUDGES, "checkpoint.load_best=true"], "checkpoint.load_best: needs checkpoint.keep_best"),
-        ([*JUDGES, "checkpoint.metric=loss"], "checkpoint.metric: nothing compares evaluations"),
-        (
-            [*JUDGES, "checkpoint.keep_best=1", "checkpoint.metric=online/scores"],
-            "checkpoint.metric: an offline run has no online/scores; it has loss, rewards/accuracies",
-        ),
-        ([*JUDGES, "checkpoint.metric=kl/chosen"], "checkpoint.metric: must be one of loss"),
+        (["checkpoint.keep_best=1"], "checkpoint.keep_best"),
+        (["train.early_stopping={}"], "train.early_stopping"),
+        ([*JUDGES[:1], "checkpoint.keep_best=1"], "checkpoint.keep_best"),
+        ([*JUDGES, "checkpoint.load_best=true"], "checkpoint.load_best"),
+        ([*JUDGES, "checkpoint.metric=loss"], "checkpoint.metric"),
+        ([*JUDGES, "checkpoint.keep_best=1", "checkpoint.metric=online/scores"], "checkpoint.metric"),
+        ([*JUDGES, "checkpoint.metric=kl/chosen"], "checkpoint.metric"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(overrides: list[str], message: str) -> None:
-    assert message in message_of(lambda: load(*overrides))
+def test_what_cannot_be_compared_is_refused(overrides: list[str], key: str) -> None:
+    assert message_of(lambda: load(*overrides)).startswith(f"{key}: ")
