@@ -26,7 +26,6 @@ from dpo_pack.run.setup import Setup
 from dpo_pack.run.state import TrainState
 from dpo_pack.system.console import TrainingLines, format_count, print_detail
 from dpo_pack.system.errors import RunError
-from dpo_pack.system.machine import bfloat16_instructions
 from dpo_pack.training.batches import GlobalBatch, OfflineSource
 from dpo_pack.training.health import RunFacts, examine
 from dpo_pack.training.optim import NonfiniteGuard
@@ -222,25 +221,22 @@ def describe_training(setup: Setup, plan: PackingPlan | None, *, num_steps: int)
 
 def describe_policy(setup: Setup, loaded: LoadedModel) -> None:
     """Prints the policy as it is loaded, and how it computes."""
-    recipe, console, facts = setup.recipe, setup.console, setup.policy_facts
+    console, facts, quantize = setup.console, setup.policy_facts, setup.policy_facts.settings.quantize
     precision, attention = facts.precision, loaded.attention
     parameters = list(loaded.scorer.parameters())
     num_trained = sum(p.numel() for p in parameters if p.requires_grad)
+    # Of weights in 4 bits, two count as one element.
     num_parameters = sum(p.numel() for p in parameters)
-    if facts.settings.quantize is not None:  # two weights of 4 bits count as one element
-        num_parameters = facts.num_parameters + num_trained
-    size = f"{format_count(num_parameters)} parameters"
+    size = format_count(num_parameters if quantize is None else facts.num_parameters + num_trained)
+    size += " parameters"
     if loaded.adapter is not None:
         size += f", of which the adapter's {format_count(num_trained)} are trained"
     numbers = str(precision.parameters)
-    if facts.settings.quantize is not None:
-        numbers += f" with linear layers in {facts.settings.quantize}"
-    if precision.autocast is not None:
-        numbers += f" with {precision.autocast} autocast"
-    if precision.gathered is not None:
-        numbers += f" gathered in {precision.gathered}"
+    numbers += "" if quantize is None else f" with linear layers in {quantize}"
+    numbers += "" if precision.autocast is None else f" with {precision.autocast} autocast"
+    numbers += "" if precision.gathered is None else f" gathered in {precision.gathered}"
     console.print(
-        f"Policy: {recipe.model.path}, {size}, {numbers.replace('torch.', '')} on {setup.device}; "
+        f"Policy: {setup.recipe.model.path}, {size}, {numbers.replace('torch.', '')} on {setup.device}; "
         f"attention: {attention.name}{'; layers: compiled' if loaded.scorer.is_compiled else ''}"
     )
     for note in () if loaded.adapter is None else loaded.adapter.notes:
@@ -253,10 +249,4 @@ def describe_policy(setup: Setup, loaded: LoadedModel) -> None:
     for kernel in loaded.kernels:
         say_why(f"  recurrent layers: {kernel}")
     if routes_tokens(loaded.model.config):
-        console.print(router_sentence(loaded.model, recipe.loss.router_aux_coef, facts.balance))
-    is_slow = precision.activations == torch.bfloat16 and setup.device.type == "cpu"
-    if is_slow and bfloat16_instructions() == ():
-        console.print(
-            "Note: this CPU has no instructions for bfloat16 and converts to float32 and back, which takes "
-            "longer than model.dtype: float32 with model.autocast: none"
-        )
+        console.print(router_sentence(loaded.model, setup.recipe.loss.router_aux_coef, facts.balance))

@@ -79,32 +79,22 @@ def check_generator(setup: Setup) -> None:
 
 
 def _generator(setup: Setup, loaded: LoadedModel) -> Generator:
-    online = _section(setup)
-    if online.generator.type == "vllm":
-        return _vllm_generator(setup, loaded)
-    if online.generator.endpoint is not None:
-        return HttpGenerator(
-            endpoint=_endpoint(setup, online.generator.endpoint, "online.generator.endpoint"),
-            tokenizer=setup.tokenizer,
-            sampling=_sampling(setup),
-            seed=setup.recipe.seed,
-        )
-    return _policy_generator(setup, loaded, online.completions_per_prompt)
-
-
-def _vllm_generator(setup: Setup, loaded: LoadedModel) -> VllmGenerator:
-    """Starts vLLM with the policy's weights; proves that vLLM and the policy compute the same log-probs."""
-    recipe, online = setup.recipe, _section(setup)
-    prompts = setup.data.prompts
-    dtype = setup.policy_facts.precision.activations
+    settings, online = _section(setup).generator, _section(setup)
+    if settings.type == "transformers":
+        return _policy_generator(setup, loaded, online.completions_per_prompt)
+    tokenizer, sampling, seed = setup.tokenizer, _sampling(setup), setup.recipe.seed
+    if settings.endpoint is not None:
+        endpoint = _endpoint(setup, settings.endpoint, "online.generator.endpoint")
+        return HttpGenerator(endpoint=endpoint, tokenizer=tokenizer, sampling=sampling, seed=seed)
+    prompts, dtype = setup.data.prompts, setup.policy_facts.precision.activations
     engine = start_engine(
         loaded.model,
-        setup.tokenizer,
+        tokenizer,
         dtype=dtype,
         device=setup.device,
         max_tokens=max(len(prompt.ids) for prompt in prompts) + online.max_new_tokens,
-        gpu_memory_utilization=online.generator.gpu_memory_utilization,
-        trust_remote_code=recipe.model.trust_remote_code,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        trust_remote_code=setup.recipe.model.trust_remote_code,
     )
     engine.take_weights(checkpoint_tensors(loaded.model, has_adapter=loaded.adapter is not None))
     difference = prove_agreement(
@@ -114,32 +104,27 @@ def _vllm_generator(setup: Setup, loaded: LoadedModel) -> VllmGenerator:
         f"vLLM {engine.version}: has the policy's weights; log-probs differ by {difference:.1e} nats a token"
     )
     return VllmGenerator(
-        engine=engine,
-        scorer=loaded.scorer,
-        tokenizer=setup.tokenizer,
-        sampling=_sampling(setup),
-        seed=recipe.seed,
+        engine=engine, scorer=loaded.scorer, tokenizer=tokenizer, sampling=sampling, seed=seed
     )
 
 
 def _policy_generator(
     setup: Setup, loaded: LoadedModel, completions_per_prompt: int
 ) -> TransformersGenerator:
-    online = _section(setup)
     return TransformersGenerator(
         scorer=loaded.scorer,
         tokenizer=setup.tokenizer,
         sampling=replace(_sampling(setup), completions_per_prompt=completions_per_prompt),
         seed=setup.recipe.seed,
-        token_budget=online.generator.token_budget,
+        token_budget=_section(setup).generator.token_budget,
         device=setup.device,
         console=setup.console,
     )
 
 
 def _sampling(setup: Setup) -> SamplingSettings:
-    online = _section(setup)
-    return SamplingSettings(**online.model_dump(include={field.name for field in fields(SamplingSettings)}))
+    names = {field.name for field in fields(SamplingSettings)}
+    return SamplingSettings(**_section(setup).model_dump(include=names))
 
 
 def build_judge(setup: Setup) -> Judge:

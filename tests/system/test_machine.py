@@ -6,11 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
-from support.tiny_run import tiny_run
 
-from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run.inputs import prove_and_measure
 from dpo_pack.system.machine import (
     AvailableMemory,
     bfloat16_instructions,
@@ -33,25 +29,6 @@ def test_the_flags_say_how_bfloat16_is_multiplied(
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\nmodel name\t: Some CPU\n{line}\n")
     assert bfloat16_instructions(cpuinfo) == instructions
-
-
-@pytest.mark.parametrize(("autocast", "instructions", "warns"), [
-    ("bfloat16", (), True), ("bfloat16", ("AMX",), False),
-    pytest.param("bfloat16", None, False, marks=pytest.mark.slow),
-    pytest.param("none", (), False, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_a_run_says_when_bfloat16_is_the_slower_choice(
-    autocast: str,
-    instructions: tuple[str, ...] | None,
-    warns: bool,
-    tmp_path: Path,
-    console: Console,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("dpo_pack.run.log.bfloat16_instructions", lambda: instructions)
-    prove_and_measure(load_recipe(tiny_run(tmp_path), [f"model.autocast={autocast}"]), console)
-    told = console.file.getvalue()  # type: ignore[attr-defined]
-    assert ("no instructions for bfloat16" in told) == warns
 
 
 GIB = 2**30
