@@ -30,7 +30,6 @@ from dpo_pack.model.attention import (
     trial_obstacle,
 )
 from dpo_pack.model.attention.segments import MAX_MASK_BYTES, AttentionOptions, RowSegments
-from dpo_pack.model.compiling import compiler_obstacle
 from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import UnsupportedModelError
 
@@ -278,8 +277,6 @@ def test_auto_takes_the_first_backend_without_an_obstacle_and_says_why() -> None
         ({"has_softcap": True}, torch.bfloat16, "caps attention logits"),
         ({"has_sinks": True}, torch.bfloat16, "sinks"),
         ({"value_head_dim": 96}, torch.bfloat16, "values have a larger head dimension (96) than keys (64)"),
-        ({"head_dim": 512, "value_head_dim": 512}, torch.bfloat16, "above 256"),
-        ({"head_dim": 100, "value_head_dim": 100}, torch.bfloat16, "100 is not a multiple of 8"),
     ],
 )
 def test_a_kernel_that_cannot_be_exact_is_refused_with_the_reason(
@@ -290,14 +287,11 @@ def test_a_kernel_that_cannot_be_exact_is_refused_with_the_reason(
     assert words in str(backend_obstacle("torch_varlen", needs, **asked))
     with pytest.raises(UnsupportedModelError, match="model.attention: torch_varlen.*auto"):
         select_backend("torch_varlen", needs, **asked)
-    if "multiple" in words:  # the flash-attn package pads such heads
-        use_stand_ins(monkeypatch)
-        assert backend_obstacle("flash_attn", needs, **asked) is None
 
 
 @pytest.mark.parametrize(
     ("capability", "hip", "words"),
-    [((8, 0), None, "None"), ((12, 0), None, "None"), ((7, 5), None, "has 7.5"), ((9, 0), "6.4", "on ROCm")],
+    [((8, 0), None, "None"), ((12, 0), None, "None"), ((9, 0), "6.4", "on ROCm")],
 )
 def test_torch_varlen_is_usable_on_new_devices_of_cuda(
     capability: tuple[int, int], hip: str | None, words: str, monkeypatch: pytest.MonkeyPatch
@@ -411,39 +405,3 @@ def test_our_name_has_no_mask_function_so_transformers_builds_no_mask() -> None:
     assert ATTENTION_NAME not in ALL_MASK_ATTENTION_FUNCTIONS
     special = ("flash", "sdpa", "flex_attention", "/", "paged|")
     assert not any(word in ATTENTION_NAME for word in special)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["torch_varlen", "flash_attn", "flex"])
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("num_groups", [3, 60])
-def test_a_cuda_kernel_errs_at_most_twice_as_much_as_plain_bf16(
-    name: str, window: int | None, head_dim: int, num_groups: int
-) -> None:
-    softcap = 30.0 if name == "flex" else None
-    needs = replace(PLAIN, head_dim=head_dim, value_head_dim=head_dim, has_window=window is not None)
-    needs = replace(needs, has_softcap=softcap is not None)
-    obstacle = backend_obstacle(name, needs, device=CUDA, dtype=torch.bfloat16)
-    if obstacle is not None:
-        # Only a missing compiler is a reason to skip flex; a kernel that does not run is a failure.
-        assert name != "flex" or obstacle == compiler_obstacle(CUDA), obstacle
-        pytest.skip(f"{name} is not usable here: {obstacle}")
-    segments = make_segments(CUDA, repeats=num_groups // 3)
-    assert len(segments.query_lengths) > (100 if num_groups == 60 else 5)
-    tokens, keys = sum(segments.query_lengths), sum(segments.key_lengths)
-    generator = torch.Generator("cuda").manual_seed(0)
-    shapes = ((tokens, 8, head_dim), (keys, 2, head_dim), (keys, 2, head_dim))
-    exact = [torch.randn(s, device=CUDA, generator=generator, requires_grad=True) for s in shapes]
-    half = [t.detach().bfloat16().requires_grad_() for t in exact]
-    options = AttentionOptions(scale=0.125, window=window, softcap=softcap, sinks=None)
-    reference = BACKENDS["sdpa"](*exact, segments, options)
-    plain = BACKENDS["sdpa"](*half, segments, options)
-    ours = BACKENDS[name](*half, segments, options)
-    weights = torch.randn(reference.shape, device=CUDA, generator=generator)
-    results = [
-        (out, *torch.autograd.grad(out, inputs, weights.to(out.dtype)))
-        for out, inputs in ((reference, exact), (plain, half), (ours, half))
-    ]
-    for expected, naive, mine in zip(*results, strict=True):
-        assert (mine - expected).abs().max() <= 2 * (naive - expected).abs().max() + 1e-3

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarking.run_dpo_pack import train_without_export
 from rich.console import Console
 from support.family_errors import skip_unless_packed
 from support.flash_stand_ins import use_stand_ins
@@ -28,7 +27,6 @@ from torch._dynamo.utils import counters
 import dpo_pack.model.building as building
 import dpo_pack.model.compiling as compiling
 import dpo_pack.run.models as recipe_models
-import dpo_pack.run.pairs as prepare_reference
 from dpo_pack.model.attention import BACKENDS
 from dpo_pack.model.compiling import compile_layers, compiler_obstacle
 from dpo_pack.model.facts import ModelFacts
@@ -37,7 +35,6 @@ from dpo_pack.model.logps import HeadPasses, compile_head
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.reference.compute import fill_cache
 from dpo_pack.run.inputs import prove_and_measure
 from dpo_pack.run.models import check_model, load_and_prove, resolve_model
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
@@ -262,30 +259,6 @@ def test_a_compiled_run_takes_the_steps_of_a_plain_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", ["null", "{r: 2}"])
-def test_the_clock_of_a_benchmark_starts_when_everything_is_compiled(
-    lora: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(building, "compile_layers", compile_quickly)
-    monkeypatch.setattr(building, "compile_head", functools.partial(compile_head, backend="aot_eager"))
-    num_compiled = []
-
-    def watched(*arguments: Any, **options: Any) -> None:
-        num_compiled.append(counters["stats"]["unique_graphs"])
-        fill_cache(*arguments, **options)
-        num_compiled.append(counters["stats"]["unique_graphs"])
-
-    monkeypatch.setattr(prepare_reference, "fill_cache", watched)
-    train_without_export(
-        load_recipe(tiny_run(tmp_path), ["model.compile=true", f"model.lora={lora}"]),
-        after_step=lambda _: num_compiled.append(counters["stats"]["unique_graphs"]),
-    )
-    before, after, first_step, *later_steps = num_compiled
-    assert before == after > 0 and first_step <= after + 1  # the head's passes, for any number of tokens
-    assert set(later_steps) == {first_step}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["gemma2", "gpt2", "deepseek_v3", "gpt_oss", "gemma4_text", "qwen3_5_text", "llama"]
 )
@@ -295,18 +268,3 @@ def test_compiled_layers_of_other_families_give_what_plain_ones_give(family: str
     tiny_model(family).save_pretrained(tmp_path)
     backend = "inductor" if family == "llama" else "aot_eager"
     assert_as_before(load_scorer(tmp_path), [make_row(seed) for seed in range(4)], backend=backend)
-
-
-def test_advice_that_would_round_products_in_fp32_is_not_passed_on(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inductor's, on devices that have TF32."""
-    from torch._inductor import compile_fx
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    advise = compile_fx._warn_tf32_disabled.__wrapped__
-    with pytest.warns(UserWarning, match="set_float32_matmul_precision"):
-        advise()
-    compile_quickly(load_scorer(model_path).model)
-    advise()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,11 +26,10 @@ from dpo_pack.losses import make_objective
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, flash, register_attention
 from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.building import checkpoint_activations
-from dpo_pack.model.config import layer_windows
 from dpo_pack.model.facts import router_balance
 from dpo_pack.model.fast_layers import cast_experts, tile_feed_forwards, trim_last_layer
 from dpo_pack.model.layout import Row
-from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, HeadTransform, WantedStatistics, _ChunkedLogps
+from dpo_pack.model.logps import WantedStatistics
 from dpo_pack.model.lora import attach_adapter
 from dpo_pack.model.quantize import compute_restored
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
@@ -45,8 +43,6 @@ from dpo_pack.training.step_loss import begin_step_loss, score_pairs
 
 pytestmark = pytest.mark.cuda_build
 CUDA = torch.device("cuda")
-FAMILIES = ["llama", "qwen3", "olmo2", "gpt2"]
-WITH_WINDOWS = ["mistral", "gemma3_text", "phi3"]
 
 
 @pytest.fixture(autouse=True)
@@ -71,69 +67,9 @@ def make_scorer(family: str, *, autocast: torch.dtype | None = None) -> Completi
     return CompletionLogps(model, backend=BACKENDS["torch_varlen"], autocast=autocast).eval()
 
 
-@pytest.fixture
-def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtypes of the kernel's calls; a fake kernel takes any, the real one takes one and no fp32."""
-    calls: list[torch.dtype] = []
-    attend = flash._attend
-
-    def checked(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Any:
-        assert query.dtype == key.dtype == value.dtype
-        calls.append(query.dtype)
-        return attend(query, key, value, *arguments)
-
-    monkeypatch.setattr(flash, "_attend", checked)
-    return calls
-
-
 def test_waiting_for_the_device_is_noticed() -> None:
     with pytest.raises(DataDependentOutputException):
         make_row().input_ids.sum().item()
-
-
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("family", [*FAMILIES, *WITH_WINDOWS])
-def test_log_probs_of_a_row_wait_for_no_device(
-    family: str, trains: bool, autocast: torch.dtype | None, kernel_calls: list[torch.dtype]
-) -> None:
-    scorer = make_scorer(family, autocast=autocast)
-    with torch.set_grad_enabled(trains):
-        said = scorer(make_row())
-    assert said.sums.shape == (6,) and said.sums.requires_grad == trains
-    tensors = [*said.token_statistics, *(field for field in said if isinstance(field, torch.Tensor))]
-    assert len(tensors) == len(said.token_statistics) + len(said) - 1
-    assert all(tensor.device.type == "cuda" for tensor in tensors)
-    assert kernel_calls == [torch.bfloat16] * len(layer_windows(scorer.model.config))
-
-
-@pytest.mark.parametrize("softcap", [None, 30.0])
-@pytest.mark.parametrize("trains_head", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_backward_pass_of_the_head_waits_for_nothing(
-    dtype: torch.dtype, trains_head: bool, softcap: float | None
-) -> None:
-    hidden, weight = torch.zeros(7, 8, device=CUDA), torch.zeros(40, 8, device=CUDA)
-    targets = torch.zeros(7, dtype=torch.int64, device=CUDA)
-    ctx: Any = SimpleNamespace(
-        needs_input_grad=(True, trains_head, False),
-        save_for_backward=lambda *tensors: setattr(ctx, "saved_tensors", tensors),
-        mark_non_differentiable=lambda *tensors: None,
-    )
-    transform = HeadTransform(scale=0.5, softcap=softcap)
-    kept = HEAD_BOUNDS["cuda"].kept_bytes
-    outputs = _ChunkedLogps.forward(
-        ctx, hidden, weight, None, targets, transform, dtype, 3, kept, WantedStatistics(), HeadPasses()
-    )
-    with Counting() as counted:
-        grad_hidden, grad_weight, *_ = _ChunkedLogps.backward(ctx, *outputs)
-    # Of each of three chunks, one kernel adds the product, also one in bf16, to the gradient in fp32.
-    name = "aten::addmm_" if dtype == torch.float32 else "aten::addmm"
-    assert counted.names[name] == (3 if trains_head else 0)
-    assert counted.names["aten::add_"] == 0 and counted.names["aten::mm"] == (6 if trains_head else 0)
-    assert grad_hidden is not None and grad_hidden.shape == hidden.shape and grad_hidden.is_cuda
-    assert (grad_weight is not None) == trains_head
-    assert grad_weight is None or (grad_weight.shape == weight.shape and grad_weight.is_cuda)
 
 
 @pytest.mark.parametrize("gathers", [True, False])

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
 from support.gradients import gradients
 from support.groups import group, make_row
-from support.tiny_models import tiny_config, tiny_model
+from support.tiny_models import tiny_model
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
-from dpo_pack.model.facts import model_shape, without_weights
 from dpo_pack.model.fast_layers import feed_forwards, trim_last_layer
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.packing.lengths import PairLengths, pair_flops
 
 GROUPS = [group([5, 6, 7, 8, 9, 10], [11, 12, 13], [11, 14]), group([20, 21], [22], [23, 24, 25, 26])]
 
@@ -64,21 +58,3 @@ def test_the_last_feed_forward_block_sees_each_read_position_once() -> None:
     scorer.model.set_attn_implementation("eager")
     scorer.model(input_ids=torch.tensor([[5, 6, 7]]))  # as in generation: everything
     assert seen[1:] == [3]
-
-
-def test_flops_of_the_last_layer_count_what_is_computed() -> None:
-    scorer, shape = scorer_of("llama", trims=True), model_shape(without_weights(tiny_config("llama")))
-    lengths = PairLengths(
-        prompt=np.array([6, 2]), chosen=np.array([3, 1]), rejected=np.array([2, 4]), shared=np.array([7, 2])
-    )
-    row = make_row(GROUPS)
-    with FlopCounterMode(display=False) as trimmed, torch.no_grad():
-        scorer(row)
-    with FlopCounterMode(display=False) as whole, torch.no_grad():
-        scorer_of("llama", trims=False)(row)
-    counted = whole.get_total_flops() - trimmed.get_total_flops()
-    unread = row.num_tokens - ((3 + 2 - 2) + (1 + 4 - 1))
-    assert counted == 2 * shape.last_block_weights * unread
-    untrimmed = replace(shape, last_block_weights=0.0)
-    spared = pair_flops(untrimmed, lengths, share_prompt=True) - pair_flops(shape, lengths, share_prompt=True)
-    assert float(spared.sum()) == 3 * counted

@@ -34,7 +34,7 @@ from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.attention.segments import RowSegments, make_gather
 from dpo_pack.model.config import check_packs
 from dpo_pack.model.facts import model_shape, without_weights
-from dpo_pack.model.recurrence import RecurrentCall, recurrence_sizes, wrap_recurrent_layers
+from dpo_pack.model.recurrence import RecurrentCall, wrap_recurrent_layers
 from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.recurrence.pieces import row_history, row_pieces
 from dpo_pack.model.scorer import CompletionLogps
@@ -67,17 +67,6 @@ def test_longer_pieces_come_first_and_tails_find_the_root_of_their_group() -> No
     assert roots == [[5, 6, 7, 8, 9], [1, 2, 0, 0, 0]]
     assert tails == [[11, 12, 13], [3, 0, 0], [4, 0, 0], [10, 0, 0]]
     assert parents == [0, 1, 1, 0]
-
-
-def test_only_pieces_of_like_lengths_are_padded_together() -> None:
-    groups = [group([1] * length, [2], [3]) for length in (300, 40, 200, 7, 60)]
-    made = row_pieces(segments_of(groups), padded=True)
-    assert [(batch.num_pieces, len(batch.take.index)) for batch in made.roots] == [
-        (1, 300),
-        (1, 200),
-        (3, 180),
-    ]
-    assert [batch.num_pieces for batch in row_pieces(segments_of(groups), padded=False).roots] == [5]
 
 
 @pytest.mark.parametrize(
@@ -133,45 +122,6 @@ def test_layers_that_do_not_call_the_functions_of_this_release_are_refused_with_
 )
 def test_the_products_of_a_token_with_its_layer_s_state_count_as_flops(family: str, products: int) -> None:
     assert model_shape(without_weights(tiny_config(family))).state_products == products
-
-
-@pytest.mark.parametrize(
-    ("family", "sizes"),
-    [
-        ("qwen3_5_text", {"linear_key_head_dim": 64, "linear_value_head_dim": 32}),
-        ("bamba", {"mamba_d_state": 64, "mamba_chunk_size": 256}),
-        ("lfm2", {}),
-    ],
-)
-def test_the_memory_estimate_counts_what_recurrent_layers_keep_for_the_backward_pass(
-    family: str, sizes: dict[str, Any]
-) -> None:
-    skip_unless_packed(family)
-    ids = [torch.randint(0, 90, (n,)).tolist() for n in (128, 64, 64)]
-    segments = segments_of([group(ids[0], [1, *ids[1]], [2, *ids[2]])] * 4)
-    num_tokens = sum(segments.query_lengths)
-    model = tiny_model(family, **sizes)
-    wrap_recurrent_layers(model)
-    layer = next(m for m in model.modules() if "forward" in vars(m))
-    kept: dict[int, int] = {}
-    counted: list[int] = []
-
-    def counting(call: RecurrentCall) -> object:
-        def pack(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            alive.append(tensor)
-            return tensor
-
-        alive: list[Tensor] = []
-        kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = call.run()
-        counted.append(sum(kept.values()))
-        return result
-
-    hidden = torch.randn(1, num_tokens, 32, requires_grad=True)
-    layer(hidden, row_segments=segments, row_recurrence=counting)
-    assert recurrence_sizes(layer)[1] == pytest.approx(sum(counted) / 4 / num_tokens, rel=0.25)
 
 
 # ---------------------------------------------------------------------------------- kernels of other packages
@@ -341,24 +291,3 @@ def test_a_kernel_that_is_wrong_is_not_used_and_a_line_says_why(
     prefix = f"{kernel.name} of {kernel.package} is not used: "
     assert line.startswith(prefix)
     assert re.fullmatch(reason, line.removeprefix(prefix)), line
-
-
-# Sizes that the packages' kernels take.
-SIZES: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
-    "kimi_linear": {"linear_head_dim": 64},
-    "mamba2": {"state_size": 64},
-    "lfm2": {},
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_real_kernels_are_right_on_this_gpu(family: str) -> None:
-    for name in FAMILIES[family]:
-        pytest.importorskip(KERNELS[name].module, exc_type=ImportError)
-    scorer = make_scorer(family, torch.bfloat16, CUDA, **SIZES[family])
-    lines = take_kernels(scorer, CUDA)
-    assert set(scorer.recurrent_kernels) == set(FAMILIES[family]), lines
-    proofs = prove(scorer, CUDA)
-    assert all(proof.passed for proof in proofs), proofs

@@ -158,7 +158,7 @@ def backend_obstacle(
     if device.type != "cuda":
         return "it needs a CUDA device"
     if name != "flex":
-        obstacle = _flash_obstacle(name, needs, device, dtype)
+        obstacle = _flash_obstacle(name, needs, dtype)
     elif needs.has_softcap or needs.has_sinks:
         obstacle = compiler_obstacle(device)
     else:
@@ -194,24 +194,18 @@ def trial_obstacle(name: str, needs: AttentionNeeds, device: torch.device, dtype
     return None
 
 
-def _flash_obstacle(name: str, needs: AttentionNeeds, device: torch.device, dtype: torch.dtype) -> str | None:
-    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (8, 0)
-    if capability < (8, 0):  # for example V100 and T4
-        return "FlashAttention needs compute capability 8.0, and the device has {}.{}".format(*capability)
+def _flash_obstacle(name: str, needs: AttentionNeeds, dtype: torch.dtype) -> str | None:
+    """Returns what the kernel does not refuse by itself in a trial, or what says more than its error."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"its kernel takes bf16 or fp16, not {str(dtype).removeprefix('torch.')}"
     if needs.has_sinks:
         return "the model has attention sinks, and its kernel cannot compute them"
     if needs.head_dim < needs.value_head_dim:
         return f"values have a larger head dimension ({needs.value_head_dim}) than keys ({needs.head_dim})"
-    if needs.head_dim > 256:
-        return f"head dimension {needs.head_dim} is above 256"
     if name == "flash_attn":
         return flash_attn_obstacle()
     if torch.version.hip is not None:
         return "on ROCm torch's kernel aligns queries with the first keys, not with the last"
-    if needs.head_dim % 8 != 0:  # the flash-attn package pads such heads itself
-        return f"head dimension {needs.head_dim} is not a multiple of 8"
     if needs.has_softcap:
         return "the model caps attention logits, and its kernel cannot do this"
     return None
