@@ -40,7 +40,6 @@ from dpo_pack.model.quantize import quantization_settings
 from dpo_pack.model.recurrence import recurrence_sizes
 from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.scorer import Precision
-from dpo_pack.model.vision import PixelProcessor
 from dpo_pack.packing.lengths import AttentionKind, ModelShape
 from dpo_pack.recipe.schema import ModelRecipe
 from dpo_pack.system import ranks
@@ -158,7 +157,7 @@ def without_weights(
     return model
 
 
-def model_shape(model: PreTrainedModel, processor: PixelProcessor | None = None) -> ModelShape:
+def model_shape(model: PreTrainedModel, processor: Any = None) -> ModelShape:
     """Counts what a model's FLOPs depend on: of routed experts those that a token uses, and no embeddings.
     `processor`: of images, if rows have some."""
     head = model.get_output_embeddings().weight
@@ -203,7 +202,7 @@ def _token_weights(module: torch.nn.Module, experts: tuple[float, float], skippe
     return total
 
 
-def image_flops(model: PreTrainedModel, processor: PixelProcessor) -> float:
+def image_flops(model: PreTrainedModel, processor: Any) -> float:
     """Returns the FLOPs of the tower's weights, without its attention, for each placeholder of an image of
     512 x 512, forward only. Weights in layers, and the first, which makes patches of pixels, multiply each
     patch; the others multiply each token of an image."""

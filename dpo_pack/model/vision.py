@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import transformers
 from torch import Tensor, nn
@@ -27,17 +26,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dpo_pack.model.config import transformers_release
 from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import ModelError, UnsupportedModelError
-
-
-class PixelProcessor(Protocol):
-    """What rows need of `ImageProcessor`, data/images.py."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def image_ids(self, width: int, height: int) -> list[int]: ...
-
-    def pixel_inputs(self, images: Sequence[npt.NDArray[np.uint8]]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +68,7 @@ def vision_family(config: PretrainedConfig) -> VisionFamily:
 class VisionInputs:
     """Makes the inputs of rows with images for one model."""
 
-    processor: PixelProcessor
+    processor: Any  # an `ImageProcessor`, data/images.py
     family: VisionFamily
 
     def of_row(

@@ -68,12 +68,7 @@ def _as_wide(value: Tensor, query: Tensor) -> Tensor:
 
 # `row` is the number of the RowSegments, `left` how many keys before its own a query sees (-1: all). The
 # results are the output, and for the backward pass the log-normalizers.
-@torch.library.custom_op(
-    "dpo_pack::attend",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, SymInt row, float scale, SymInt left)"
-    " -> (Tensor, Tensor)",
-)
+@torch.library.custom_op("dpo_pack::attend", mutates_args=())
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, row: int, scale: float, left: int
 ) -> tuple[Tensor, Tensor]:
@@ -83,12 +78,7 @@ def _attend(
     return out, normalizers
 
 
-@torch.library.custom_op(
-    "dpo_pack::attend_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor normalizers,"
-    " SymInt row, float scale, SymInt left) -> (Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("dpo_pack::attend_backward", mutates_args=())
 def _attend_backward(
     grad: Tensor,
     query: Tensor,
