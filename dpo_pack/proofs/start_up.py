@@ -36,8 +36,8 @@ from dpo_pack.system.errors import is_out_of_memory, one_line
 FLOAT32_BOUND = 1e-4
 # Rounding is measured this often, because it varies, above all if it makes a router choose another expert.
 _NUM_DRAWS = 4
-# The part of a pair in which a token changes, and which sequences have that part (0 chosen, 1 rejected).
-_PARTS = {"chosen": [0], "rejected": [1], "context": [0, 1]}
+# The part of a pair in which a token changes (0 context, 1 chosen, 2 rejected), and which sequences have it.
+_PARTS = {1: [0], 2: [1], 0: [0, 1]}
 
 
 def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
@@ -138,7 +138,7 @@ def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: to
     for half in (range(len(groups) // 2), range(len(groups) // 2, len(groups))):
         changed = list(groups)
         for pair in half:
-            for part in ("chosen", "rejected"):
+            for part in (1, 2):
                 changed = _with_change(changed, pair, part)
         change = (scorer(proof_row(scorer, changed, device)).token_logps - whole).abs()
         for sequence, tokens in enumerate(change.split(lengths)):
@@ -172,17 +172,16 @@ def _leak(scorer: CompletionLogps, changes: Tensor, *, noise: Tensor) -> tuple[f
     return leaks, bound, f"<= {bound:.0e}"
 
 
-def _with_change(groups: Sequence[Group], pair: int, part: str) -> list[Group]:
-    """Returns the groups with one changed token in one pair: the last of a completion or of the context.
-    The row keeps its shape, so bits compare."""
-    context, (chosen, rejected) = groups[pair].context.copy(), map(np.copy, groups[pair].completions)
+def _with_change(groups: Sequence[Group], pair: int, part: int) -> list[Group]:
+    """Returns the groups with one changed token in one pair: the last of a part (see `_PARTS`). The row keeps
+    its shape, so bits compare."""
+    parts = [np.array(ids) for ids in (groups[pair].context, *groups[pair].completions)]
+    changed, other = parts[part], parts[-part]  # of a completion, the other completion
     # The last token of a context is within the shortest sliding window.
-    changed, other = {
-        "context": (context, context), "chosen": (chosen, rejected), "rejected": (rejected, chosen)
-    }[part]  # fmt: skip
     avoided = (changed[-1], other[min(len(changed), len(other)) - 1])
     changed[-1] = next(token for token in range(3) if token not in avoided)  # every vocabulary has 0, 1, 2
-    return [*groups[:pair], Group(context=context, completions=(chosen, rejected)), *groups[pair + 1 :]]
+    changed_group = Group(context=parts[0], completions=tuple(parts[1:]))
+    return [*groups[:pair], changed_group, *groups[pair + 1 :]]
 
 
 # ------------------------------------------------------------------------------------------ equivalence
