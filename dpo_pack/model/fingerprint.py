@@ -12,7 +12,7 @@ import json
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def meta_tensors(path: str, revision: str | None, recipe_key: str) -> dict[str, 
     if directory.is_dir():
         with load_errors(path, recipe_key):
             files = weight_files(directory)
-            return {name: tensor for file in files for name, tensor in _header(file).items()}
+            return {name: tensor for file in files for name, tensor in _tensors(file, "meta")}
     try:
         parts = get_safetensors_metadata(path, revision=revision).files_metadata.values()
     except Exception as error:  # the class of the error depends on the client's HTTP library
@@ -88,18 +88,14 @@ def meta_tensors(path: str, revision: str | None, recipe_key: str) -> dict[str, 
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 
-def _header(file: Path) -> dict[str, Tensor]:
-    """Returns a file's tensors on the meta device. Other types than those of HEADER_NAMES become bool."""
-    if file.suffix != ".safetensors":
-        tensors: dict[str, Tensor] = torch.load(file, map_location="meta", weights_only=True)
-        return tensors
-    types = {header: dtype for dtype, header in HEADER_NAMES.items()}
-    with safe_open(file, framework="pt") as opened:
-        parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no dict
-        return {
-            name: torch.empty(part.get_shape(), device="meta", dtype=types.get(part.get_dtype(), torch.bool))
-            for name, part in parts.items()
-        }
+def _tensors(file: Path, device: str) -> Iterator[tuple[str, Tensor]]:
+    """Yields a weight file's tensors by name. On the meta device, no values are read."""
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as opened:
+            yield from ((name, opened.get_tensor(name).to(device)) for name in opened.keys())  # noqa: SIM118
+    else:
+        mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 cannot be memory-mapped
+        yield from torch.load(file, map_location=device, mmap=mapped, weights_only=True).items()
 
 
 def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
@@ -138,7 +134,13 @@ def files_fingerprint(files: Sequence[Path], memo_path: Path) -> str:
         # Every change of content changes ctime, also if a tool sets mtime back (cp -p, rsync -t).
         identity = f"{file.resolve()}:{stat.st_ino}:{stat.st_size}:{stat.st_ctime_ns}"
         if identity not in memo:
-            learnt[identity] = _tensor_digests(file)
+            try:
+                learnt[identity] = {name: tensor_digest(tensor) for name, tensor in _tensors(file, "cpu")}
+            except Exception as error:  # torch.load raises any class if a file is damaged or has no tensors
+                raise ModelError(
+                    f"cannot read the weights in {file} ({first_line(error)}); download the model again, or "
+                    "save it as safetensors"
+                ) from error
         digests.update(memo.get(identity) or learnt[identity])
     if learnt:
         add_to_json(memo_path, _Memo, learnt)
@@ -176,25 +178,9 @@ def stored_dtype(path: str, revision: str | None) -> torch.dtype:
     """Returns the type of most of a model's weights, from the headers of their files."""
     sizes: Counter[torch.dtype] = Counter()
     for file in weight_files(model_directory(path, revision)):
-        for tensor in _header(file).values():
+        for _, tensor in _tensors(file, "meta"):
             sizes[tensor.dtype] += tensor.numel()
     return max(HEADER_NAMES, key=lambda dtype: sizes[dtype])  # float32 if it is none of them
-
-
-def _tensor_digests(file: Path) -> dict[str, str]:
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as opened:
-                names = opened.keys()
-                return {name: tensor_digest(opened.get_tensor(name)) for name in names}
-        mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 cannot be memory-mapped
-        tensors = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
-        return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-    except Exception as error:  # torch.load raises any class if a file is damaged or has no tensors
-        raise ModelError(
-            f"cannot read the weights in {file} ({first_line(error)}); download the model again, or "
-            "save it as safetensors"
-        ) from error
 
 
 def tensor_digest(tensor: Tensor) -> str:

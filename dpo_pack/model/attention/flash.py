@@ -8,8 +8,6 @@ Legend: T tokens of the row, K keys of all segments (see segments.py), H heads, 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -93,10 +91,17 @@ def _attend_backward(
     segments = numbered(row)
     states, arguments, options = _kernel_arguments(segments, query, key, value, scale, left)
     state = grad.new_empty(2, dtype=torch.uint64)  # which only dropout needs
-    with _deterministic():
+    # The kernel reads torch's global mode, which is on only here: others could raise errors in it.
+    before, fills = torch.get_deterministic_debug_mode(), _memory.fill_uninitialized_memory
+    try:
+        torch.set_deterministic_debug_mode("error")
+        _memory.fill_uninitialized_memory = False  # the kernel writes all that it allocates
         of_query, of_key, of_value = _operators._flash_attention_backward(
             grad, *states, out, normalizers, *arguments, state, state, **options
         )
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        _memory.fill_uninitialized_memory = fills
     if segments.kv_gather is not None:
         of_key, of_value = map(segments.kv_gather.gradient, (of_key, of_value))
     return of_query, of_key.contiguous(), of_value.contiguous()  # whether gathered or not
@@ -134,19 +139,6 @@ def _kernel_arguments(
     is_causal, dropout = left < 0, 0.0  # with `is_causal` the kernel takes no window
     arguments = [segments.cu_seqlens_q, segments.cu_seqlens_k, *longest, dropout, is_causal]
     return (query, key, value), arguments, {"scale": scale, "window_size_left": left, "window_size_right": 0}
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    """The kernel reads torch's global mode, which is on only here: others could raise errors in it."""
-    before, fills = torch.get_deterministic_debug_mode(), _memory.fill_uninitialized_memory
-    try:
-        torch.set_deterministic_debug_mode("error")
-        _memory.fill_uninitialized_memory = False  # the kernel writes all that it allocates
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
-        _memory.fill_uninitialized_memory = fills
 
 
 def flash_attn_obstacle() -> str | None:

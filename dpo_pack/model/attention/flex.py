@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -82,7 +81,13 @@ def _block_mask(segments: RowSegments, window: int | None, device: torch.device)
         last_keys.append(own)
         first_keys.append(np.full_like(own, start) if window is None else np.maximum(start, own - window + 1))
     first, last = np.concatenate(first_keys), np.concatenate(last_keys)  # [T] each
-    touched = _touched_blocks(first, last, num_keys=sum(segments.key_lengths))
+    # [query blocks, key blocks]: whether a query of the one sees a key of the other
+    num_blocks = [-(-count // _BLOCK) for count in (len(first), sum(segments.key_lengths))]
+    edges = np.zeros((num_blocks[0], num_blocks[1] + 1), dtype=np.int32)
+    block = np.arange(len(first)) // _BLOCK
+    np.add.at(edges, (block, first // _BLOCK), 1)
+    np.add.at(edges, (block, last // _BLOCK + 1), -1)
+    touched = edges.cumsum(axis=1)[:, :-1] > 0
     first_key, last_key = on_device(first, device), on_device(last, device)
 
     def mask(batch: Tensor, head: Tensor, at: Tensor, key_at: Tensor) -> Tensor:
@@ -98,16 +103,3 @@ def _block_mask(segments: RowSegments, window: int | None, device: torch.device)
         mask_mod=mask,
         seq_lengths=(len(first), sum(segments.key_lengths)),
     )
-
-
-def _touched_blocks(
-    first: npt.NDArray[np.int32], last: npt.NDArray[np.int32], *, num_keys: int
-) -> npt.NDArray[np.bool_]:
-    """Returns [B, B], True at [i, j] if a query of the i-th query block sees a key of the j-th key block."""
-    num_query_blocks, num_key_blocks = -(-len(first) // _BLOCK), -(-num_keys // _BLOCK)
-    edges = np.zeros((num_query_blocks, num_key_blocks + 1), dtype=np.int32)
-    block = np.arange(len(first)) // _BLOCK
-    np.add.at(edges, (block, first // _BLOCK), 1)
-    np.add.at(edges, (block, last // _BLOCK + 1), -1)
-    touched: npt.NDArray[np.bool_] = edges.cumsum(axis=1)[:, :-1] > 0
-    return touched
