@@ -74,13 +74,9 @@ def load_config(
 def load_processor(path: str, *, revision: str | None, trust_remote_code: bool, recipe_key: str) -> Any:
     """Loads transformers' processor of images and text (model.images). Raises ModelError."""
     check_model(path, revision, recipe_key)
+    given: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with load_errors(path, recipe_key):
-        try:
-            given: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-            processor = AutoProcessor.from_pretrained(path, **given)
-        except ImportError as error:
-            what = f"the processor of {path} needs another package ({first_line(error)})"
-            raise ModelError(f"{recipe_key}: {what}; {install_command('images')}") from error
+        processor = AutoProcessor.from_pretrained(path, **given)
     if getattr(processor, "image_processor", None) is None or getattr(processor, "image_token", None) is None:
         what = f"{path} has no processor of images ({type(processor).__name__})"
         raise ModelError(f"{recipe_key}: {what}; leave model.images out, or take a model that reads images")
@@ -144,6 +140,8 @@ def load_errors(path: str, recipe_key: str) -> Iterator[None]:
             remedy = "if it is a hub id: connect to the network, unset HF_HUB_OFFLINE, or run 'hf auth login'"
         if isinstance(error, StrictDataclassError):
             remedy = "correct its config.json"
+        if isinstance(error, ImportError):
+            remedy = f"install what it needs; for images: {install_command('images')}"
         if is_out_of_memory(error):
             what = f"{path} does not fit in memory ({first_line(error)})"
             remedy = "set model.dtype=bfloat16, train an adapter (model.lora), or shard over several devices"
