@@ -72,17 +72,11 @@ def test_values_are_in_the_table_s_order_and_do_not_depend_on_rows(
     assert values[:, 3:5].tolist() == builder.reference.sums.tolist()
     assert torch.allclose(evaluate(policy, token_budget=1), values, atol=1e-4)
     assert torch.allclose(evaluate(policy, token_budget=10_000), values, atol=1e-4)
-    padded = evaluate(load_scorer(model_path, packed=False), packed=False)
-    assert torch.allclose(padded, values, atol=1e-4)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_rows_are_packed_as_the_builder_says(packed: bool, model_path: Path) -> None:
-    builder, in_rows = make_builder(packed=packed), list[int]()
-    policy = load_scorer(model_path, packed=packed)
-    evaluate_pairs(policy, builder, OBJECTIVE, token_budget=128, progress=in_rows.append)
-    build_rows = pack_sequences_longest_first if packed else padded_rows
-    assert in_rows == [len(row) for row in build_rows(builder.row_tokens(), 128)]
+    padded, in_rows = load_scorer(model_path, packed=False), list[int]()
+    builder = make_builder(packed=False)
+    alike = evaluate_pairs(padded, builder, OBJECTIVE, token_budget=128, progress=in_rows.append)
+    assert torch.allclose(alike, values, atol=1e-4)
+    assert in_rows == [len(row) for row in padded_rows(builder.row_tokens(), 128)]
 
 
 @pytest.mark.multiprocess
@@ -103,11 +97,19 @@ def test_two_ranks_count_each_pair_once_and_agree_with_one(policy: CompletionLog
     assert min(counts) > 0 and sum(counts) == NUM_PAIRS
 
 
-def result(policy: CompletionLogps, objective: Objective = OBJECTIVE) -> HeldOutResult:
-    builder = make_builder()
+def result(
+    policy: CompletionLogps, objective: Objective = OBJECTIVE, *, reference: CompletionLogps | None = None
+) -> HeldOutResult:
+    """`reference`: the model whose log-probs are the reference's, in rows of its own kind."""
+    builder = make_builder(packed=policy.backend is not None)
+    if reference is not None:
+        scores = logps(evaluate(reference, packed=reference.backend is not None), "policy")
+        sums = torch.stack((scores.chosen, scores.rejected), dim=1).numpy()
+        builder = dataclasses.replace(builder, reference=PairReference(sums=sums))
     values = evaluate_pairs(policy, builder, objective, token_budget=64)
+    dtype = torch.float32 if policy.compute_dtype == torch.float64 else policy.compute_dtype
     return held_out_result(
-        "held_out", values, builder.table, objective, source_names=("pairs",), dtype=torch.float32, seed=0
+        "held_out", values, builder.table, objective, source_names=("pairs",), dtype=dtype, seed=0
     )
 
 
@@ -118,7 +120,7 @@ def test_a_policy_that_has_not_moved_is_at_one_half_whatever_rows_its_reference_
     packed, padded = (load_scorer(model_path, packed=is_packed) for is_packed in (True, False))
     for scorer in (packed, padded):
         scorer.autocast = None if dtype == torch.float32 else dtype
-    found = moved_result(packed, padded)
+    found = result(packed, reference=padded)
     margins = found.metrics["rewards/margins"]
     assert (margins != 0).any()  # they are rounding
     assert (found.metrics["rewards/accuracies"] == 0.5).all() and found.record["rewards/accuracies"] == 0.5
@@ -136,33 +138,10 @@ def test_one_step_of_the_default_learning_rate_makes_margins_that_are_no_ties(mo
             if ours.grad is not None:
                 ours.sub_(5e-7 * ours.grad.sign())
             theirs.copy_(ours)
-    found = moved_result(policy, reference)
-    truth = moved_result(moved.double(), exact.double()).metrics["rewards/margins"]
+    found = result(policy, reference=reference)
+    truth = result(moved.double(), reference=exact.double()).metrics["rewards/margins"]
     assert 0 < (truth < 0).sum() < NUM_PAIRS
     assert found.metrics["rewards/accuracies"].tolist() == (truth > 0).astype(float).tolist()
-
-
-def moved_result(policy: CompletionLogps, reference: CompletionLogps) -> HeldOutResult:
-    """Both models' log-probs of the same pairs, each in rows of its own kind."""
-    values = [
-        evaluate_pairs(scorer, make_builder(packed=scorer.backend is not None), OBJECTIVE, token_budget=64)
-        for scorer in (policy, reference)
-    ]
-    scores = logps(values[1], "policy")
-    builder = dataclasses.replace(
-        make_builder(packed=policy.backend is not None),
-        reference=PairReference(sums=torch.stack((scores.chosen, scores.rejected), dim=1).numpy()),
-    )
-    compared = evaluate_pairs(policy, builder, OBJECTIVE, token_budget=64)
-    return held_out_result(
-        "held_out",
-        compared,
-        builder.table,
-        OBJECTIVE,
-        source_names=("pairs",),
-        dtype=torch.float32 if policy.compute_dtype == torch.float64 else policy.compute_dtype,
-        seed=0,
-    )
 
 
 def test_a_record_has_averages_intervals_and_breakdowns(policy: CompletionLogps) -> None:
@@ -179,12 +158,8 @@ def test_a_record_has_averages_intervals_and_breakdowns(policy: CompletionLogps)
     assert mean == pytest.approx(found.record["rewards/margins"])
     assert 0 <= found.record["length/prefers_longer"] <= 1
     assert {"rewards/margins_p50", "entropy", "logps/chosen_per_token"} <= found.record.keys()
-
-
-def test_an_objective_without_reference_has_no_kl(policy: CompletionLogps) -> None:
-    simpo = Objective(terms=((LOSSES["simpo"], 1.0),), options=loss_options(beta=2.0))
-    record = result(policy, simpo).record
-    assert not [name for name in [*record, *record["intervals"]] if name.startswith("kl/")]
+    simpo = result(policy, Objective(terms=((LOSSES["simpo"], 1.0),), options=loss_options(beta=2.0))).record
+    assert not [name for name in [*simpo, *simpo["intervals"]] if name.startswith("kl/")]
 
 
 def test_a_comparison_is_the_mean_of_each_pair_s_difference_with_a_narrower_interval(
@@ -242,13 +217,16 @@ def test_a_description_has_means_and_intervals_of_the_whole_and_of_its_parts() -
     assert described["by_length"]["chosen_shorter"]["rewards/accuracies"] == pytest.approx(1 / 3)
 
 
-def test_pairs_of_one_prompt_are_drawn_together() -> None:
+def test_pairs_of_one_prompt_are_drawn_together_and_weigh_alike() -> None:
     some = pairs([9] * 4, [9] * 4)
     some.whole_prompt_keys[:, 0] = (1, 1, 0, 0)
     described = means_by_group({"loss": np.array([0.0, 1.0, 0.5, 0.5])}, some, SOURCES, seed=0)
     assert "by_source" not in described  # there is one source
     assert (described["pairs"], described["prompts"]) == (4, 2)
     assert described["intervals"]["loss"] == [0.5, 0.5]  # each prompt's mean is 0.5
+    values, prompts = np.array([[0.0]] + [[1.0]] * 9), np.array([0] + [4] * 9)
+    resampled_means = {0.0, 0.9, 1.0}  # of the two prompts: the first twice, both, the second twice
+    assert set(mean_intervals(values, seed=0, prompts=prompts)[0].tolist()) <= resampled_means
 
 
 def test_length_preference_of_a_policy_that_only_learned_length() -> None:
@@ -268,20 +246,13 @@ def test_intervals_hold_the_true_mean_about_95_times_in_100() -> None:
     assert 0.89 <= held / 200 <= 0.99
 
 
-def test_a_prompt_with_more_pairs_weighs_more() -> None:
-    values, prompts = np.array([[0.0]] + [[1.0]] * 9), np.array([0] + [4] * 9)
-    resampled_means = {0.0, 0.9, 1.0}  # of the two prompts: the first twice, both, the second twice
-    assert set(mean_intervals(values, seed=0, prompts=prompts)[0].tolist()) <= resampled_means
-
-
 @pytest.mark.parametrize(("num_pairs", "resamples"), [(10, 1000), (50, 600), (1000, 200)])
 def test_many_pairs_take_fewer_resamples_but_at_least_200(
     num_pairs: int, resamples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = np.random.default_rng(7).normal(size=(num_pairs, 1))
-    with monkeypatch.context() as patch:
-        patch.setattr(held_out, "_MAX_DRAWS", 10**9)
-        patch.setattr(held_out, "NUM_RESAMPLES", resamples)
-        expected = mean_intervals(values, seed=0)
     monkeypatch.setattr(held_out, "_MAX_DRAWS", 30_000)
-    assert np.array_equal(mean_intervals(values, seed=0), expected)
+    found = mean_intervals(values, seed=0)
+    monkeypatch.setattr(held_out, "_MAX_DRAWS", 10**9)
+    monkeypatch.setattr(held_out, "NUM_RESAMPLES", resamples)
+    assert np.array_equal(mean_intervals(values, seed=0), found)
