@@ -168,7 +168,7 @@ def precompute_ref(
             {"set": name, "row": row, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
             for name, table in zip(("train", *setup.data.eval), setup.tables, strict=True)
             for row, (chosen, rejected) in zip(
-                table.row_numbers.tolist(), done.values.of(table).sums.tolist(), strict=True
+                table.row_numbers.tolist(), done.values.of(table).tolist(), strict=True
             )
         ]
         return {"num_cached": done.num_cached, "num_computed": done.num_computed, "rows": rows}

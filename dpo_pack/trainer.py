@@ -16,7 +16,7 @@ for any number of rows and ranks:
 
     loss = sum over the step's pairs of weight * l(pair) / number of pairs
 
-For DPO (`loss.type: sigmoid`, losses/contrastive.py), pi and ref are the summed log-probs of a completion:
+For DPO (`loss.type: sigmoid`, losses/preference.py), pi and ref are the summed log-probs of a completion:
 
     l(pair) = -log sigmoid(beta * ((pi_chosen - ref_chosen) - (pi_rejected - ref_rejected)))
 
@@ -71,10 +71,11 @@ from dpo_pack.system.files import write_json_atomically
 from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.system.machine import release_memory
+from dpo_pack.training.balancing import ExpertBalance
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.metrics import averages, column, join_values, pair_values
 from dpo_pack.training.optim import clip_gradients
-from dpo_pack.training.step_loss import StepLoss, begin_step_loss, score_pairs
+from dpo_pack.training.step_loss import pair_losses
 from dpo_pack.training.throughput import PhaseClock
 
 
@@ -85,7 +86,6 @@ class StepOutcome:
     values: Tensor  # the `pair_values` of this rank's pairs
     grad_norm: Tensor  # [] norm of the gradient before clipping
     learning_rate: float
-    loss: StepLoss
 
 
 AfterStep = Callable[["Trainer"], object]  # called after each update, before the step's line is written
@@ -144,6 +144,11 @@ class Trainer:
         self.run = run  # the files of `output_dir`; only rank 0 writes them
         self.interruption = interruption
         self.policy, self.reference = inputs.policy, inputs.reference
+        self.balance: ExpertBalance | None = None
+        if (balance := setup.policy_facts.balance) is not None:  # a mixture of experts
+            scorer = inputs.state.scorer
+            self.balance = ExpertBalance(settings=balance, scorer=scorer, alone=inputs.policy)
+            self.policy = self.balance.policy
         self.state = inputs.state  # weights, optimizer, schedule, counters: all that a checkpoint holds
         self.source = self.state.source  # of global batches
         self.clock = PhaseClock(device=setup.device)
@@ -279,11 +284,9 @@ class Trainer:
         fused AdamW this only queues work. If it waited for the device, the device would become idle.
         """
         state, optimizer = self.state, self.state.optimizer
-        with self.policy.gathered():
+        with self.policy.step(batch.passes):
             batch = self.reference.score_batch(batch)
-            balance, device = self.setup.policy_facts.balance, self.setup.device
-            loss = begin_step_loss(self.objective, batch, state.scorer, balance, device=device)
-            values = self.accumulate_gradients(batch, loss)
+            values = self.accumulate_gradients(batch)
         grad_norm = clip_gradients(state.scorer, self.recipe.optim.max_grad_norm)
         learning_rate = float(state.scheduler.get_last_lr()[0])
         losses = column(values, "loss")
@@ -298,29 +301,30 @@ class Trainer:
         self.reference.follow(state.scorer, step=state.step)
         state.num_pairs += batch.num_pairs
         state.num_tokens += batch.num_tokens
-        return StepOutcome(values=values, grad_norm=grad_norm, learning_rate=learning_rate, loss=loss)
+        return StepOutcome(values=values, grad_norm=grad_norm, learning_rate=learning_rate)
 
-    def accumulate_gradients(self, batch: GlobalBatch, loss: StepLoss) -> Tensor:
+    def accumulate_gradients(self, batch: GlobalBatch) -> Tensor:
         """Runs one forward and one backward pass for each row, which add the step's gradient to `.grad`.
 
         Returns the values of this rank's pairs, of which metrics are averages (training/metrics.py).
         """
         values: list[Tensor] = []
         num_passes = len(batch.rows) + len(batch.idle_rows)
-        for number, pair_row in enumerate(batch.rows, start=1):
+        for number, row in enumerate(batch.rows, start=1):
             self.poll_before_pass(batch, number)
             with self.policy.accumulating(is_last=number == num_passes):
-                output = self.policy(pair_row.row)  # log-probs summed over each completion
-                pairs = score_pairs(self.objective, output, pair_row)  # [P] of policy and reference
-                losses, share = loss.of_row(number, output, pairs)  # [P] and []
+                output = self.policy(row.row)  # log-probs summed over each completion
+                losses = pair_losses(self.objective, output, row, batch.mean_chosen_tokens)  # [P]
+                # R ranks average their gradients, so each divides the sum of its losses by num_pairs / R.
+                share = losses.sum() / (batch.num_pairs / ranks.num_ranks())
                 self.clock.lap("forward")
                 share.backward()
                 self.clock.lap("backward")
-            values.append(pair_values(pairs, losses))
+            values.append(pair_values(output, row, losses))
         for number, idle_row in enumerate(batch.idle_rows, start=len(batch.rows) + 1):
             self.poll_before_pass(batch, number)
             with self.policy.accumulating(is_last=number == num_passes):
-                self.policy.idle(idle_row, loss.of_idle_row(number))
+                self.policy.idle(idle_row)
                 self.clock.lap("backward")
         return join_values(values, self.setup.device)
 
@@ -345,7 +349,8 @@ class Trainer:
             "split": "train",
             "step": self.state.step,
             "epoch": batch.epoch,
-            **outcome.loss.metrics(means),
+            **means,
+            **({} if self.balance is None else self.balance.metrics(means["loss"])),
             "grad_norm": float(outcome.grad_norm),
             "learning_rate": outcome.learning_rate,
             "pairs": batch.num_pairs,

@@ -51,8 +51,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "robust": {"loss_type": ["robust"], "label_smoothing": 0.1},
     "bco_pair": {"loss_type": ["bco_pair"]},
     "sppo_hard": {"loss_type": ["sppo_hard"]},
-    "aot": {"loss_type": ["aot"], "label_smoothing": 0.1},
-    "aot_unpaired": {"loss_type": ["aot_unpaired"]},
     "apo_zero": {"loss_type": ["apo_zero"]},
     "apo_down": {"loss_type": ["apo_down"]},
     "discopop": {"loss_type": ["discopop"]},
@@ -65,7 +63,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "f_divergence_type": "alpha_divergence",
         "f_alpha_divergence_coef": 0.5,
     },
-    "ld_alpha": {"loss_type": ["sigmoid"], "ld_alpha": 0.5},
     "wpo": {"loss_type": ["sigmoid"], "use_weighting": True},
 }
 METRICS = (

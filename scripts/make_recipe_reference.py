@@ -213,7 +213,7 @@ Free to change (a section stands for all its keys):
 {neutral}
 - a judge's `max_new_tokens`, `retries` and `endpoint`, except the endpoint's `model`
 - the `name` of a source, and `data.eval` unless it is a fraction of the training pairs
-- with `packing.scope: step` also {layout}
+- {layout}
 
 With `train.early_stopping`, {stopping} and `data.eval` are not free, because they say when the run
 ends. With `train.early_stopping` or `checkpoint.load_best`, {comparing} is not free, because

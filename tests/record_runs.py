@@ -88,7 +88,7 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
         "llama",
         (
             *("model.lora={r: 4, alpha: 8}", "model.autocast=bfloat16"),
-            *("loss.type=sigmoid_norm", "loss.ld_alpha=0.25"),
+            "loss.type=sigmoid_norm",
         ),
     ),
     "online": (
@@ -109,12 +109,12 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fsdp2": (
         "llama",
         (
-            *("distributed.num_processes=2", "distributed.strategy=fsdp2", "packing.scope=epoch"),
-            *("packing.pairs_per_step=64", "packing.rows_per_step=2", "loss.weighting=wpo"),
+            *("distributed.num_processes=2", "distributed.strategy=fsdp2"),
+            "loss.weighting=wpo",
         ),
     ),
-    "moe": ("qwen3_moe", ("loss.router_aux_coef=0.02", "packing.merge_prompts=true")),
-    "aot": ("llama", ("loss.type=aot", "model.gradient_checkpointing=true")),
+    "moe": ("qwen3_moe", ("loss.router_aux_coef=0.02",)),
+    "recomputed": ("llama", ("model.gradient_checkpointing=true",)),
     "hybrid": ("qwen3_5_text", ()),
 }
 TIMES = ("second", "mfu")

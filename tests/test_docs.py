@@ -21,9 +21,9 @@ import yaml
 from support.tiny_recipe import KEYS, SMALLEST, load
 
 from dpo_pack.commands.main import app
-from dpo_pack.losses import LossOptions
+from dpo_pack.losses.objective import LossOptions
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.recipe.training import LOSS_DECLARATIONS
+from dpo_pack.recipe.training import LOSSES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -118,7 +118,7 @@ def test_the_page_of_losses_has_every_loss_with_its_options_and_every_option_of_
     }
     declared = {
         name: {*loss.options, *(["f_divergence"] if loss.takes_divergences and loss.needs_reference else [])}
-        for name, loss in LOSS_DECLARATIONS.items()
+        for name, loss in LOSSES.items()
     }
     wrong = {name: declared[name] for name in declared if written.get(name) != declared[name]}
     assert not wrong, f"the table of docs/losses.md must have these losses with these options: {wrong}"

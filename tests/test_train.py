@@ -198,8 +198,8 @@ def test_a_stop_names_the_step_and_leaves_the_parameters_before_it(
     after: list[torch.Tensor] = []
     step = train_module.Trainer.accumulate_gradients
 
-    def poisoned(session: Any, batch: Any, balance: Any) -> Any:
-        values = step(session, batch, balance)
+    def poisoned(session: Any, batch: Any) -> Any:
+        values = step(session, batch)
         parameter = next(session.state.scorer.parameters())
         (before if session.state.step < 3 else after).append(parameter.detach().clone())
         if session.state.step == 2:
@@ -224,8 +224,8 @@ def test_a_run_that_skips_goes_on_and_leaves_the_step_s_pairs(
 ) -> None:
     step = train_module.Trainer.accumulate_gradients
 
-    def poisoned(session: Any, batch: Any, balance: Any) -> Any:
-        values = step(session, batch, balance)
+    def poisoned(session: Any, batch: Any) -> Any:
+        values = step(session, batch)
         if session.state.step == 2:
             next(session.state.scorer.parameters()).grad.fill_(torch.nan)
         return values
@@ -250,8 +250,8 @@ def test_a_step_that_is_not_logged_reads_nothing_from_the_device(
     step, records = train_module.Trainer.accumulate_gradients, train_module.Trainer.step_record
     logged = []
 
-    def then_watch(session: Any, batch: Any, balance: Any) -> Any:
-        values = step(session, batch, balance)
+    def then_watch(session: Any, batch: Any) -> Any:
+        values = step(session, batch)
         watching.enter_context(no_reads())
         return values
 

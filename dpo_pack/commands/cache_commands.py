@@ -36,11 +36,10 @@ def list_namespaces(
         return
     for namespace in found:
         precision = namespace.parameters + (f" + {namespace.autocast}" if namespace.autocast else "")
-        tokens = f", {namespace.sequences_per_token:,} per token" if namespace.sequences_per_token else ""
         last_used = datetime.fromtimestamp(namespace.last_used)
         say(f"{namespace.namespace[:12]}  {', '.join(namespace.models) or 'unknown model'}")
         say(
-            f"{'':12}  {precision}; {namespace.sequences:,} sequences{tokens}; "
+            f"{'':12}  {precision}; {namespace.sequences:,} sequences; "
             f"{namespace.size_bytes / 1e6:,.1f} MB; last used {last_used:%Y-%m-%d %H:%M}"
         )
     total_bytes = sum(namespace.size_bytes for namespace in found)

@@ -122,9 +122,7 @@ def _find_in_tokens(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
     begin, moved = whole.context[:_EDGE_TOKENS].tolist(), pair.alone[len(whole.context) :].tolist()
     if moved and moved != [origin.eos]:  # some tokenizers add EOS to every text
         yield "prompt_boundary_moved", ""
-    sides = list(
-        zip(SIDES, whole.completions, fitted.completions, whole.weights or (None, None), strict=True)
-    )
+    sides = list(zip(SIDES, whole.completions, fitted.completions, whole.scored or (None, None), strict=True))
     if endless := [side for side, ids, *_ in sides if not origin.ends.found_in(ids)]:
         yield "no_eos", " and ".join(endless)
     if begin[0] == origin.bos and begin.count(origin.bos) > 1:
@@ -136,7 +134,7 @@ def _find_in_tokens(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
         at = np.flatnonzero(ids == origin.eos)
         at = at[:-1] if len(at) and at[-1] >= len(ids) - _EDGE_TOKENS else at
         # After the EOS of an earlier turn come tokens that are not scored.
-        if len(at if scored is None else at[scored[at + 1] > 0]):
+        if len(at if scored is None else at[scored[at + 1]]):
             yield "eos_inside", side
             break
     if origin.num_positions is not None and longest_length(fitted) > origin.num_positions:

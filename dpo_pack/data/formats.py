@@ -26,7 +26,7 @@ _COMPLETIONS = ("chosen", "rejected")
 _BEGINS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
 # Of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV; parsed, it takes more.
 MAX_ROW_SIZE = 1 << 24
-_MIN_FLOAT32, _MAX_FLOAT32 = 1.1754944e-38, 3.4028234e38
+_MAX_FLOAT32 = 3.4028234e38
 
 
 class RowImages(list[Any]):
@@ -42,7 +42,7 @@ class Pair:
     chosen: str | list[Message] | list[int] = ""
     rejected: str | list[Message] | list[int] = ""
     weight: float = 1.0  # a factor of the pair's loss
-    # The weight of each completion token in a sum of log-probs; None: all are 1. Only token ids have weights.
+    # 1 for each completion token that is scored, 0 for others; None: all are 1. Only token ids have weights.
     chosen_weights: Sequence[float] | None = None
     rejected_weights: Sequence[float] | None = None
     has_inferred_prompt: bool = False  # the prompt is the text with which both completions happen to begin
@@ -648,10 +648,10 @@ def _token_weights(row: Row, column: str, num_tokens: int) -> list[float] | None
         detail = f"{column} has {len(weights):,} numbers for a completion of {num_tokens:,} tokens"
         raise BadRow("invalid_token_weights", detail)
     for number, weight in enumerate(weights, start=1):
-        if not 0 <= weight <= _MAX_FLOAT32:
-            detail = f"number {number:,} of {column} is {weight}, not a finite number of at least 0"
-            raise BadRow("invalid_token_weights", detail)
-    if num_tokens and max(weights) < _MIN_FLOAT32:
+        if weight not in (0, 1):
+            remedy = "write 1 for a token that is scored and 0 for another; a pair's weight is in weight"
+            raise BadRow("invalid_token_weights", f"number {number:,} of {column} is {weight}; {remedy}")
+    if num_tokens and not any(weights):
         raise BadRow("nothing_scored", f"{column} are all 0, so the completion adds nothing to a loss")
     return weights
 

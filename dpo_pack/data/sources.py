@@ -394,8 +394,6 @@ def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]
             "chat_template_kwargs": {**data.chat_template_kwargs, **ingestion.source.chat_template_kwargs},
             "continue_final_message": data.continue_final_message,
         }
-    elif format.content == "token_ids":
-        of_content = {"has_weights": True}  # which stores of early releases lack
     if (reader := ingestion.settings.images) is not None:
         of_content["images"] = [reader.processor.fingerprint, str(reader.folder), reader.max_pixels]
     return {

@@ -1,9 +1,9 @@
 """Hashes of content; stores, which are tokenised pairs on disk; and tables of the pairs of several stores.
 
-A store is a directory with the token ids, one record for each pair, a manifest, and the weights of all tokens
-if one is not 1. It is written under a temporary name and then renamed, so it is whole or absent. Opening it
-compares manifest, records and weights with a checksum; the tokens of a pair are compared with their hash when
-they are read. A large source's store names those of its ranges of rows, see ranges.py. P: number of pairs.
+A store is a directory with the token ids, one record for each pair, a manifest, and which tokens are scored
+unless all are. It is written under a temporary name and then renamed, so it is whole or absent. Opening it
+compares all but the token ids with a checksum; those of a pair are compared with their hash when they are
+read. A large source's store names those of its ranges of rows, see ranges.py. P: number of pairs.
 """
 
 import bisect
@@ -22,14 +22,20 @@ from numpy.typing import NDArray
 
 from dpo_pack.data.formats import BadRow
 from dpo_pack.data.images import CONTENT, ImageJoiner, Pixels, ReadImage, StoredImages
-from dpo_pack.packing.lengths import AnyIntArray, Group, ModelShape, PairLengths, common_prefix_length
+from dpo_pack.packing.lengths import (
+    AnyIntArray,
+    Bools,
+    Group,
+    ModelShape,
+    PairLengths,
+    common_prefix_length,
+)
 from dpo_pack.system.errors import CacheError, DataError
 from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, writing, written_aside
 
 KEY_BYTES = 16
 TokenIds = NDArray[np.int32]
-TokenWeights = NDArray[np.float32]
-TOKEN_DTYPE, WEIGHT_DTYPE = np.dtype("<i4"), np.dtype("<f4")
+TOKEN_DTYPE = np.dtype("<i4")
 RECORD_DTYPE = np.dtype(
     [
         ("prompt_length", "<i4"),
@@ -47,7 +53,7 @@ RECORD_DTYPE = np.dtype(
 Records = NDArray[np.void]  # of RECORD_DTYPE
 _KEYS = ("prompt_key", "chosen_key", "rejected_key", "whole_prompt_key")
 
-_TOKENS, _WEIGHTS, _RECORDS, _MANIFEST = "tokens.bin", "weights.bin", "records.bin", "manifest.json"
+_TOKENS, _SCORED, _RECORDS, _MANIFEST = "tokens.bin", "scored.bin", "records.bin", "manifest.json"
 _LARGEST = "largest_token_id"  # in the summary
 NO_TOKENS = np.zeros(0, dtype=TOKEN_DTYPE)
 
@@ -91,13 +97,18 @@ def path_hash(path: Path, memo_path: Path) -> str:
     return content_key([[name.as_posix(), digest] for name, digest in zip(names, hashes, strict=True)])
 
 
-def sequence_key(prompt_ids: AnyIntArray, completion_ids: AnyIntArray, images: bytes = b"") -> bytes:
+def sequence_key(
+    prompt_ids: AnyIntArray, completion_ids: AnyIntArray, images: bytes = b"", scored: Bools | None = None
+) -> bytes:
     """Returns 16 bytes that name a sequence: blake2b over the prompt's length as int64, all ids as int32,
-    both little-endian, and `images`, see `StoredImages.keys_of`."""
+    both little-endian, `images`, see `StoredImages.keys_of`, and a bit for each token of the completion
+    unless all are scored."""
     digest = hashlib.blake2b(len(prompt_ids).to_bytes(8, "little"), digest_size=KEY_BYTES)
     digest.update(np.ascontiguousarray(prompt_ids, dtype="<i4").data)
     digest.update(np.ascontiguousarray(completion_ids, dtype="<i4").data)
     digest.update(images)
+    if scored is not None and not scored.all():
+        digest.update(np.packbits(scored).data)
     return digest.digest()
 
 
@@ -107,9 +118,9 @@ class TokenStore:
 
     tokens: TokenIds  # [total] prompt | chosen | rejected of each pair, one after another
     records: Records  # [P]
-    # [total] the weight of each token in the sum of its completion's log-probs; None: all weights are 1.
-    # Tokens of prompts have the weight 1, which nobody reads.
-    token_weights: TokenWeights | None = None
+    # [total] whether the token's log-prob is in the sum of its completion (of a prompt's tokens nobody reads
+    # it); None: all are.
+    scored: Bools | None = None
     images: StoredImages | None = None  # None: no pair has one
     summary: Mapping[str, Any] = field(default_factory=dict)  # the counts of the pass that wrote the store
     directory: Path | None = None  # None: the pairs are in memory only
@@ -133,11 +144,6 @@ class TokenStore:
         """Reads all tokens if the store is in memory only, or if an earlier release wrote it."""
         known: int | None = self.summary.get(_LARGEST)
         return max(int(part.tokens.max(initial=0)) for part in self.parts) if known is None else known
-
-    @property
-    def all_weights(self) -> TokenWeights:
-        weights = self.token_weights
-        return np.ones(len(self.tokens), dtype=WEIGHT_DTYPE) if weights is None else weights
 
     @property
     def parts(self) -> tuple["TokenStore", ...]:
@@ -200,9 +206,7 @@ class PairTable:
     rejected_lengths: NDArray[np.int32]  # [P]
     shared_lengths: NDArray[np.int32]  # [P] common prefix of both sequences, at least the prompt
     weights: NDArray[np.float32]  # [P] a factor of the pair's loss
-    has_token_weights: NDArray[np.bool_]  # [P] a completion token of the pair has another weight than 1
-    # [P] the sums of the completions' token weights, which are their lengths where all weights are 1. Losses
-    # and metrics that divide by a length divide by these.
+    # [P] the scored tokens of the completions. Losses and metrics that divide by a length divide by these.
     chosen_scored: NDArray[np.float64]
     rejected_scored: NDArray[np.float64]
     row_numbers: NDArray[np.int64]  # [P] position in the source, from 1
@@ -222,14 +226,13 @@ class PairTable:
         rows_before = [part.rows_before for part in parts]
         columns["row_numbers"] += np.repeat(rows_before, [len(part.records) for part in parts])
         of_tokens = (np.concatenate(arrays) for arrays in zip(*map(_measure_tokens, parts), strict=True))
-        offsets, has_token_weights, chosen_scored, rejected_scored = of_tokens
+        offsets, chosen_scored, rejected_scored = of_tokens
         for part in parts:
             _forget_pages(part.records)
         return PairTable(
             stores=tuple(stores),
             source_indices=np.repeat(np.arange(len(stores), dtype=np.int16), sizes),
             offsets=offsets,
-            has_token_weights=has_token_weights,
             chosen_scored=chosen_scored,
             rejected_scored=rejected_scored,
             **columns,
@@ -241,15 +244,10 @@ class PairTable:
 
     @property
     def fingerprint(self) -> str:
-        """Returns 32 hex digits that name the pairs: ids, boundaries, all weights, sources and order."""
+        """Returns 32 hex digits that name the pairs: ids, scored tokens, weights, sources and order."""
         digest = hashlib.blake2b(digest_size=KEY_BYTES)
         for column in (self.chosen_keys, self.rejected_keys, self.weights, self.source_indices):
             digest.update(column.data)
-        for store in self.stores:
-            if any(part.token_weights is not None for part in store.parts):
-                for part in store.parts:
-                    digest.update(part.all_weights.data)
-                digest.update(self.offsets.data)
         return digest.hexdigest()
 
     def group(self, pair: int, sides: Iterable[bool] = (True, True)) -> Group:
@@ -259,30 +257,23 @@ class PairTable:
         store, begin = source.part_at(int(self.offsets[pair]))
         middle = begin + int(self.prompt_lengths[pair])
         end = middle + int(self.chosen_lengths[pair])
-        prompt, chosen = store.tokens[begin:middle], store.tokens[middle:end]
-        rejected = store.tokens[end : end + int(self.rejected_lengths[pair])]
-        both = ((self.chosen_keys, chosen), (self.rejected_keys, rejected))
+        prompt, last = store.tokens[begin:middle], end + int(self.rejected_lengths[pair])
+        both = ((self.chosen_keys, slice(middle, end)), (self.rejected_keys, slice(end, last)))
         read = [one for one, is_read in zip(both, sides, strict=True) if is_read]
         images = b"" if store.images is None else store.images.keys_of(begin)
-        for keys, completion in read or [(self.prompt_keys, NO_TOKENS)]:
-            if sequence_key(prompt, completion, images) != keys[pair].tobytes():
+        for keys, part in read or [(self.prompt_keys, slice(0))]:
+            scored = None if store.scored is None else store.scored[part]
+            if sequence_key(prompt, store.tokens[part], images, scored) != keys[pair].tobytes():
                 raise store.damaged(int(self.row_numbers[pair]))
-        group = Group(context=prompt, completions=tuple(completion for _, completion in read))
+        group = Group(
+            context=prompt,
+            completions=tuple(store.tokens[part] for _, part in read),
+            scored=None if store.scored is None else tuple(store.scored[part] for _, part in read),
+        )
         if not images or store.images is None:
             return group
         reads = (partial(store.read_image, image, source.label) for image in store.images.of_pair(begin))
         return replace(group, images=tuple(reads))
-
-    def token_weights(self, pair: int) -> tuple[TokenWeights, TokenWeights]:
-        """Returns the weights of the chosen completion's tokens, and those of the rejected completion's."""
-        lengths = int(self.chosen_lengths[pair]), int(self.rejected_lengths[pair])
-        store, begin = self.stores[self.source_indices[pair]].part_at(int(self.offsets[pair]))
-        weights = store.token_weights
-        if weights is None:
-            return np.ones(lengths[0], dtype=WEIGHT_DTYPE), np.ones(lengths[1], dtype=WEIGHT_DTYPE)
-        begin += int(self.prompt_lengths[pair])
-        middle = begin + lengths[0]
-        return weights[begin:middle], weights[middle : middle + lengths[1]]
 
     def select(self, indices: NDArray[np.int64]) -> "PairTable":
         """Returns a table of the pairs at `indices`, in the order of `indices`."""
@@ -310,23 +301,24 @@ def join_pairs(
     stored = StoredImages.of(images, begins, processor) if any(images) else None
     for position, (prompt, chosen, rejected) in enumerate(parts):
         seen = b"" if stored is None else stored.keys_of(begins[position])
-        keys = [sequence_key(prompt, completion, seen) for completion in (NO_TOKENS, chosen, rejected)]
+        both = zip((chosen, rejected), pairs[position].scored or (None, None), strict=True)
+        keys = [sequence_key(prompt, completion, seen, scored) for completion, scored in both]
+        keys = [sequence_key(prompt, NO_TOKENS, seen), *keys]
         keys.append(whole_prompt_keys[position] if whole_prompt_keys else keys[0])
         for name, key in zip(_KEYS, keys, strict=True):
             records[name][position] = np.frombuffer(key, dtype=np.uint8)
-    is_weighted = any(pair.weights is not None for pair in pairs)
     tokens = np.concatenate([NO_TOKENS, *(ids for of_pair in parts for ids in of_pair)])
-    token_weights = _join_weights(pairs) if is_weighted else None
-    return TokenStore(tokens=tokens, records=records, token_weights=token_weights, images=stored)
+    return TokenStore(tokens=tokens, records=records, scored=_join_scored(pairs), images=stored)
 
 
-def _join_weights(pairs: Sequence[Group]) -> TokenWeights | None:
-    weights: list[TokenWeights] = []
+def _join_scored(pairs: Sequence[Group]) -> Bools | None:
+    if all(pair.scored is None or all(map(np.all, pair.scored)) for pair in pairs):
+        return None
+    scored: list[Bools] = []
     for pair in pairs:
-        ones = [np.ones(len(ids), dtype=WEIGHT_DTYPE) for ids in (pair.context, *pair.completions)]
-        weights += [ones[0], *(pair.weights or ones[1:])]
-    joined = np.concatenate(weights)
-    return None if (joined == 1).all() else joined
+        ones = [np.ones(len(ids), dtype=np.bool_) for ids in (pair.context, *pair.completions)]
+        scored += [ones[0], *(pair.scored or ones[1:])]
+    return np.concatenate(scored)
 
 
 def write_store(
@@ -340,13 +332,14 @@ def write_store(
             tokens, records = (
                 files.enter_context((temporary / name).open("wb")) for name in (_TOKENS, _RECORDS)
             )
-            weights, images, num_tokens, largest = None, None, 0, 0
+            scored, images, num_tokens, largest = None, None, 0, 0
             for batch in batches:
-                if batch.token_weights is not None and weights is None:  # all earlier tokens count 1
-                    weights = files.enter_context((temporary / _WEIGHTS).open("wb"))
-                    weights.write(np.ones(num_tokens, dtype=WEIGHT_DTYPE).data)
-                if weights is not None:
-                    weights.write(batch.all_weights.data)
+                if batch.scored is not None and scored is None:  # all earlier tokens are
+                    scored = files.enter_context((temporary / _SCORED).open("wb"))
+                    scored.write(np.ones(num_tokens, dtype=np.bool_).data)
+                if scored is not None:
+                    all_true = np.ones(len(batch.tokens), dtype=np.bool_)
+                    scored.write((all_true if batch.scored is None else batch.scored).data)
                 if batch.images is not None:
                     if images is None:
                         content = files.enter_context((temporary / CONTENT).open("wb"))
@@ -437,20 +430,19 @@ def distinct_keys(keys: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def _measure_tokens(store: TokenStore) -> tuple[NDArray[Any], ...]:
-    """Returns four [P]: offsets, whether a weight is not 1, sums of the weights of both completions."""
-    records, weights = store.records, store.token_weights
+    """Returns three [P]: offsets, and the scored tokens of both completions."""
+    records = store.records
     chosen, rejected = (records[name].astype(np.float64) for name in ("chosen_length", "rejected_length"))
     sizes = records["prompt_length"].astype(np.int64) + records["chosen_length"] + records["rejected_length"]
     offsets = np.cumsum(sizes) - sizes
-    if weights is None:
-        return offsets + store.tokens_before, np.zeros(len(records), dtype=np.bool_), chosen, rejected
+    if store.scored is None:
+        return offsets + store.tokens_before, chosen, rejected
     chosen_begins = offsets + records["prompt_length"]
     middles = chosen_begins + records["chosen_length"]
     # `reduceat` takes the values from each position to the next one. The last end is the end of the file.
     begins = np.stack((chosen_begins, middles, offsets + sizes), axis=1).ravel()[:-1]
-    sums = np.add.reduceat(weights, begins, dtype=np.float64)
-    differs = np.logical_or.reduceat(weights != 1, begins)
-    return offsets + store.tokens_before, differs[0::3] | differs[1::3], sums[0::3], sums[1::3]
+    sums = np.add.reduceat(store.scored, begins, dtype=np.float64)
+    return offsets + store.tokens_before, sums[0::3], sums[1::3]
 
 
 def _forget_pages(records: Records) -> None:
@@ -466,10 +458,10 @@ def _map_files(directory: Path, summary: dict[str, Any]) -> tuple[TokenStore, st
     records = np.asarray(np.memmap(directory / _RECORDS, dtype=RECORD_DTYPE, mode="r"))
     parts = [len(tokens), hashlib.blake2b(records.view(np.uint8).data).hexdigest(), summary]
     _forget_pages(records)
-    weights = None
-    if (directory / _WEIGHTS).exists():
-        weights = np.asarray(np.memmap(directory / _WEIGHTS, dtype=WEIGHT_DTYPE, mode="r"))
-        parts.append(hashlib.blake2b(weights.data).hexdigest())
+    scored = None
+    if (directory / _SCORED).exists():
+        scored = np.asarray(np.memmap(directory / _SCORED, dtype=np.bool_, mode="r"))
+        parts.append(hashlib.blake2b(scored.data).hexdigest())
     images = None
     if "image_processor" in summary:
         images = StoredImages.open(directory, summary["image_processor"])
@@ -477,7 +469,7 @@ def _map_files(directory: Path, summary: dict[str, Any]) -> tuple[TokenStore, st
     store = TokenStore(
         tokens=tokens,
         records=records,
-        token_weights=weights,
+        scored=scored,
         images=images,
         summary=summary,
         directory=directory,

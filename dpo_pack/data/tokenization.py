@@ -43,7 +43,6 @@ from dpo_pack.data.store import (
     NO_TOKENS,
     TokenIds,
     TokenStore,
-    TokenWeights,
     content_key,
     join_pairs,
 )
@@ -51,17 +50,17 @@ from dpo_pack.data.tokenizer import (
     TURN_END_TOKENS,
     Tokenizer,
     apply_chat_template,
-    assistant_weights,
     begin_of_turn,
     is_dialogue,
+    scored_tokens,
     template_names,
 )
 from dpo_pack.data.written import check_written, suited
-from dpo_pack.packing.lengths import AnyIntArray, Group, common_prefix_length
+from dpo_pack.packing.lengths import AnyIntArray, Bools, Group, common_prefix_length
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
-TOKENIZATION_VERSION = 7
+TOKENIZATION_VERSION = 8
 
 # The tokenizer gets about so many characters in one call. Its encodings take some hundred bytes a token.
 _ENCODE_CHARS = 1 << 21
@@ -124,7 +123,8 @@ class ReadRow(NamedTuple):
     counts: Mapping[str, int]  # of `check_written`
     contents: Sequence[Sequence[str]] = ()  # the texts of the messages of prompt, chosen and rejected
     has_other_turns: bool = False  # a completion is anything but one message of the assistant
-    turn_weights: Sequence[TokenWeights | None] = ()  # then, of all tokens of both sequences; None: all are 1
+    # Then, of all tokens of both sequences, whether the assistant says it; None: the whole completion.
+    turns: Sequence[Bools | None] = ()
     images: tuple[ReadImage, ...] = ()  # of the prompt, in order
 
 
@@ -241,8 +241,8 @@ def _fitted_pair(
     row: ReadRow, sequences: Sequence[TokenIds], settings: TokenizationSettings, tokenizer: Tokenizer
 ) -> TokenizedPair:
     whole, limits = split_at_boundary(*sequences), settings
-    if row.turn_weights or (row.pair.chosen_weights, row.pair.rejected_weights) != (None, None):
-        whole = _with_weights(whole, row)
+    if row.turns or (row.pair.chosen_weights, row.pair.rejected_weights) != (None, None):
+        whole = _with_scored(whole, row)
     if settings.images is not None:
         settings.images.check_placeholders(whole, has_images=bool(row.images))
     if row.images and settings.truncation == "prompt_left":  # it would cut images
@@ -325,7 +325,7 @@ def read_row(
             lone = f"\\u{ord(text[error.start]):04x}"
             raise BadRow("invalid_unicode", f"a text has half of a surrogate pair ({lone})") from None
     if read.has_other_turns and settings.scored_turns == "assistant":
-        read = read._replace(turn_weights=assistant_weights(read.written, read.texts[1:], tokenizer))
+        read = read._replace(turns=scored_tokens(read.written, read.texts[1:], tokenizer))
     return read
 
 
@@ -427,19 +427,19 @@ def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: To
     return Group(context=prompt[:boundary], completions=(chosen, rejected))
 
 
-def _with_weights(ids: Group, row: ReadRow) -> Group:
+def _with_scored(ids: Group, row: ReadRow) -> Group:
     """Raises BadRow if no token of a completion is scored."""
     given: Sequence[Any] = (row.pair.chosen_weights, row.pair.rejected_weights)
-    if row.turn_weights:
-        given = [None if of_side is None else of_side[len(ids.context) :] for of_side in row.turn_weights]
-    weights = []
+    if row.turns:
+        given = [None if of_side is None else of_side[len(ids.context) :] for of_side in row.turns]
+    scored = []
     for side, of_side, completion in zip(("chosen", "rejected"), given, ids.completions, strict=True):
-        weights.append(np.asarray(np.ones(len(completion)) if of_side is None else of_side, dtype=np.float32))
-        assert len(weights[-1]) == len(completion)
-        if not weights[-1].any():
+        scored.append(np.asarray(np.ones(len(completion)) if of_side is None else of_side, dtype=np.bool_))
+        assert len(scored[-1]) == len(completion)
+        if not scored[-1].any():
             roles = ", ".join(dict.fromkeys(message["role"] for message in getattr(row.pair, side)))
             raise BadRow("nothing_scored", f"{side} has nothing that the assistant says, only {roles}")
-    return replace(ids, weights=tuple(weights))
+    return replace(ids, scored=tuple(scored))
 
 
 def truncate(pair: Group, limits: TokenizationSettings, bos_token_id: int | None) -> Group:
@@ -476,11 +476,11 @@ def _with_shorter_completions(pair: Group, length: int) -> Group:
     if np.array_equal(chosen, rejected):
         detail = f"the first {length} tokens of the completions, all that data.max_length leaves, are equal"
         raise BadRow("identical_after_truncation", detail)
-    weights = None if pair.weights is None else tuple(of_side[:length] for of_side in pair.weights)
-    if weights is not None and not all(of_side.any() for of_side in weights):
+    scored = None if pair.scored is None else tuple(of_side[:length] for of_side in pair.scored)
+    if scored is not None and not all(of_side.any() for of_side in scored):
         detail = f"the first {length} tokens of a completion, all that data.max_length leaves, are not scored"
         raise BadRow("unscored_after_truncation", detail)
-    return replace(pair, completions=(chosen, rejected), weights=weights)
+    return replace(pair, completions=(chosen, rejected), scored=scored)
 
 
 def _fitted_prompt(

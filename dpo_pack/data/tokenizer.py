@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dpo_pack.data.formats import BadRow, Message, Pair, check_last_turn
-from dpo_pack.data.store import TokenWeights
+from dpo_pack.packing.lengths import Bools
 from dpo_pack.system.errors import ModelError, first_line
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
@@ -163,16 +163,16 @@ def template_opens_turn(pair: Pair, tokenizer: Tokenizer) -> bool:
     return with_opening != without
 
 
-def assistant_weights(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer) -> list[TokenWeights | None]:
-    """Returns, for prompt + chosen and prompt + rejected, whose `texts` are rendered, a weight of each token:
-    1 for the assistant's; None: the completion is one message of the assistant. Raises BadRow if the turns
+def scored_tokens(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer) -> list[Bools | None]:
+    """Returns, for prompt + chosen and prompt + rejected, whose `texts` are rendered, whether each token is
+    the assistant's; None: the completion is one message of the assistant. Raises BadRow if the turns
     are not found, ModelError if the tokenizer does not say where its tokens are."""
     prompt: Any = pair.prompt
     completions: Any = {"chosen": pair.chosen, "rejected": pair.rejected}
-    weights: list[TokenWeights | None] = []
+    of_sides: list[Bools | None] = []
     for (column, completion), text in zip(completions.items(), texts, strict=True):
         if not is_dialogue(completion):
-            weights.append(None)
+            of_sides.append(None)
             continue
         if not tokenizer.is_fast:
             raise ModelError(
@@ -186,16 +186,16 @@ def assistant_weights(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer) ->
                 encoding = tokenizer.apply_chat_template(
                     messages, return_dict=True, return_assistant_tokens_mask=True, **options
                 )
-                weights.append(np.array(encoding["assistant_masks"], dtype=np.float32))
+                of_sides.append(np.array(encoding["assistant_masks"], dtype=np.bool_))
                 continue
             spans = _turns(messages, len(prompt) - goes_on, text, column, options, tokenizer)
         encoding = tokenizer([text], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         begins, ends = np.array(encoding["offset_mapping"][0], dtype=np.int64).T
-        scored = np.zeros(len(begins), dtype=np.float32)
+        scored = np.zeros(len(begins), dtype=np.bool_)
         for begin, end in spans:
-            scored[(begins < end) & (ends > begin)] = 1  # tokens with a character of a turn
-        weights.append(scored)
-    return weights
+            scored[(begins < end) & (ends > begin)] = True  # tokens with a character of a turn
+        of_sides.append(scored)
+    return of_sides
 
 
 def is_dialogue(completion: Sequence[Message]) -> bool:

@@ -77,7 +77,7 @@ def shown_pair(pair: TokenizedPair, origin: Origin, known: Collection[str]) -> d
     begin = int(len(fitted.context) > 1 and whole.context[0] == origin.bos)
     end = begin + num_prompt - len(fitted.context)
     shown: dict[str, Any] = {"row": pair.row.number}
-    weights = whole.weights or [np.ones(len(ids)) for ids in whole.completions]
+    scored = whole.scored or [np.ones(len(ids), dtype=np.bool_) for ids in whole.completions]
     for number, side in enumerate(SIDES):
         ids = np.concatenate([whole.context, whole.completions[number]])
         num_kept = num_prompt + len(fitted.completions[number])
@@ -86,7 +86,7 @@ def shown_pair(pair: TokenizedPair, origin: Origin, known: Collection[str]) -> d
                 "id": int(ids[at]),
                 "text": text,
                 "part": "prompt" if at < num_prompt else "completion",
-                "scored": num_prompt <= at < num_kept and bool(weights[number][at - num_prompt]),
+                "scored": num_prompt <= at < num_kept and bool(scored[number][at - num_prompt]),
                 "is_cut": begin <= at < end or at >= num_kept,
             }
             for at, text in enumerate(_token_texts(ids, pair, origin))

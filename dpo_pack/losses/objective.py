@@ -1,22 +1,22 @@
-"""The objective of a run: a weighted sum of losses; WPO's pair weights, LD-DPO's sums.
-
-Legend: P pairs of one row or of a whole step.
-"""
+"""The objective of a run: a weighted sum of losses; WPO's pair weights. Legend: P pairs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dpo_pack.system.errors import RecipeError, first_line
+from dpo_pack.system.process import load_function
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLogps:
-    """Summed completion log-probs of P pairs under one model, and the number of tokens in each sum; weighted
-    sums and sums of weights if tokens have weights."""
+    """Summed completion log-probs of P pairs under one model, and the number of tokens in each sum."""
 
     chosen: Tensor  # [P] float64, nats
     rejected: Tensor  # [P] float64, nats
@@ -41,62 +41,46 @@ class LossOptions:
     mean_chosen_tokens: float = math.nan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """A loss function: (policy, reference, options) -> [P], one value for each pair.
-
-    A function that couples pairs gets all pairs of the global step, and as a fourth argument their [P]
-    weights; it returns weighted values.
-    """
-
-    function: Callable[..., Tensor]
-    needs_reference: bool = True  # False: the reference log-probs are zeros, and no model computes them
-    couples_pairs: bool = False  # True: the value of a pair depends on the other pairs
+# (policy, reference, options) -> [P], one value for each pair
+LossFunction = Callable[[PairLogps, PairLogps, LossOptions], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     """The loss of a run: terms, the factor of each term, and the options of all terms."""
 
-    terms: tuple[tuple[Loss, float], ...]
+    terms: tuple[tuple[LossFunction, float], ...]
     options: LossOptions
-    weighting: str | None = None  # "wpo": `wpo_weights` multiply the pair weights of the data
-    ld_alpha: float | None = None  # the alpha of `length_desensitized_weights` (LD-DPO); None: off
+    needs_reference: bool  # False: the reference log-probs are zeros, and no model computes them
+    weighting: str | None  # "wpo": `wpo_weights` multiply the pair weights of the data
 
-    @property
-    def needs_reference(self) -> bool:
-        return any(loss.needs_reference for loss, _ in self.terms)
-
-    @property
-    def couples_pairs(self) -> bool:
-        return any(loss.couples_pairs for loss, _ in self.terms)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredPairs:
-    """The log-probs of P pairs under policy and reference: the inputs of an objective, and of metrics."""
-
-    policy: PairLogps
-    reference: PairLogps
-    pair_weights: Tensor  # [P] float64, detached: the data's weights, times `wpo_weights` if used
-    # [P, (chosen, rejected), (entropy, top-1 hits, mean logit)] sums over tokens; only metrics read them
-    statistics: Tensor | None = None
+    def __call__(self, policy: PairLogps, reference: PairLogps, *, mean_chosen_tokens: float) -> Tensor:
+        """Returns the loss of each pair, [P]. The loss of a step is the mean of its pairs' values, each times
+        the pair's weight. `mean_chosen_tokens`: of the global step."""
+        options = replace(self.options, mean_chosen_tokens=mean_chosen_tokens)
+        total = torch.zeros_like(policy.chosen)
+        for function, factor in self.terms:
+            total = total + factor * function(policy, reference, options)
+        return total
 
 
-def weighted_losses(objective: Objective, pairs: ScoredPairs, *, mean_chosen_tokens: float) -> Tensor:
-    """Returns the weighted value of each pair, [P]. The loss of a step is the mean of its pairs' values.
-
-    `mean_chosen_tokens`: of the global step. A loss that couples pairs needs all pairs of the global step.
-    """
-    options = replace(objective.options, mean_chosen_tokens=mean_chosen_tokens)
-    total = torch.zeros_like(pairs.pair_weights)
-    for loss, factor in objective.terms:
-        if loss.couples_pairs:
-            values = loss.function(pairs.policy, pairs.reference, options, pairs.pair_weights)
-        else:
-            values = loss.function(pairs.policy, pairs.reference, options) * pairs.pair_weights
-        total = total + factor * values
-    return total
+def make_objective(
+    terms: Iterable[tuple[str, float]],
+    options: Mapping[str, Any],
+    *,
+    needs_reference: bool = True,
+    weighting: str | None = None,
+) -> Objective:
+    """Makes the objective of a run from (name, factor) terms; `options` are the fields of `LossOptions`.
+    Raises RecipeError if a loss that the user wrote cannot be used."""
+    loss_options, factors = LossOptions(**options), dict(terms)
+    functions = {name: _load_loss(name, loss_options) for name in factors}
+    return Objective(
+        terms=tuple((functions[name], factor) for name, factor in factors.items()),
+        options=loss_options,
+        needs_reference=needs_reference,
+        weighting=weighting,
+    )
 
 
 def wpo_weights(alignment: Tensor, num_tokens: Tensor) -> Tensor:
@@ -108,18 +92,40 @@ def wpo_weights(alignment: Tensor, num_tokens: Tensor) -> Tensor:
     return torch.exp((alignment.detach() / num_tokens).sum(dim=1))
 
 
-def length_desensitized_weights(token_weights: Tensor, lengths: Tensor, alpha: float) -> Tensor:
-    """LD-DPO's factors of tokens, Liu et al. 2024 (arXiv 2409.06411), sec. 3.2, times the tokens' weights.
+def _load_loss(name: str, options: LossOptions) -> LossFunction:
+    """Returns the function of a loss in preference.py, or one that the user wrote, `module:function`, after a
+    try on made-up pairs. Raises RecipeError."""
+    if ":" not in name:
+        return load_function(f"dpo_pack.losses.preference:{name}", "loss.type")
+    function = load_function(name, "loss.type")
+    try:
+        required = _unmet_requirement(function, options)
+    except Exception as error:
+        raise RecipeError(
+            f"loss.type: {name} failed on made-up pairs: {type(error).__name__}: {first_line(error)}; "
+            "dpo-pack calls it as function(policy, reference, options), see docs/losses.md"
+        ) from error
+    if required is not None:
+        raise RecipeError(f"loss.type: {name} must return {required}")
+    return function
 
-    token_weights: [N] float64, pair after pair, first those of chosen, then those of rejected. lengths: [2 P]
-    tokens of chosen, rejected, ... |y| is the sum of a completion's weights: a token's weight counts in full
-    up to a sum of min(|y_w|, |y_l|) over the completion's first tokens, and times alpha beyond. Returns [N].
-    """
-    upto = torch.nn.functional.pad(token_weights.cumsum(0), (1, 0))  # [N + 1]
-    ends = lengths.cumsum(0)
-    before = upto[ends - lengths]  # [2 P] the sum of all weights before each completion
-    shorter = (upto[ends] - before).view(-1, 2).amin(dim=1).repeat_interleave(2)
-    num_tokens = len(token_weights)
-    limits = (before + shorter).repeat_interleave(lengths, output_size=num_tokens)
-    beyond = (upto[1:] - limits).clamp(min=0).minimum(token_weights)
-    return token_weights - (1 - alpha) * beyond
+
+def _unmet_requirement(function: LossFunction, options: LossOptions) -> str | None:
+    def made_up(logps: Tensor, pairs: Sequence[int] = (0, 1, 2)) -> PairLogps:
+        """Returns `pairs` of three. logps: [(chosen, rejected), 3] in nats."""
+        tokens = torch.tensor([[7, 12, 3], [9, 14, 5]], dtype=torch.float64)
+        names = ("chosen", "rejected", "chosen_tokens", "rejected_tokens")
+        return PairLogps(**dict(zip(names, torch.cat((logps, tokens))[:, list(pairs)], strict=True)))
+
+    policy = torch.tensor([[-20, -35, -8], [-9, -36, -21]], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([[-21, -33, -9], [-10, -34, -22]], dtype=torch.float64)
+    values = function(made_up(policy), made_up(reference), options)
+    if not isinstance(values, Tensor) or values.shape != (3,):
+        shape = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        return f"one value a pair, shape (3,) for three pairs, not {shape}"
+    if not values.is_floating_point() or not values.requires_grad:
+        return "values that are differentiable in policy.chosen and policy.rejected"
+    alone = [function(made_up(policy, [i]), made_up(reference, [i]), options) for i in range(3)]
+    if not torch.allclose(torch.cat(alone), values, equal_nan=True):
+        return "for each pair a value that does not depend on the other pairs, which the packer chooses"
+    return None

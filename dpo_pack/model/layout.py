@@ -19,6 +19,8 @@ Each sequence is one attention segment. A segment's queries are the tokens that 
 its keys are all tokens of the sequence. The mask is causal and aligned bottom-right: a segment's last query
 stands at its last key. If prompts are not shared, every sequence adds all of its tokens.
 
+A completion token that is not scored has no place in `logit_index` and `targets`.
+
 Legend: T tokens of the row, K gathered keys (of all segments, shared ones copied), G segments, N scored
 completion tokens, S sequences, B and L lines and length of a batch (a packed row has B = 1 and L = T).
 """
@@ -48,7 +50,7 @@ class Row:
     segments: RowSegments | None  # None for a padded batch
     logit_index: Tensor  # [N] int64, into the flattened B * L positions
     targets: Tensor  # [N] int64
-    completion_lengths: Tensor  # [S] int64; the N scored tokens are in the order of sequences
+    completion_lengths: Tensor  # [S] int64 scored tokens; the N scored tokens are in the order of sequences
     num_tokens: int  # real tokens, padding not counted
     # [B * L] float32: how many sequences contain the token, 0 for padding. If given, the scorer adds up which
     # experts the routers of a mixture of experts choose.
@@ -57,47 +59,45 @@ class Row:
     prompts: tuple[Group, ...] = ()
 
 
-def packed_row(groups: Sequence[Group], device: torch.device, *, share_prompt: bool) -> Row:
+def packed_row(
+    groups: Sequence[Group], device: torch.device, *, share_prompt: bool, counts_copies: bool = False
+) -> Row:
     """Puts `groups` one after another into one row, as tensors on `device`.
 
     Sequences have numbers in order of appearance, over all groups. If a sequence after the first of its group
     is a prefix of the others, it has no tail and no segment; its hidden states are those of the prefix.
     """
     pieces: defaultdict[str, list[npt.NDArray[np.integer]]] = defaultdict(list)
-    query_lengths: list[int] = []
-    key_lengths: list[int] = []
-    shared_lengths: list[int] = []
+    lengths: list[tuple[int, int, int]] = []  # queries, keys and shared tokens of each segment
     num_tokens = 0
     for group in groups:
-        assert len(group.context) >= 1 and all(len(c) >= 1 for c in group.completions)
-        sequences = [np.concatenate((group.context, completion)) for completion in group.completions]
+        sequences = _sequences(group)
         shared = common_prefix_length(sequences) if share_prompt and len(sequences) > 1 else 0
         shared_start = num_tokens
         for branch, sequence in enumerate(sequences):
             # The first sequence adds the shared tokens to the row; every other sequence adds only its tail.
             begin, end = (shared if branch > 0 else 0), len(sequence)
-            # The hidden state at offset i predicts token i + 1, for i from the last context token on.
-            offsets = np.arange(len(group.context) - 1, end - 1)
+            offsets, targets = _scored(group, branch)
             starts = np.where(offsets < shared, shared_start, num_tokens - begin)
             pieces["logit_index"].append(starts + offsets)
-            pieces["targets"].append(sequence[len(group.context) :])
+            pieces["targets"].append(targets)
             if begin == end:
                 continue
             pieces["kv_index"].append(np.arange(shared_start, shared_start + begin))
             pieces["kv_index"].append(np.arange(num_tokens, num_tokens + end - begin))
             pieces["input_ids"].append(sequence[begin:])
             pieces["position_ids"].append(np.arange(begin, end))
-            query_lengths.append(end - begin)
-            key_lengths.append(end)
-            shared_lengths.append(shared)
+            pieces["copies"].append(np.where(np.arange(begin, end) < shared, len(sequences), 1))
+            lengths.append((end - begin, end, shared))
             num_tokens += end - begin
     arrays = {name: np.concatenate(parts).astype(np.int64, copy=False) for name, parts in pieces.items()}
+    query_lengths, key_lengths, shared_lengths = zip(*lengths, strict=True)
     is_shared = sum(key_lengths) > num_tokens
     segments = make_segments(
         query_lengths,
         key_lengths,
         device,
-        shared_lengths=tuple(shared_lengths),
+        shared_lengths=shared_lengths,
         kv_gather=make_gather(arrays["kv_index"], num_tokens, device) if is_shared else None,
         scored_positions=on_device(np.unique(arrays["logit_index"]), device),
     )
@@ -110,32 +110,23 @@ def packed_row(groups: Sequence[Group], device: torch.device, *, share_prompt: b
         targets=on_device(arrays["targets"], device),
         completion_lengths=on_device(np.asarray([len(part) for part in pieces["targets"]]), device),
         num_tokens=num_tokens,
-        prompts=_repeated(groups, is_shared=share_prompt) if any(g.images for g in groups) else (),
+        token_copies=on_device(arrays["copies"].astype(np.float32), device) if counts_copies else None,
+        prompts=_prompts(groups, is_shared=share_prompt),
     )
 
 
-def _repeated(groups: Sequence[Group], *, is_shared: bool) -> tuple[Group, ...]:
-    """Returns each group as often as its context is in the row."""
-    return tuple(
-        group for group in groups for _ in (group.completions[:1] if is_shared else group.completions)
-    )
-
-
-def padded_row(groups: Sequence[Group], *, device: torch.device) -> Row:
+def padded_row(groups: Sequence[Group], *, device: torch.device, counts_copies: bool = False) -> Row:
     """Returns a right-padded batch of the same sequences in the same order, without shared prefixes. Any
     token id can pad, because no real token sees a later position: 0, which every model has."""
-    sequences = [(group.context, completion) for group in groups for completion in group.completions]
-    completion_lengths = np.asarray([len(completion) for _, completion in sequences], dtype=np.int64)
-    lengths = completion_lengths + [len(context) for context, _ in sequences]
+    sequences = [sequence for group in groups for sequence in _sequences(group)]
+    scored = [_scored(group, branch) for group in groups for branch in range(len(group.completions))]
+    lengths = np.array([len(sequence) for sequence in sequences])
     longest = int(lengths.max())
     ids = np.zeros((len(sequences), longest), dtype=np.int64)
-    for line, sequence, length in zip(ids, sequences, lengths, strict=True):
-        line[:length] = np.concatenate(sequence)
-    logit_index = [
-        np.arange(len(context) - 1, length - 1) + number * longest
-        for number, ((context, _), length) in enumerate(zip(sequences, lengths, strict=True))
-    ]
-    targets = np.concatenate([completion for _, completion in sequences])
+    for line, sequence in zip(ids, sequences, strict=True):
+        line[: len(sequence)] = sequence
+    logit_index = [offsets + number * longest for number, (offsets, _) in enumerate(scored)]
+    targets = np.concatenate([of_sequence for _, of_sequence in scored])
     is_real = np.arange(longest)[None, :] < lengths[:, None]
     return Row(
         input_ids=on_device(ids, device),
@@ -144,7 +135,32 @@ def padded_row(groups: Sequence[Group], *, device: torch.device) -> Row:
         segments=None,
         logit_index=on_device(np.concatenate(logit_index), device),
         targets=on_device(targets.astype(np.int64), device),
-        completion_lengths=on_device(completion_lengths, device),
+        completion_lengths=on_device(np.asarray([len(of_sequence) for _, of_sequence in scored]), device),
         num_tokens=int(lengths.sum()),
-        prompts=_repeated(groups, is_shared=False) if any(g.images for g in groups) else (),
+        token_copies=on_device(is_real.ravel().astype(np.float32), device) if counts_copies else None,
+        prompts=_prompts(groups, is_shared=False),
+    )
+
+
+def _sequences(group: Group) -> list[npt.NDArray[np.integer]]:
+    assert len(group.context) >= 1 and all(len(completion) >= 1 for completion in group.completions)
+    return [np.concatenate((group.context, completion)) for completion in group.completions]
+
+
+def _scored(group: Group, branch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.integer]]:
+    """Returns the scored tokens of a completion, [N], and the offsets in its sequence that predict them."""
+    completion = group.completions[branch]
+    # The hidden state at offset i predicts token i + 1, for i from the last context token on.
+    offsets = np.arange(len(completion)) + len(group.context) - 1
+    if group.scored is None:
+        return offsets, completion
+    return offsets[group.scored[branch]], completion[group.scored[branch]]
+
+
+def _prompts(groups: Sequence[Group], *, is_shared: bool) -> tuple[Group, ...]:
+    """Returns each group as often as its context is in the row, if any group has images."""
+    if not any(group.images for group in groups):
+        return ()
+    return tuple(
+        group for group in groups for _ in (group.completions[:1] if is_shared else group.completions)
     )

@@ -1,7 +1,7 @@
 """Several ranks (processes) train one model: each has a whole copy (DDP) or a shard (torch's FSDP2).
 
-Both average gradients over ranks where a step needs sums, so `StepLoss` divides by a rank's share of the
-pairs. docs/distributed.md compares them and their costs.
+Both average gradients over ranks where a step needs sums, so a row's loss is divided by a rank's share of the
+step's pairs. docs/distributed.md compares them and their costs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -70,8 +70,8 @@ class DistributedPolicy:
     # Makes a context in which each rank adds up its own gradients, and ranks do not exchange them.
     without_reduction: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     keeps_gradients: bool = False  # whether gradients stay, as zeros, in DDP's buckets between steps
-    # Makes the context of all passes of a step, see `stays_gathered` of `distribute_policy`.
-    gathered: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    # Makes the context of the passes of a step over this rank's rows, see `stays_gathered`.
+    step: Callable[[Sequence[Row]], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __call__(self, row: Row) -> RowLogps:
         return self.forward(row)
@@ -80,12 +80,9 @@ class DistributedPolicy:
         """Context for a row's forward and backward. Gradients need no reduction before a step's last row."""
         return contextlib.nullcontext() if is_last else self.without_reduction()
 
-    def idle(self, row: Row, between: Callable[[RowLogps], object] | None = None) -> None:
-        """Runs a row with a gradient of 0, as a rank without rows must while others compute rows. `between`
-        gets the forward's output, before the backward pass."""
+    def idle(self, row: Row) -> None:
+        """Runs a row with a gradient of 0, as a rank without rows must while others compute rows."""
         output = self.forward(row)
-        if between is not None:
-            between(output)
         # A loss of 0 x (the row's loss) would be NaN for an infinite loss.
         output.sums.backward(gradient=torch.zeros_like(output.sums))
 
@@ -113,7 +110,7 @@ def distribute_policy(
         if strategy.accumulate_unsharded:
             policy = replace(policy, without_reduction=functools.partial(_unsharded_gradients, scorer))
         if stays_gathered:
-            policy = replace(policy, gathered=functools.partial(_gathered, scorer))
+            policy = replace(policy, step=functools.partial(_gathered, scorer))
     return policy
 
 
@@ -150,7 +147,7 @@ def _unsharded_gradients(scorer: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _gathered(scorer: Any) -> Iterator[None]:
+def _gathered(scorer: Any, rows: Sequence[Row]) -> Iterator[None]:
     sharded = [module for module in scorer.modules() if isinstance(module, FSDPModule)]
 
     def set_reshard(frees: bool) -> None:

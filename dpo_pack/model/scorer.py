@@ -22,7 +22,6 @@ from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import (
     HEAD_BOUNDS,
     HeadPasses,
-    TokenStatistics,
     WantedStatistics,
     sequence_sums,
     token_logps,
@@ -38,9 +37,9 @@ class RowLogps(NamedTuple):
     """The scorer's results for one row: a NamedTuple, because sharding hooks look for tensors in outputs."""
 
     sums: Tensor  # [S] float64, differentiable
-    num_tokens: Tensor  # [S] int64; where tokens have weights [S] float64, the sums of weights
+    num_tokens: Tensor  # [S] int64
     token_logps: Tensor  # [N] fp32, differentiable, sequence by sequence: the terms of `sums`
-    token_statistics: TokenStatistics  # [N] fp32 each, detached; NaN if not in `wanted`
+    statistics: Tensor  # [S, 4] float64, detached: sums of TokenStatistics; NaN if not in `wanted`
     # See `routing_sums`; [0] without `Row.token_copies`.
     expert_counts: Tensor  # [R, E] float64
     expert_probs: Tensor  # [E] float64, differentiable
@@ -121,7 +120,7 @@ class CompletionLogps(nn.Module):
             sums=sequence_sums(logps, lengths),
             num_tokens=lengths,
             token_logps=logps,
-            token_statistics=statistics,
+            statistics=torch.stack([sequence_sums(values, lengths) for values in statistics], dim=1),
             expert_counts=expert_counts,
             expert_probs=expert_probs,
         )

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.sources import Data
 from dpo_pack.data.store import PairTable, content_key, join_pairs, pair_lengths
 from dpo_pack.online.interface import Draw, Generator, Judge
@@ -30,7 +29,7 @@ from dpo_pack.online.phases import (
     run_phase,
 )
 from dpo_pack.packing.lengths import IntArray, ModelShape, pair_flops
-from dpo_pack.packing.plan import PlanSettings, epoch_order
+from dpo_pack.packing.plan import epoch_order, plan_epoch
 from dpo_pack.recipe.online import PairingRecipe
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError
@@ -60,7 +59,7 @@ class OnlineSource:
     judge: Judge
     pairing: PairingRecipe
     settings: OnlineSettings
-    plan: PlanSettings
+    token_budget: int
     builder: Callable[[PairTable], RowBuilder]
     shape: ModelShape | None  # of the policy, to compute the FLOPs of rows; None: batches are padded
     equal_rows: bool  # True: a rank with fewer rows than another adds idle rows (gradient 0)
@@ -161,27 +160,25 @@ class OnlineSource:
     def _batch(self, pairs: list[PendingPair], metrics: dict[str, float], step: int) -> GlobalBatch:
         table = PairTable.of([join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))])
         builder, lengths = self.builder(table), pair_lengths(table)
-        merging = row_costs = None
+        row_costs = None
         if self.shape is not None:
             row_costs = pair_flops(self.shape, lengths, share_prompt=builder.share_prompt)
-            if builder.share_prompt:
-                # The completions of a prompt are one group, so the prompt is computed only once.
-                merging = prompt_merging(table, self.shape)
-                builder = replace(builder, merging=merging)
-        plan = replace(self.plan, pairs_per_step=len(pairs)).plan(
+        plan = plan_epoch(
             builder.row_tokens(),
             order=np.arange(len(pairs)),
+            token_budget=self.token_budget,
+            pairs_per_step=len(pairs),
+            is_packed=builder.is_packed,
             num_ranks=ranks.num_ranks(),
             row_costs=row_costs,
             equal_rows=self.equal_rows,
-            merging=merging,
         )
         batch = global_batch(
             builder,
             plan,
             0,
             rank=ranks.rank(),
-            real_tokens=lengths.row_tokens(share_prompt=builder.is_packed and builder.share_prompt),
+            real_tokens=builder.real_tokens(),
             epoch=self.num_draws / self._draws_each_epoch,
         )
         # Other code expects the pairs' positions in data.train. Here these are positions of their prompts.

@@ -1,31 +1,22 @@
 """Assigns items to rows (bin packers), and items or rows to ranks. A row is one forward pass.
 
-An item is a pair, or pairs of one prompt merged into a group. A bin packer is a function (tokens of each item
-[n], token budget) -> rows, arrays of positions in [n], each position in exactly one row. An item above the
-budget is alone in its row; no other row exceeds it. Legend: n items, R ranks.
+An item is a pair, or one sequence of it. A bin packer is a function (tokens of each item [n], token budget)
+-> rows, arrays of positions in [n], each position in exactly one row. An item above the budget is alone in
+its row; no other row exceeds it. Legend: n items, R ranks.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
-from heapq import heappush, heapreplace
+from collections.abc import Iterable, Sequence
+from heapq import heapreplace
 from itertools import chain
 
 import numpy as np
 
 from dpo_pack.packing.lengths import FloatArray, IntArray
 
-BinPacker = Callable[[IntArray, int], list[IntArray]]
-
-# The algorithm of `packing.mode: padded`; the size of a pair is then `PairLengths.padded_tokens`.
-PADDED = "padded"
 # A row costs the time of its tokens plus that of so many more, because each row launches all layers again.
 # Few against a row of thousands, but enough that `padded_rows` puts nearly equal lengths into one row.
 ROW_OVERHEAD_TOKENS = 256
-# `packing.scope: epoch`: item lengths in one class, at most 6 % apart (a factor of 2^(1/12)), count as equal.
-# The shuffled order then decides which of these items share a row, so each epoch makes different rows.
-_CLASSES_PER_OCTAVE = 12
-# `packing.scope: epoch`: `_evenly_filled` may use max(1, n // this) rows more than n, the fewest possible.
-_FEW_ROWS = 200
 # A split is good enough when its slowest rank costs at most this many times the mean.
 BALANCE_TOLERANCE = 1.01
 # No swap is searched among more candidates, to save memory. Ranks of so many items are even without a swap.
@@ -51,18 +42,6 @@ def best_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[IntArra
             rows.append([position])
         insort(open_rows, (free - tokens, row))
     return [np.array(row, dtype=np.int64) for row in rows]
-
-
-def first_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[IntArray]:
-    """Puts each item, longest first, into the earliest row that has room for the item; O(n x rows)."""
-    order = np.argsort(-row_tokens, kind="stable")
-    rows: list[list[int]] = [[] for _ in order]  # enough for one item in each
-    free = np.full(len(order), token_budget, dtype=np.int64)  # tokens of each row
-    for position, tokens in zip(order.tolist(), row_tokens[order].tolist(), strict=True):
-        row = int(np.argmax(free >= min(tokens, token_budget)))  # an item above the budget takes an empty row
-        free[row] -= tokens
-        rows[row].append(position)
-    return [np.array(row, dtype=np.int64) for row in rows if row]
 
 
 def next_fit(row_tokens: IntArray, token_budget: int) -> list[IntArray]:
@@ -113,61 +92,6 @@ def pack_sequences_longest_first(row_tokens: IntArray, token_budget: int) -> lis
     rows = [order[positions] for positions in next_fit(row_tokens[order], token_budget)]
     tokens = np.array([row_tokens[row].sum() for row in rows], dtype=np.int64)
     return [rows[i] for i in np.argsort(-tokens, kind="stable")]
-
-
-def fewest_rows_possible(row_tokens: IntArray, token_budget: int) -> int:
-    """Returns a lower bound: tokens / budget, rounded up; an item above the budget counts as one row."""
-    is_oversize = row_tokens > token_budget
-    return int(is_oversize.sum()) - int(-row_tokens[~is_oversize].sum() // token_budget)
-
-
-def pack_window(tokens: IntArray, order: IntArray, token_budget: int, algorithm: str) -> list[IntArray]:
-    """Packs a window (part of an epoch, for `packing.scope: epoch`); returns rows in their training order.
-
-    tokens: [n] of the window's items, in the order of the epoch. order: the window's pairs in that order, [n]
-    or more. Rows are sorted by their first item, and shuffled by the argsort of the first numbers of `order`,
-    so that an epoch does not begin with the rows of long items."""
-    pack = _evenly_filled if algorithm == "best_fit_decreasing" else BIN_PACKERS[algorithm]
-    rows = pack(tokens, token_budget)
-    rows.sort(key=lambda row: int(row[0]))
-    if algorithm == "next_fit":
-        return rows
-    return [rows[i] for i in np.argsort(order[: len(rows)], kind="stable").tolist()]
-
-
-def _evenly_filled(tokens: IntArray, token_budget: int) -> list[IntArray]:
-    """Packs items into about `fewest_rows_possible` rows with similar token counts and lengths: each item,
-    longest first, goes to the emptiest row. If this needs too many more rows, the rows of best fit decreasing
-    are taken if fewer."""
-    is_oversize = tokens > token_budget
-    bound = fewest_rows_possible(tokens, token_budget)
-    num_rows = bound - int(is_oversize.sum())
-    rows: list[list[int]] = [[] for _ in range(num_rows)]
-    filled = [(0, row) for row in range(num_rows)]  # (tokens, row), ascending: already a heap
-    classes = (np.log2(tokens) * _CLASSES_PER_OCTAVE).astype(np.int64)
-    order = np.argsort(-classes, kind="stable")
-    fitting = order[~is_oversize[order]]
-    for position, length in zip(fitting.tolist(), tokens[fitting].tolist(), strict=True):
-        row_tokens, row = filled[0]
-        if row_tokens + length <= token_budget:
-            rows[row].append(position)
-            heapreplace(filled, (row_tokens + length, row))
-        else:  # if the emptiest row has no room for the item, no row has
-            heappush(filled, (length, len(rows)))
-            rows.append([position])
-    rows += [[position] for position in np.flatnonzero(is_oversize).tolist()]
-    packed = [np.array(row, dtype=np.int64) for row in rows if row]
-    if len(packed) > bound + max(1, bound // _FEW_ROWS):
-        fuller = best_fit_decreasing(tokens, token_budget)
-        return fuller if len(fuller) < len(packed) else packed
-    return packed
-
-
-BIN_PACKERS: dict[str, BinPacker] = {
-    "best_fit_decreasing": best_fit_decreasing,
-    "first_fit_decreasing": first_fit_decreasing,
-    "next_fit": next_fit,
-}
 
 
 # ---- Ranks

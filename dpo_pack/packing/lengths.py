@@ -1,4 +1,4 @@
-"""Groups of token ids, and sizes of pairs: tokens in a row, alone or merged, and operations (FLOPs).
+"""Groups of token ids, and sizes of pairs: tokens in a row, and operations (FLOPs).
 
 W weights of the model multiply every token, H weights are those of the output head, and for each attention
 layer A = heads x (query/key dimension + value dimension). A forward pass costs
@@ -15,14 +15,14 @@ computed again, or decided by memory traffic, is not counted, as usual for model
 et al. 2022, arXiv 2204.02311, appendix B). The frozen tower of a vision-language model adds one forward pass
 over the images of each prompt in the row.
 
-Legend: P pairs of the data set, k pairs of one prompt. Lengths are in tokens.
+Legend: P pairs of the data set. Lengths are in tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,9 +46,8 @@ class Group:
 
     context: AnyIntArray  # [C] token ids, C >= 1: its last token predicts the first of each completion
     completions: tuple[AnyIntArray, ...]  # one or more, [L_i] token ids each, L_i >= 1
-    # [L_i] the weight of each token in the sum of its completion's log-probs; None: all weights are 1. Only
-    # of pairs on their way to a store: `PairTable.token_weights` reads the weights of a pair in a store.
-    weights: tuple[npt.NDArray[np.float32], ...] | None = None
+    # [L_i] whether each token's log-prob is in the sum of its completion, at least one is; None: all are
+    scored: tuple[Bools, ...] | None = None
     # Functions that read the context's images, [H, W, 3] RGB, in the order of their placeholders.
     images: tuple[Callable[[], npt.NDArray[np.uint8]], ...] = ()
 
@@ -103,52 +102,11 @@ class PairLengths:
         return self.chosen.astype(np.int64) + self.rejected
 
 
-class GroupSize(NamedTuple):
-    """Tokens and cost of a row, or of k pairs of one prompt as one group, which computes the prompt once."""
+class RowSize(NamedTuple):
+    """Tokens and cost of a row."""
 
     tokens: int
     cost: float
-
-
-class CutGroup(NamedTuple):
-    """One part of a group that exceeds the token budget; see `PromptMerging.cut`."""
-
-    pairs: IntArray
-    tokens: int
-
-
-class PromptMerging(Protocol):
-    """Merges the pairs of one prompt in a row into one group; data/merging.py implements this protocol."""
-
-    @property
-    def prompts(self) -> IntArray:
-        """[P] numbers; two are equal if the tokens of their prompts are equal."""
-
-    def groups_of(self, pairs: IntArray) -> list[IntArray]:
-        """Returns each group's positions in `pairs`. Pairs that take fewer tokens unmerged stay separate."""
-
-    def measure(self, pairs: IntArray) -> GroupSize:
-        """Returns the size of one group of [k] pairs of one prompt."""
-
-    def cut(self, pairs: IntArray, token_budget: int) -> list[CutGroup]:
-        """Cuts [k] pairs of one prompt into groups within the budget. Groups that meet in a row become one
-        group again, which takes at most the sum of their `tokens`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Items:
-    """The n items that bin packers pack: single pairs, or groups of pairs of one prompt."""
-
-    pairs: IntArray
-    groups: list[IntArray] | None  # [n] the pairs of each item; None: every pair is an item
-    tokens: IntArray  # [n]
-    costs: FloatArray  # [n]
-
-    def row(self, positions: IntArray | list[int]) -> IntArray:
-        """Returns the pairs of the items at `positions`."""
-        if self.groups is None:
-            return self.pairs[positions]
-        return np.concatenate([self.groups[position] for position in positions])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,43 +115,14 @@ class PairSizes:
 
     tokens: IntArray  # [P] of a pair alone
     costs: FloatArray  # [P] of a pair alone, in any unit
-    merging: PromptMerging | None
     pads: bool = False  # padded rows: every pair takes as many tokens as the longest pair of its row
 
-    def items_of(self, pairs: IntArray, token_budget: int) -> Items:
-        """Returns the items of `pairs`. Pairs of one prompt stay one item if the item fits the budget."""
-        if self.merging is None:
-            return Items(pairs=pairs, groups=None, tokens=self.tokens[pairs], costs=self.costs[pairs])
-        return self._groups_of(pairs, token_budget, self.merging)
-
-    def _groups_of(self, pairs: IntArray, token_budget: int, merging: PromptMerging) -> Items:
-        groups: list[CutGroup] = []
-        for positions in merging.groups_of(pairs):
-            group = pairs[positions]
-            tokens = self._measure(group).tokens
-            fits = len(group) == 1 or tokens <= token_budget
-            groups += [CutGroup(group, tokens)] if fits else merging.cut(group, token_budget)
-        return Items(
-            pairs=pairs,
-            groups=[group.pairs for group in groups],
-            tokens=np.array([group.tokens for group in groups], dtype=np.int64),
-            costs=np.array([self._measure(group.pairs).cost for group in groups], dtype=np.float64),
-        )
-
-    def of_row(self, row: IntArray) -> GroupSize:
+    def of_row(self, row: IntArray) -> RowSize:
         """Returns the tokens that a forward pass over the row computes, padding included, and its cost."""
-        if self.merging is not None:
-            sizes = [self._measure(row[group]) for group in self.merging.groups_of(row)]
-            return GroupSize(tokens=sum(s.tokens for s in sizes), cost=sum(s.cost for s in sizes))
         tokens, costs = self.tokens[row], self.costs[row]
         if self.pads:
-            return GroupSize(tokens=int(len(row) * tokens.max()), cost=float(len(row) * costs.max()))
-        return GroupSize(tokens=int(tokens.sum()), cost=float(costs.sum()))
-
-    def _measure(self, group: IntArray) -> GroupSize:
-        if self.merging is None or len(group) == 1:
-            return GroupSize(tokens=int(self.tokens[group[0]]), cost=float(self.costs[group[0]]))
-        return self.merging.measure(group)
+            return RowSize(tokens=int(len(row) * tokens.max()), cost=float(len(row) * costs.max()))
+        return RowSize(tokens=int(tokens.sum()), cost=float(costs.sum()))
 
 
 # ---- FLOPs
@@ -265,53 +194,24 @@ def pair_flops(
     for begin in range(0, len(flops), _AT_ONCE):
         block = np.arange(begin, min(begin + _AT_ONCE, len(flops)))
         part = lengths.select(block)
-        completions = np.stack((part.chosen, part.rejected), axis=1)
+        completions = np.stack((part.chosen, part.rejected), axis=1).astype(np.int64)
         is_there = np.ones(completions.shape, dtype=np.bool_) if sides is None else sides[block]
-        repeats: IntArray = np.where(is_there.all(axis=1), int(share_prompt), 0)
-        forward = _group_flops(shape, part.prompt, completions, is_there, part.shared, repeats)
+        repeats: IntArray = np.where(is_there.all(axis=1), int(share_prompt), 0)  # of the shared tokens
+        ends = part.prompt.astype(np.int64)[:, None] + completions
+        tokens = (ends * is_there).sum(axis=1) - repeats * part.shared
+        scored = (completions * is_there).sum(axis=1)
+        areas: list[FloatArray] = [
+            (causal_area(ends, kind.window) * is_there).sum(axis=1)
+            - causal_area(part.shared, kind.window) * repeats
+            for kind in shape.attention
+        ]
+        # A shared position predicts a token of all completions.
+        unread = tokens - scored + repeats * (part.shared - part.prompt + 1)
+        forward = sequence_flops(
+            shape, tokens=tokens, scored_tokens=scored, areas=areas, unread_positions=unread
+        )
         flops[block] = passes * forward + part.tower * (is_there.sum(axis=1) - repeats)
     return flops
-
-
-def group_size(
-    shape: ModelShape,
-    *,
-    prompt: int,
-    completions: Sequence[int],
-    shared: int,
-    passes: float = TRAINING_PASSES,
-) -> GroupSize:
-    """Returns the size of one prompt with several completions; `shared` first tokens are computed once."""
-    repeats = len(completions) - 1
-    one = np.array([completions], dtype=np.int64)
-    arrays = (np.array([number], dtype=np.int64) for number in (shared, repeats))
-    (forward,) = _group_flops(shape, np.array([prompt]), one, np.ones(one.shape, dtype=np.bool_), *arrays)
-    tokens = len(completions) * prompt + sum(completions) - repeats * shared
-    return GroupSize(tokens=tokens, cost=passes * float(forward))
-
-
-def _group_flops(
-    shape: ModelShape,
-    prompts: AnyIntArray,
-    completions: AnyIntArray,
-    sides: Bools,
-    shared: AnyIntArray,
-    repeats: AnyIntArray,
-) -> FloatArray:
-    """Returns the FLOPs of a forward pass over each of n prompts with k completions, [n]. prompts, shared:
-    [n]. completions: [n, k]; those that are False in `sides` are left out, as are `repeats` copies, [n], of
-    the `shared` first tokens."""
-    prompts, completions = prompts.astype(np.int64), completions.astype(np.int64)
-    ends = prompts[:, None] + completions
-    tokens = (ends * sides).sum(axis=1) - repeats * shared
-    scored = (completions * sides).sum(axis=1)
-    # A shared position predicts a token of all completions.
-    unread = tokens - scored + repeats * (shared - prompts + 1)
-    areas: list[FloatArray] = [
-        (causal_area(ends, kind.window) * sides).sum(axis=1) - causal_area(shared, kind.window) * repeats
-        for kind in shape.attention
-    ]
-    return sequence_flops(shape, tokens=tokens, scored_tokens=scored, areas=areas, unread_positions=unread)
 
 
 def padded_flops(

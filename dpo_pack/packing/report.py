@@ -43,8 +43,8 @@ def inspect_packing(
     plan = replace(planned, num_ranks=1, equal_rows=False)
     return {
         "model": model,
-        "token_budget": plan.settings.token_budget,
-        "pairs_per_step": plan.settings.pairs_per_step,
+        "token_budget": plan.token_budget,
+        "pairs_per_step": plan.pairs_per_step,
         "share_prompt": share_prompt and not plan.sizes.pads,
         "plan_fingerprint": plan.fingerprint,
         "statistics": _statistics(plan, lengths, shape, describe_pair),
@@ -95,7 +95,7 @@ def _statistics(
         "steps_measured": len(steps),
         "num_rows": round(len(rows) * scale),
         "max_row_tokens": int(max(tokens.max(), plan.sizes.tokens[oversize].max(initial=0))),
-        "budget_fill": _fill(tokens, plan.settings.token_budget),
+        "budget_fill": _fill(tokens, plan.token_budget),
         "computed_tokens": computed,  # that the rows run through the model
         "unshared_tokens": unshared,  # both sequences of every pair, without padding
         "saved_by_sharing_tokens": by_sharing,
@@ -112,7 +112,7 @@ def rank_balance(plan: PackingPlan, *, max_steps: int = MAX_BALANCE_STEPS) -> di
     costs = np.array([[sum(of_row(row).cost for row in rows) for rows in step] for step in planned])
     num_rows = np.array([[len(rows) for rows in step] for step in planned])  # [steps, R], like costs
     slowest, mean = costs.max(axis=1), costs.mean(axis=1)
-    is_full = np.diff(plan.step_begins)[steps] == plan.settings.pairs_per_step
+    is_full = np.diff(plan.step_begins)[steps] == plan.pairs_per_step
     counted = is_full if is_full.any() else ~is_full
     return {
         "num_ranks": plan.num_ranks,
@@ -132,8 +132,8 @@ def _compare_budgets(plan: PackingPlan, budgets: Sequence[int], num_ranks: int) 
     the rank with the most rows. The best is the smallest good one, if possible one that no pair exceeds."""
     sizes, steps, outcomes = plan.sizes, _spread_steps(plan, MAX_BUDGET_STEPS), []
     drawn = sizes.tokens[np.unique(plan.order)]
-    for budget in sorted({plan.settings.token_budget, *budgets}):
-        under = replace(plan, settings=replace(plan.settings, token_budget=budget))
+    for budget in sorted({plan.token_budget, *budgets}):
+        under = replace(plan, token_budget=budget)
         tokens = np.array([sizes.of_row(row).tokens for step in steps for row in under.pack_step(step)[0]])
         balance = rank_balance(replace(under, num_ranks=num_ranks), max_steps=MAX_BUDGET_STEPS)
         rows_of_fullest = balance["mean_rows_of_fullest_rank"]

@@ -25,12 +25,8 @@ NEUTRAL_KEYS: tuple[str, ...] = (
 EARLY_STOPPING_KEYS = ("checkpoint.metric", "checkpoint.eval_set", "train.eval_every_steps")
 # With train.early_stopping or checkpoint.load_best all evaluations must be comparable.
 COMPARING_KEYS = ("train.eval_precision",)
-# With packing.scope step these keys only decide which pairs of a step share a row, that is, one forward
-# pass. With scope epoch they also decide which pairs form a step.
-ROW_LAYOUT_KEYS: tuple[str, ...] = (
-    "packing.mode", "packing.token_budget", "packing.window_pairs", "packing.algorithm",
-    "packing.share_prompt", "packing.merge_prompts",
-)  # fmt: skip
+# These keys only decide which pairs of a step share a row, that is, one forward pass.
+ROW_LAYOUT_KEYS = ("packing.mode", "packing.token_budget", "packing.share_prompt")
 
 
 def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
@@ -38,8 +34,7 @@ def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     of both recipes. What changes only the rounding of results does not count."""
     stops_early = old.train.early_stopping is not None or new.train.early_stopping is not None
     compares = stops_early or old.checkpoint.load_best or new.checkpoint.load_best
-    is_by_step = old.packing.scope == new.packing.scope == "step"
-    neutral = tuple(f"{key}." for key in (*NEUTRAL_KEYS, *(ROW_LAYOUT_KEYS if is_by_step else ())))
+    neutral = tuple(f"{key}." for key in (*NEUTRAL_KEYS, *ROW_LAYOUT_KEYS))
     before, after = (_what_trains(recipe, stops_early=stops_early) for recipe in (old, new))
     return {
         key: values

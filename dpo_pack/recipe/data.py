@@ -191,33 +191,8 @@ class PackingRecipe(types.Section):
     """Most tokens of one row, that is, of one forward pass. A longer pair gets a row of its own."""
     pairs_per_step: types.Count = 64
     """Pairs in an optimizer step, of all processes together."""
-    scope: Literal["step", "epoch"] = "step"
-    """step: fill rows with the pairs of each step; epoch: fuller rows, with pairs of the whole epoch."""
-    rows_per_step: types.Count | None = None
-    """Scope epoch: rows in an optimizer step, of all processes together."""
-    window_pairs: types.Count = 16384
-    """Scope epoch: so many shuffled pairs at a time are packed into rows."""
-    algorithm: Literal["best_fit_decreasing", "first_fit_decreasing", "next_fit"] = "best_fit_decreasing"
-    """How pairs are distributed over rows; next_fit keeps their order."""
     share_prompt: bool = True
     """Compute only once what chosen and rejected both begin with; the results are the same."""
-    merge_prompts: bool = False
-    """If pairs of one row have the same prompt, compute this prompt, and equal completions, only once."""
-
-    def broken_rules(self) -> Iterator[types.Problem]:
-        if self.merge_prompts and self.mode == "padded":
-            yield "merge_prompts", "needs packing.mode: packed"
-        if self.merge_prompts and not self.share_prompt:
-            yield "merge_prompts", "needs packing.share_prompt: true"
-        for key in ("rows_per_step", "window_pairs"):
-            if self.scope == "step" and self.is_changed(key):
-                yield key, "needs packing.scope: epoch; in scope step, pairs_per_step sets the size of a step"
-        if self.scope == "epoch" and self.rows_per_step is None:
-            yield "rows_per_step", "packing.scope epoch needs it: the number of rows in a step"
-        if self.scope == "epoch" and self.is_changed("pairs_per_step"):
-            yield "pairs_per_step", "needs packing.scope: step; in scope epoch, set rows_per_step"
-        if self.scope == "epoch" and self.mode == "padded":
-            yield "scope", "epoch needs packing.mode: packed"
 
 
 def source_names(sources: Sequence[SourceRecipe]) -> tuple[str, ...]:

@@ -28,8 +28,17 @@ RECIPE_FILE, INFO_FILE = "recipe.yaml", "run.json"  # of a run, in its output_di
 REMOVED_KEYS: dict[str, tuple[tuple[object, ...] | None, str]] = {
     "model.kernels": (None, "compiled layers fuse the same"),
     "logging.breakdowns": (None, ""),
+    "loss.ld_alpha": ((None,), "leave it out, or take sigmoid_norm, which counts log-ratios per token"),
+    "packing.scope": (("step",), "leave it out; for even ranks take more packing.pairs_per_step"),
+    "packing.rows_per_step": ((None,), "set packing.pairs_per_step instead"),
+    "packing.window_pairs": (None, ""),
+    "packing.algorithm": (None, ""),
+    "packing.merge_prompts": (None, ""),
 }
-REMOVED_LOSSES: dict[str, str] = {}
+REMOVED_LOSSES = {
+    "aot": "take sigmoid, or a function of your own, which gets one value a pair",
+    "aot_unpaired": "take sigmoid, or a function of your own, which gets one value a pair",
+}
 # What `dpopack recipe --defaults` prints.
 BEGINNING = """\
 # A dpo-pack recipe: DPO of all parameters. Start it with: dpopack train RECIPE

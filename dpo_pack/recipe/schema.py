@@ -236,11 +236,6 @@ class Recipe(types.Section):
         for key in ("path", "sync"):
             if reference.is_changed(key) and not loss.needs_reference:
                 yield f"reference.{key}", f"loss.type {loss.names} uses no reference; leave it out"
-        if model.lora is not None and model.lora.dropout > 0.0:
-            if coupling := loss.terms_that(lambda loss: loss.couples_pairs):
-                yield "model.lora.dropout", f"must be 0, because loss.type {coupling} computes each row twice"
-            if self.packing.merge_prompts:
-                yield "model.lora.dropout", "must be 0, because packing.merge_prompts computes a prompt once"
         if model.quantize is not None and self.distributed.strategy == "fsdp2":
             yield "distributed.strategy", "fsdp2 cannot shard quantised weights (model.quantize); set ddp"
         if model.quantize is not None and reference.sync is not None:
@@ -282,8 +277,6 @@ class Recipe(types.Section):
             yield "train.max_steps", "an online run needs it, because the number of its pairs is unknown"
         if self.train.epochs != 1:
             yield "train.epochs", "train.max_steps alone sets the length of an online run; leave it out"
-        if self.packing.scope == "epoch":
-            yield "packing.scope", "epoch needs pairs that exist beforehand; with online use step"
         if self.data.truncation == "completion_right":
             yield "data.truncation", "online, data has no completions to cut; use drop or prompt_left"
         if online.max_new_tokens >= self.data.max_length:

@@ -1,5 +1,4 @@
-"""The `loss`, `optim`, `train` and `checkpoint` sections of a recipe. Losses are functions of
-dpo_pack/losses/, which needs torch, so what each reads and needs is declared here."""
+"""The `loss`, `optim`, `train` and `checkpoint` sections of a recipe."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -22,62 +21,55 @@ LOWER_IS_BETTER = frozenset({"loss"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossDeclaration:
-    """What a loss reads and needs. `LOSSES` of dpo_pack/losses/ says it again; a test compares them."""
+class Loss:
+    """What a loss reads and needs. Its function, of the same name, is in dpo_pack/losses/preference.py."""
 
     options: tuple[str, ...] = ()  # keys of section `loss` that it reads, besides beta
-    needs_reference: bool = True
-    couples_pairs: bool = False  # a pair's loss depends on the other pairs of the step
+    needs_reference: bool = True  # False: the reference log-probs are zeros, and no model computes them
     has_likelihood: bool = False  # the loss has the likelihood of the chosen completion as a term
     # True: the loss takes every f_divergence. False: it takes reverse_kl only, because each reward under an
     # f-divergence has a term beta x log Z(prompt), and this term would not cancel in the loss.
     takes_divergences: bool = False
 
 
-LOSS_DECLARATIONS: dict[str, LossDeclaration] = {
-    "sigmoid": LossDeclaration(options=("label_smoothing",), takes_divergences=True),
-    "robust": LossDeclaration(options=("label_smoothing",), takes_divergences=True),
-    "hinge": LossDeclaration(takes_divergences=True),
-    "ipo": LossDeclaration(takes_divergences=True),
-    "exo_pair": LossDeclaration(options=("label_smoothing",), takes_divergences=True),
-    "nca_pair": LossDeclaration(),
-    "bco_pair": LossDeclaration(),
-    "sppo_hard": LossDeclaration(),
-    "aot": LossDeclaration(options=("label_smoothing",), couples_pairs=True),
-    "aot_unpaired": LossDeclaration(options=("label_smoothing",), couples_pairs=True),
-    "apo_zero": LossDeclaration(),
-    "apo_down": LossDeclaration(),
-    "discopop": LossDeclaration(options=("discopop_tau",), takes_divergences=True),
-    "sigmoid_norm": LossDeclaration(takes_divergences=True),
+LOSSES: dict[str, Loss] = {
+    "sigmoid": Loss(options=("label_smoothing",), takes_divergences=True),
+    "robust": Loss(options=("label_smoothing",), takes_divergences=True),
+    "hinge": Loss(takes_divergences=True),
+    "ipo": Loss(takes_divergences=True),
+    "exo_pair": Loss(options=("label_smoothing",), takes_divergences=True),
+    "nca_pair": Loss(),
+    "bco_pair": Loss(),
+    "sppo_hard": Loss(),
+    "apo_zero": Loss(),
+    "apo_down": Loss(),
+    "discopop": Loss(options=("discopop_tau",), takes_divergences=True),
+    "sigmoid_norm": Loss(takes_divergences=True),
     # sft has no rewards, so a divergence changes nothing.
-    "sft": LossDeclaration(needs_reference=False, has_likelihood=True, takes_divergences=True),
-    "simpo": LossDeclaration(options=("simpo_gamma", "label_smoothing"), needs_reference=False),
-    "orpo": LossDeclaration(needs_reference=False, has_likelihood=True),
-    "cpo": LossDeclaration(
-        options=("cpo_alpha", "label_smoothing"), needs_reference=False, has_likelihood=True
-    ),
+    "sft": Loss(needs_reference=False, has_likelihood=True, takes_divergences=True),
+    "simpo": Loss(options=("simpo_gamma", "label_smoothing"), needs_reference=False),
+    "orpo": Loss(needs_reference=False, has_likelihood=True),
+    "cpo": Loss(options=("cpo_alpha", "label_smoothing"), needs_reference=False, has_likelihood=True),
 }
 
 
 def losses_with(option: str) -> str:
     """Returns the names of the losses that take an option, with commas between them."""
-    return ", ".join(name for name, loss in LOSS_DECLARATIONS.items() if option in loss.options)
+    return ", ".join(name for name, loss in LOSSES.items() if option in loss.options)
 
 
 def _loss_name(value: object) -> object:
-    if isinstance(value, str) and (value in LOSS_DECLARATIONS or types.MODULE_FUNCTION.fullmatch(value)):
+    if isinstance(value, str) and (value in LOSSES or types.MODULE_FUNCTION.fullmatch(value)):
         return value
     raise PydanticCustomError("loss_name", "neither a loss type nor module:function")
 
 
-_LOSSES = f"one of {', '.join(LOSS_DECLARATIONS)}, module:function of your own"
+_LOSS_NAMES = f"one of {', '.join(LOSSES)}, module:function of your own"
 LossName = Annotated[
     str,
     BeforeValidator(_loss_name),
-    WithJsonSchema(
-        {"anyOf": [{"enum": list(LOSS_DECLARATIONS)}, {"pattern": f"^{types.MODULE_FUNCTION.pattern}$"}]}
-    ),
-    _LOSSES,
+    WithJsonSchema({"anyOf": [{"enum": list(LOSSES)}, {"pattern": f"^{types.MODULE_FUNCTION.pattern}$"}]}),
+    _LOSS_NAMES,
 ]
 
 
@@ -97,7 +89,7 @@ class LossRecipe(types.Section):
         Annotated[LossName, Tag("(name)")]
         | Annotated[tuple[LossTerm, ...], Strict(False), MinLen(1), Tag("(terms)")],
         Discriminator(lambda value: "(terms)" if isinstance(value, (list, tuple)) else "(name)"),
-        f"{_LOSSES}, or a list as [{{type: sigmoid, weight: 1.0}}]",
+        f"{_LOSS_NAMES}, or a list as [{{type: sigmoid, weight: 1.0}}]",
     ] = "sigmoid"
     """A loss, or a weighted sum of several; see docs/losses.md."""
     beta: types.PositiveNumber = 0.1
@@ -108,8 +100,6 @@ class LossRecipe(types.Section):
     """Which divergence keeps the policy near the reference (arXiv 2309.16240)."""
     f_alpha: types.Fraction = 0.5
     """The alpha of f_divergence alpha_divergence: near 1 it is close to reverse_kl, near 0 to forward_kl."""
-    ld_alpha: Annotated[float, Ge(0), Le(1)] | None = None
-    """LD-DPO: factor of the log-probs of the longer completion's surplus tokens; null: off."""
     weighting: Literal["wpo"] | None = None
     """wpo: weight pairs by their probability under the policy; null: off."""
     discopop_tau: types.PositiveNumber = 0.05
@@ -136,19 +126,18 @@ class LossRecipe(types.Section):
     @property
     def options(self) -> dict[str, Any]:
         """The values of the keys that loss functions read. Other code reads the keys in `around`."""
-        around = ("type", "ld_alpha", "weighting", "router_aux_coef")
+        around = ("type", "weighting", "router_aux_coef")
         return {name: value for name, value in self if name not in around}
 
-    def terms_that(self, holds: Callable[[LossDeclaration], bool]) -> str:
+    def terms_that(self, holds: Callable[[Loss], bool]) -> str:
         """Returns the names of the built-in losses in `type` for which `holds` is true, with commas."""
-        declared = [(name, LOSS_DECLARATIONS[name]) for name, _ in self.terms if name in LOSS_DECLARATIONS]
+        declared = [(name, LOSSES[name]) for name, _ in self.terms if name in LOSSES]
         return ", ".join(name for name, loss in declared if holds(loss))
 
     @property
     def needs_reference(self) -> bool:
         """Whether a loss in `type` uses the reference. Losses that the user wrote are assumed to use it."""
-        own = LossDeclaration()
-        return any(LOSS_DECLARATIONS.get(name, own).needs_reference for name, _ in self.terms)
+        return any(LOSSES.get(name, Loss()).needs_reference for name, _ in self.terms)
 
     def broken_rules(self) -> Iterator[types.Problem]:
         names = [name for name, _ in self.terms]
@@ -156,9 +145,9 @@ class LossRecipe(types.Section):
         has_own = any(types.MODULE_FUNCTION.fullmatch(name) for name in names)  # it may use all options
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield "type", f"'{name}' is given twice; add up their weights"
-        options = dict.fromkeys(o for declared in LOSS_DECLARATIONS.values() for o in declared.options)
+        options = dict.fromkeys(o for declared in LOSSES.values() for o in declared.options)
         for option in () if has_own else options:
-            is_used = any(option in LOSS_DECLARATIONS[name].options for name in names)
+            is_used = any(option in LOSSES[name].options for name in names)
             if self.is_changed(option) and not is_used:
                 yield option, f"not used by loss.type {losses}, only by {losses_with(option)}; leave it out"
         if "exo_pair" in names and self.label_smoothing == 0:
@@ -170,12 +159,8 @@ class LossRecipe(types.Section):
                 yield "f_divergence", f"loss.type {refusing} is defined for reverse_kl only; leave it out"
             elif not self.needs_reference:
                 yield "f_divergence", f"loss.type {losses} uses no reference; leave it out"
-        if self.weighting and (sorting := self.terms_that(lambda loss: loss.couples_pairs)):
-            yield "weighting", f"loss.type {sorting} sorts over pairs, which have no weights; leave it out"
         if self.weighting and (other := self.terms_that(lambda loss: loss.has_likelihood)):
             yield "weighting", f"weights preferences, not the likelihood in loss.type {other}; leave it out"
-        if self.ld_alpha is not None and (free := self.terms_that(lambda loss: not loss.needs_reference)):
-            yield "ld_alpha", f"changes log-ratios to the reference; loss.type {free} has none; leave it out"
 
 
 class OptimRecipe(types.Section):

@@ -29,7 +29,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dpo_pack.data.store import distinct_keys, key_heads
-from dpo_pack.packing.lengths import Bools, FloatArray, IntArray
+from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, writing, written_aside
 
@@ -52,7 +52,7 @@ PART_NAME = r"part-[0-9a-f]{64}\.(?:parquet|damaged)"
 _TEMPORARY = re.compile(rf"\.(?:(?:[a-z_]+\.json|{PART_NAME}|[0-9a-f]{{32}})\.[0-9a-f]{{8}}|shared-\w+)\.tmp")
 # An older temporary file is the rest of a killed process, because no process writes a file for so long.
 _LEFTOVER_AFTER_SECONDS = 24 * 3600.0
-KEY, SUM, NUM_TOKENS, TOKENS = "key", "logps_sum", "num_tokens", "token_logps"
+KEY, SUM, NUM_TOKENS = "key", "logps_sum", "num_tokens"
 # Hashes and log-probs cannot be compressed, and trying takes most of the time of a write or a read.
 UNPACKED: dict[str, Any] = {"use_dictionary": False, "compression": "none"}
 # A part must be small, because the check of its sha256 reads the whole part into memory.
@@ -94,51 +94,11 @@ class KeyIndex:
             places += is_before
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenLogps:
-    """The log-probs of all completion tokens of n sequences, one sequence after another."""
-
-    values: npt.NDArray[np.float32]  # [all tokens], nats
-    lengths: IntArray  # [n] tokens of each sequence
-    offsets: IntArray  # [n + 1] the beginning of each sequence, then the end of the last one
-
-    @staticmethod
-    def of_lengths(values: npt.NDArray[np.float32], lengths: npt.NDArray[np.integer]) -> TokenLogps:
-        offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-        values = values.astype(np.float32, copy=False)
-        return TokenLogps(values=values, lengths=lengths.astype(np.int64), offsets=offsets)
-
-    @staticmethod
-    def none(num_sequences: int) -> TokenLogps:
-        zeros = np.zeros(num_sequences + 1, dtype=np.int64)  # never written, so no memory
-        return TokenLogps(values=np.zeros(0, dtype=np.float32), lengths=zeros[1:], offsets=zeros)
-
-    @staticmethod
-    def join(parts: Sequence[TokenLogps]) -> TokenLogps:
-        values, lengths = [part.values for part in parts], [part.lengths for part in parts]
-        return TokenLogps.of_lengths(np.concatenate(values), np.concatenate(lengths))
-
-    def of(self, sequence: int) -> npt.NDArray[np.float32]:
-        """Returns a view of the values of one sequence."""
-        return self.values[self.offsets[sequence] : self.offsets[sequence + 1]]
-
-    def take(self, sequences: IntArray) -> TokenLogps:
-        """Returns the sequences at these positions, which can repeat; -1 gives a sequence without values."""
-        lengths = np.append(self.lengths, 0)[sequences]
-        from_here = np.repeat(self.offsets[sequences] - (np.cumsum(lengths) - lengths), lengths)
-        return TokenLogps.of_lengths(self.values[from_here + np.arange(len(from_here))], lengths)
-
-
-def sequence_table(
-    keys: Keys, sums: FloatArray, num_tokens: npt.NDArray[np.integer] | None, tokens: TokenLogps | None = None
-) -> pa.Table:
-    """Makes a table with the columns of a part, without those of None. keys: [n, 16]. sums: [n], nats."""
+def sequence_table(keys: Keys, sums: FloatArray, num_tokens: npt.NDArray[np.integer] | None) -> pa.Table:
+    """Makes a table with the columns of a part, without that of None. keys: [n, 16]. sums: [n], nats."""
     columns = {KEY: _column(keys, pa.binary(16)), SUM: _column(sums.astype(np.float64, copy=False))}
     if num_tokens is not None:
         columns[NUM_TOKENS] = _column(num_tokens.astype(np.int32))
-    if tokens is not None:
-        # A large list, because a run's values may have more tokens than 32-bit offsets can count.
-        columns[TOKENS] = pa.LargeListArray.from_arrays(_column(tokens.offsets), _column(tokens.values))
     return pa.table(columns)
 
 
@@ -166,20 +126,13 @@ def _whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return column if isinstance(column, pa.Array) else column.combine_chunks()
 
 
-def tokens_of(table: pa.Table) -> TokenLogps:
-    """Returns the log-probs of tokens of a `sequence_table`; a null becomes a sequence without values."""
-    column = table[TOKENS].combine_chunks()
-    lengths = numbers_of(column.value_lengths().fill_null(0))
-    return TokenLogps.of_lengths(numbers_of(column.flatten()), lengths)
-
-
 class DamagedPart(CacheError):
     """The bytes of a part have changed since it was written, or it has log-probs that are not finite."""
 
 
-def read_part(part: Path, *, per_token: bool) -> pa.Table | None:
-    """Reads the `sequence_table` of a part, with `per_token` also the log-probs of tokens, if it has them.
-    None: another job has renamed or deleted it. Raises DamagedPart, and CacheError for another file."""
+def read_part(part: Path) -> pa.Table | None:
+    """Reads the `sequence_table` of a part; None: another job has renamed or deleted it. Raises DamagedPart,
+    and CacheError for another file."""
     try:
         content = part.read_bytes()
     except FileNotFoundError:
@@ -192,11 +145,9 @@ def read_part(part: Path, *, per_token: bool) -> pa.Table | None:
         raise DamagedPart(f"{part} is damaged: its bytes have changed; a run computes its log-probs again")
     try:
         # No threads: an Arrow thread may free `content` while Python ends, and then the process aborts.
-        columns = [KEY, SUM, NUM_TOKENS, *([TOKENS] if per_token else [])]
-        table = pq.ParquetFile(pa.BufferReader(content)).read(columns=columns, use_threads=False)
+        file = pq.ParquetFile(pa.BufferReader(content))  # earlier releases may have written more columns
+        table = file.read(columns=[KEY, SUM, NUM_TOKENS], use_threads=False)
         is_finite = np.isfinite(numbers_of(table[SUM])).all()
-        if TOKENS in table.column_names:
-            is_finite = is_finite and np.isfinite(tokens_of(table).values).all()
     except (KeyError, pa.ArrowException) as error:
         raise CacheError(
             f"{part} is not a part of a reference cache; move it to another directory"
@@ -242,24 +193,15 @@ class ReferenceCache:
         with writing(self.directory), tempfile.TemporaryFile(dir=self.directory) as probe:
             probe.write(b"probe")
 
-    def lookup(
-        self, keys: Keys, *, per_token: bool | Bools = False, only_new: bool = False
-    ) -> tuple[FloatArray, TokenLogps]:
-        """Maps [n, 16] sequence keys to [n] summed log-probs, NaN if there is none, and to the log-probs of
-        their tokens, for all or those of `per_token`, [n]: such a sequence has no value if the cache has only
-        its sum. With `only_new`, parts that this job has seen are not read."""
+    def lookup(self, keys: Keys, *, only_new: bool = False) -> FloatArray:
+        """Maps [n, 16] sequence keys to [n] summed log-probs, NaN if there is none. With `only_new`, parts
+        that this job has seen are not read."""
         index = KeyIndex.of(keys)
-        needs_tokens = np.broadcast_to(per_token, len(keys))[index.first]
-        sums, tokens = self.find(index, needs_tokens, only_new=only_new)
-        return sums[index.inverse], tokens.take(index.inverse)
+        return self.find(index, only_new=only_new)[index.inverse]
 
-    def find(
-        self, index: KeyIndex, needs_tokens: Bools, *, only_new: bool = False
-    ) -> tuple[FloatArray, TokenLogps]:
-        """Does what `lookup` does, for the U different keys of an index. needs_tokens: [U]."""
-        sums, reads_tokens = np.full(len(index.keys), np.nan), bool(needs_tokens.any())
-        which = np.full(len(sums) if reads_tokens else 0, -1)  # position among the found `tokens`
-        tokens, num_tokens = [TokenLogps.none(0)], 0
+    def find(self, index: KeyIndex, *, only_new: bool = False) -> FloatArray:
+        """Does what `lookup` does, for the U different keys of an index."""
+        sums = np.full(len(index.keys), np.nan)
         # A directory listing of a network file system may lack new files, so this job's own parts are opened
         # by name. If several parts have a sequence, the last part by name counts: always the same one.
         names = {part.name for part in self.directory.glob("part-*.parquet")} | self.named_parts
@@ -269,7 +211,7 @@ class ReferenceCache:
             if not np.isnan(sums).any():
                 break
             try:
-                table = read_part(self.directory / name, per_token=reads_tokens)
+                table = read_part(self.directory / name)
             except DamagedPart as damage:
                 aside = (self.directory / name).with_suffix(".damaged")
                 with contextlib.suppress(OSError):  # another job has renamed it, or we may only read here
@@ -278,16 +220,10 @@ class ReferenceCache:
                 continue
             if table is None:
                 continue
-            has_tokens, places = TOKENS in table.column_names, index.find(keys_of(table))
-            is_new = (places >= 0) & np.isnan(sums[places]) & (has_tokens | ~needs_tokens[places])
-            rows = np.flatnonzero(is_new)
+            places = index.find(keys_of(table))
+            rows = np.flatnonzero((places >= 0) & np.isnan(sums[places]))
             sums[places[rows]] = numbers_of(table[SUM])[rows]
-            rows = rows[needs_tokens[places[rows]]]
-            if len(rows):
-                tokens.append(tokens_of(table).take(rows))
-                which[places[rows]] = np.arange(num_tokens, num_tokens + len(rows))
-                num_tokens += len(rows)
-        return sums, TokenLogps.join(tokens).take(which) if reads_tokens else TokenLogps.none(len(sums))
+        return sums
 
     def append(self, table: pa.Table, metadata: Mapping[str, str] | None = None) -> list[Path]:
         """Adds a `sequence_table`, with a note where it comes from; returns the parts. Raises CacheError."""

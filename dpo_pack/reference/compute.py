@@ -25,7 +25,7 @@ from dpo_pack.model.layout import packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.packing.bin_packing import next_fit, pack_sequences_longest_first, padded_rows, split_over_ranks
 from dpo_pack.packing.lengths import Bools, FloatArray, IntArray, ModelShape, pair_flops
-from dpo_pack.reference.cache import KeyIndex, ReferenceCache, TokenLogps, sequence_table
+from dpo_pack.reference.cache import KeyIndex, ReferenceCache, sequence_table
 from dpo_pack.system.console import shown
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.files import add_to_json, read_json
@@ -63,24 +63,18 @@ class ReferenceWork:
         return ReferenceWork(table=table.select(pairs), sides=sides[pairs], missing=missing[pairs])
 
 
-Found = tuple[KeyIndex, FloatArray, TokenLogps]  # different sequences, and their values; NaN: none
+Found = tuple[KeyIndex, FloatArray]  # different sequences, and their sums; NaN: none
 
 
-def find_values(cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False) -> Found:
-    """Finds what a run needs of the sequences of all pairs (chosen, rejected, chosen, ...): sums, and values
-    per token: of all sequences with `per_token`, else where tokens have weights."""
+def find_values(cache: ReferenceCache, tables: Sequence[PairTable]) -> Found:
+    """Finds the log-probs of the sequences of all pairs (chosen, rejected, chosen, ...)."""
     index = KeyIndex.of(np.concatenate([np.stack((t.chosen_keys, t.rejected_keys), axis=1) for t in tables]))
-    needs_tokens = np.full(len(index.keys), per_token)
-    has_weights = np.concatenate([table.has_token_weights for table in tables])
-    needs_tokens[index.inverse.reshape(-1, 2)[has_weights]] = True
-    return index, *cache.find(index, needs_tokens)
+    return index, cache.find(index)
 
 
-def find_work(
-    cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False
-) -> ReferenceWork:
-    """Finds the sequences of which the cache lacks what a run needs, see `find_values`."""
-    index, sums, _ = find_values(cache, tables, per_token=per_token)
+def find_work(cache: ReferenceCache, tables: Sequence[PairTable]) -> ReferenceWork:
+    """Finds the sequences of which the cache lacks the log-prob."""
+    index, sums = find_values(cache, tables)
     return ReferenceWork.of(tables, index, np.isnan(sums))
 
 
@@ -101,7 +95,6 @@ class PassSettings:
     token_budget: int
     share_prompt: bool
     device: torch.device
-    per_token: bool = False  # also keep the log-prob of each token, which some losses need
     rank: int = 0
     num_ranks: int = 1
     in_lockstep: bool = False  # True for a sharded model: all ranks compute a row at the same time
@@ -239,9 +232,7 @@ def compute_missing(
                     rows.appendleft(members)
                     rows = deque(row[part] for row in rows for part in next_fit(plan.row_tokens[row], budget))
                     continue
-                tensors = [result.sums, result.num_tokens]
-                tensors += [result.token_logps.float()] if settings.per_token else []
-                computed.append((members, host_copies(tensors)))
+                computed.append((members, host_copies([result.sums, result.num_tokens])))
                 if len(computed) <= ROWS_BEHIND.get(settings.device.type, 0):
                     continue
             members, results = computed.popleft()
@@ -275,7 +266,7 @@ def _still_missing(
     table, groups, num_seen = plan.work.table, np.concatenate(rows), len(cache.seen_parts)
     lacks = plan.work.missing[groups]
     keys = np.stack((table.chosen_keys[groups], table.rejected_keys[groups]), axis=1)[lacks]
-    lacks[lacks] = np.isnan(cache.lookup(keys, per_token=settings.per_token, only_new=True)[0])
+    lacks[lacks] = np.isnan(cache.lookup(keys, only_new=True))
     if len(cache.seen_parts) == num_seen:
         return rows
     left: list[IntArray] = []
@@ -324,7 +315,7 @@ def _halved(budget: int, members: IntArray, plan: PassPlan, settings: PassSettin
 
 
 def _finished_row(work: ReferenceWork, members: IntArray, results: Callable[[], Sequence[Any]]) -> pa.Table:
-    sums, num_tokens, *token_logps = results()
+    sums, num_tokens = results()
     wrong = np.flatnonzero(~np.isfinite(sums))
     if len(wrong):
         group = members[np.nonzero(work.missing[members])[0][wrong[0]]]
@@ -333,6 +324,5 @@ def _finished_row(work: ReferenceWork, members: IntArray, results: Callable[[], 
             f"{work.table.row_numbers[group]} of its data source; check the model's weights, or set "
             "model.dtype: float32, whose numbers have a larger range"
         )
-    tokens = TokenLogps.of_lengths(token_logps[0], num_tokens) if token_logps else None
     keys = np.stack((work.table.chosen_keys[members], work.table.rejected_keys[members]), axis=1)
-    return sequence_table(keys[work.missing[members]], sums, num_tokens, tokens)
+    return sequence_table(keys[work.missing[members]], sums, num_tokens)

@@ -16,22 +16,18 @@ from dpo_pack.data.store import PairTable
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.reference.cache import (
     SUM,
-    TOKENS,
     UNPACKED,
     KeyIndex,
     Keys,
     ReferenceCache,
-    TokenLogps,
     keys_of,
     numbers_of,
     sequence_table,
-    tokens_of,
 )
 from dpo_pack.reference.compute import Found, find_values
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.files import written_aside
-from dpo_pack.training.batches import PairReference
 
 _AT_ONCE = 2**16  # sequences that a hash copies
 
@@ -43,28 +39,25 @@ class FrozenReference:
 
     keys: Keys  # [U, 16], each key once, in ascending order
     sums: FloatArray  # [U]
-    tokens: TokenLogps  # per-token values of the U sequences, where the run needs them
     # Tables, and the [P, (chosen, rejected)] positions of their sequences in `keys`.
     known: Sequence[tuple[PairTable, IntArray]] = ()
 
     @staticmethod
     def of_found(tables: Sequence[PairTable], found: Found) -> FrozenReference:
         """Returns what `find_values` has found of these tables."""
-        index, sums, tokens = found
+        index, sums = found
         ends = np.cumsum([table.num_pairs for table in tables])
         places = np.split(index.inverse.reshape(-1, 2), ends[:-1])
         known = list(zip(tables, places, strict=True))
-        return FrozenReference(keys=index.keys, sums=sums, tokens=tokens, known=known)
+        return FrozenReference(keys=index.keys, sums=sums, known=known)
 
     @staticmethod
-    def take(
-        cache: ReferenceCache, tables: Sequence[PairTable], *, per_token: bool = False
-    ) -> FrozenReference:
-        """Copies the values of the tables' sequences from `cache`, per token where `find_values` says so.
-        Every rank must call it. Raises CacheError if a value is missing."""
+    def take(cache: ReferenceCache, tables: Sequence[PairTable]) -> FrozenReference:
+        """Copies the values of the tables' sequences from `cache`. Every rank must call it. Raises CacheError
+        if a value is missing."""
 
         def find() -> Found:
-            found = find_values(cache, tables, per_token=per_token)
+            found = find_values(cache, tables)
             if num_missing := int(np.isnan(found[1]).sum()):
                 raise CacheError(
                     f"{num_missing} reference log-probs are no longer in {cache.directory}, "
@@ -84,8 +77,6 @@ class FrozenReference:
             for begin in range(0, len(values), _AT_ONCE):
                 block = slice(begin, begin + _AT_ONCE)
                 digest.update(values[block][is_used[block]].data)
-        if len(self.tokens.values):
-            digest.update(self.tokens.take(np.flatnonzero(is_used)).values.data)
         return digest.hexdigest()
 
     def covers(self, table: PairTable) -> bool:
@@ -98,47 +89,33 @@ class FrozenReference:
         if places is None:
             index = KeyIndex.of(self.keys)
             places = np.stack([index.find(k) for k in (table.chosen_keys, table.rejected_keys)], axis=1)
-        is_there = (places >= 0).all() and self.tokens.lengths[places[table.has_token_weights]].all()
-        return places if is_there else None
+        return places if (places >= 0).all() else None
 
     def joined(self, other: FrozenReference) -> FrozenReference:
         """Returns the values of both references. If both have a sequence, this reference's value is used."""
         index = KeyIndex.of(np.concatenate([self.keys, other.keys]))  # of equal keys `self` has the first
-        sums = np.concatenate([self.sums, other.sums])[index.first]
-        tokens = TokenLogps.join([self.tokens, other.tokens]).take(index.first)
-        return FrozenReference(keys=index.keys, sums=sums, tokens=tokens)
+        return FrozenReference(keys=index.keys, sums=np.concatenate([self.sums, other.sums])[index.first])
 
-    def of(self, table: PairTable) -> PairReference:
-        """Returns the values of the table's pairs. Raises CacheError if a sequence has no value here."""
-        places, tokens = self._places(table), self.tokens
+    def of(self, table: PairTable) -> FloatArray:
+        """Returns the sums of the table's pairs, [P, (chosen, rejected)]. Raises CacheError if a sequence has
+        no value here."""
+        places = self._places(table)
         if places is None:
             what = "reference.parquet in output_dir is of other pairs than data.train and data.eval are now"
             raise CacheError(f"{what}; use another output_dir, or --overwrite")
-        sums = self.sums[places]  # [P, (chosen, rejected)]
-        for pair in np.flatnonzero(table.has_token_weights).tolist():
-            for side, weights in enumerate(table.token_weights(pair)):
-                is_scored = weights > 0
-                logps = tokens.of(places[pair, side])[is_scored].astype(np.float64)
-                sums[pair, side] = (logps * weights[is_scored]).sum()
-        if not len(tokens.values):
-            return PairReference(sums=sums)
-        spans = np.stack((tokens.offsets[places], tokens.offsets[places + 1]), axis=-1)
-        return PairReference(sums=sums, tokens=tokens.values, spans=spans)
+        return self.sums[places]
 
     def save(self, path: Path) -> None:
-        tokens = self.tokens if len(self.tokens.values) else None
         with written_aside(path) as temporary:
-            table = sequence_table(self.keys, self.sums, None, tokens)
+            table = sequence_table(self.keys, self.sums, None)
             pq.write_table(table, temporary, write_page_checksum=True, **UNPACKED)
 
     @staticmethod
-    def load(path: Path, *, per_token: bool = False) -> FrozenReference:
-        """Reads what `save` wrote. Raises CacheError if it is damaged or lacks values of tokens."""
+    def load(path: Path) -> FrozenReference:
+        """Reads what `save` wrote. Raises CacheError if it is damaged."""
         try:
             table = pq.read_table(path, page_checksum_verification=True)
-            has_tokens = per_token or TOKENS in table.column_names
-            tokens = tokens_of(table) if has_tokens else TokenLogps.none(len(table))
-            return FrozenReference(keys=keys_of(table), sums=numbers_of(table[SUM]), tokens=tokens)
+            return FrozenReference(keys=keys_of(table), sums=numbers_of(table[SUM]))
         except (OSError, KeyError, pa.ArrowException) as error:
             raise CacheError(
                 f"{path} is missing or damaged, so this run cannot go on as it began; start again with "

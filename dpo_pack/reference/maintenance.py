@@ -1,7 +1,7 @@
 """The work of `dpopack cache`: lists and prunes reference caches, exports and imports log-probs.
 
 Only files that dpo-pack has written, known by their names, are changed or deleted. An exported file has the
-columns of a part (see cache.py); `token_logps` is null or empty where only the sum is known.
+columns of a part, see cache.py.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ from dpo_pack.reference.cache import (
     NUM_TOKENS,
     PART_NAME,
     SUM,
-    TOKENS,
     USED_FILE,
     KeyIndex,
     Keys,
     ReferenceCache,
-    TokenLogps,
     UsedTimes,
     find_leftovers,
     is_namespace,
@@ -41,7 +39,6 @@ from dpo_pack.reference.cache import (
     numbers_of,
     read_part,
     sequence_table,
-    tokens_of,
 )
 from dpo_pack.system.errors import CacheError, first_line
 from dpo_pack.system.files import discard, parse_json, read_json, written_aside
@@ -61,7 +58,6 @@ class Namespace:
     parameters: str  # dtype of the model's parameters
     autocast: str | None
     sequences: int  # in all parts; one that is in several parts counts in each
-    sequences_per_token: int  # those with per-token values
     parts: int
     damaged_parts: int  # parts that were renamed because of damage
     size_bytes: int
@@ -84,12 +80,10 @@ def _namespace_at(directory: Path) -> Namespace:
     times = read_json(directory / USED_FILE, UsedTimes) or {}
     used = {model: seconds for model, seconds in times.items() if 0 <= seconds <= time.time()}
     parts = sorted(directory.glob("part-*.parquet"))
-    num_sequences = num_per_token = 0
+    num_sequences = 0
     for part in parts:  # only their footers are read
         with contextlib.suppress(OSError, pa.ArrowException):  # a run will set it aside
-            footer = pq.read_metadata(part)
-            num_sequences += footer.num_rows
-            num_per_token += footer.num_rows * (TOKENS in footer.schema.to_arrow_schema().names)
+            num_sequences += pq.read_metadata(part).num_rows
     files = _our_files(directory)
     newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
     return Namespace(
@@ -99,7 +93,6 @@ def _namespace_at(directory: Path) -> Namespace:
         parameters=str(described.get("parameters")),
         autocast=described.get("autocast"),
         sequences=num_sequences,
-        sequences_per_token=num_per_token,
         parts=len(parts),
         damaged_parts=sum(file.suffix == ".damaged" for file in files),
         size_bytes=sum(map(_size, files)),
@@ -161,13 +154,11 @@ def export_namespace(cache_dir: Path, prefix: str, target: Path) -> int:
             "--namespace (`dpopack cache list`)"
         )
     parts = sorted(found[0].glob("part-*.parquet"))
-    tables: list[Any] = [read_part(part, per_token=True) for part in parts]
+    tables: list[Any] = [read_part(part) for part in reversed(parts)]  # of equal keys the first row counts
     if not tables or any(table is None for table in tables):
         raise CacheError(f"{found[0]} has no log-probs to export, or is being changed; try again")
-    table = pa.concat_tables(tables, promote_options="default")
-    has_tokens = np.repeat([TOKENS in part.column_names for part in tables], [len(part) for part in tables])
-    order = np.argsort(has_tokens, kind="stable")[::-1]  # of equal keys the row that counts is first
-    table = table.take(pa.array(np.sort(order[KeyIndex.of(keys_of(table)[order]).first])))
+    table = pa.concat_tables(tables)
+    table = table.take(pa.array(np.sort(KeyIndex.of(keys_of(table)).first)))
     metadata = {"dpo_pack.namespace": json.dumps(read_json(found[0] / NAMESPACE_FILE))}
     with written_aside(target) as temporary:
         pq.write_table(table.replace_schema_metadata(metadata), temporary, write_page_checksum=True)
@@ -178,13 +169,11 @@ def import_logps(file: Path, cache: ReferenceCache, tables: Sequence[PairTable])
     """Adds a file's log-probs that the cache lacks: all rows, or none; returns how many were added. Raises
     CacheError, which names the file and, if possible, the row."""
     none = np.zeros(0, dtype=np.uint8)
-    columns = sequence_table(none.reshape(0, 16), np.zeros(0), none, TokenLogps.none(0)).schema
+    columns = sequence_table(none.reshape(0, 16), np.zeros(0), none).schema
     try:
         table = pq.read_table(file, page_checksum_verification=True)
         described = (table.schema.metadata or {}).get(b"dpo_pack.namespace")
-        wanted = [field for field in columns if field.name != TOKENS or TOKENS in table.column_names]
-        table = table.select([field.name for field in wanted]).cast(pa.schema(wanted))
-        tokens = tokens_of(table) if TOKENS in table.column_names else TokenLogps.none(len(table))
+        table = table.select(columns.names).cast(columns)
         keys, sums, num_tokens = keys_of(table), numbers_of(table[SUM]), numbers_of(table[NUM_TOKENS])
     except (OSError, KeyError, pa.ArrowException) as error:
         raise CacheError(
@@ -195,36 +184,25 @@ def import_logps(file: Path, cache: ReferenceCache, tables: Sequence[PairTable])
             f"{file} holds log-probs of another model or precision than the recipe's reference; import it "
             "with the recipe of that model"
         )
-    for problem, is_wrong in _problems(keys, sums, num_tokens, tokens, tables):
+    for problem, is_wrong in _problems(keys, sums, num_tokens, tables):
         if is_wrong.any():
             raise CacheError(f"{file} row {is_wrong.argmax() + 1}: {problem}; nothing was imported")
-    num_added = 0
-    for per_token in (True, False):  # rows with token values come first, because they also give the sum
-        rows = np.flatnonzero((tokens.lengths > 0) == per_token)
-        rows = rows[KeyIndex.of(keys[rows]).first]
-        rows = rows[np.isnan(cache.lookup(keys[rows], per_token=per_token)[0])]
-        of_rows = tokens.take(rows) if per_token else None
-        added = sequence_table(keys[rows], sums[rows], num_tokens[rows], of_rows)
-        cache.append(added, {"origin": f"imported from {file.name}"})
-        num_added += len(rows)
-    return num_added
+    rows = KeyIndex.of(keys).first
+    rows = rows[np.isnan(cache.lookup(keys[rows]))]
+    added = sequence_table(keys[rows], sums[rows], num_tokens[rows])
+    cache.append(added, {"origin": f"imported from {file.name}"})
+    return len(rows)
 
 
 def _problems(
-    keys: Keys, sums: FloatArray, num_tokens: IntArray, tokens: TokenLogps, tables: Sequence[PairTable]
+    keys: Keys, sums: FloatArray, num_tokens: IntArray, tables: Sequence[PairTable]
 ) -> Iterator[tuple[str, Bools]]:
     """Yields what may be wrong, and in which rows it is. A test is only valid if those before it passed."""
     yield f"{SUM} must be a finite number, at most 0", ~(np.isfinite(sums) & (sums <= _LARGEST_LOGP))
     index = KeyIndex.of(np.concatenate([s for t in tables for s in (t.chosen_keys, t.rejected_keys)]))
-    lengths = np.concatenate([s for t in tables for s in (t.chosen_lengths, t.rejected_lengths)])
+    lengths = np.concatenate([s for t in tables for s in (t.chosen_scored, t.rejected_scored)])
     places = index.find(keys)
     is_other = (num_tokens < 1) | ((places >= 0) & (num_tokens != lengths[index.first][places]))
-    yield f"{NUM_TOKENS} must be the number of tokens of the completion", is_other
-    row_of_value = np.repeat(np.arange(len(keys)), tokens.lengths)
-    added = np.bincount(row_of_value, weights=tokens.values, minlength=len(keys))
-    adds_up = np.isclose(added, sums, rtol=1e-5, atol=1e-3)  # tokens have fp32 values; False for NaN
-    is_off = (tokens.lengths > 0) & ~(adds_up & (tokens.lengths == num_tokens))
-    is_off[row_of_value[tokens.values > _LARGEST_LOGP]] = True
-    yield f"{TOKENS} must have a number, at most 0, for each token, and add up to {SUM}", is_off
+    yield f"{NUM_TOKENS} must be the number of scored tokens of the completion", is_other
     own = KeyIndex.of(keys)
     yield f"another row has another {SUM} for the same {KEY}", sums != sums[own.first][own.inverse]

@@ -7,6 +7,7 @@ trained, as all ranks run it together.
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -155,8 +156,7 @@ def _offline_models(
     if moving is not None:
         return loaded, moving, None, 0.0
     if frozen is not None:
-        log_probs = frozen.of(setup.data.train)
-        log_probs = replace(log_probs, sums=ranks.of_node(lambda: log_probs.sums))
+        log_probs = ranks.of_node(functools.partial(frozen.of, setup.data.train))
         planned.builder = replace(planned.builder, reference=log_probs)
         if recipe.reference.path is None and run.checkpoint is None:
             first_row = next(row for rows in planned.first_plan.pack_step(0) for row in rows)

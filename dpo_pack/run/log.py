@@ -14,12 +14,13 @@ from torch import Tensor
 
 from dpo_pack.data.sources import HELD_OUT
 from dpo_pack.data.store import PairTable
-from dpo_pack.losses import Objective, PairLogps, ScoredPairs, weighted_losses
+from dpo_pack.losses.objective import Objective, PairLogps
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.facts import router_sentence
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import source_names
+from dpo_pack.recipe.training import LOSSES
 from dpo_pack.run.pairs import trained_pair_sizes
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.setup import Setup
@@ -180,15 +181,12 @@ class RunLog:
 
 def initial_loss(objective: Objective, table: PairTable, loss_names: Sequence[str]) -> float | None:
     """Returns the loss of a policy that equals its reference; None if this loss depends on log-probs."""
-    has_own_loss = any(":" in name for name in loss_names)
-    uses_reference = all(loss.needs_reference for loss, _ in objective.terms)
-    if objective.weighting is not None or has_own_loss or not uses_reference:
+    depends = any(name not in LOSSES or not LOSSES[name].needs_reference for name in loss_names)
+    if objective.weighting is not None or depends:
         return None
     zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     same = PairLogps(chosen=zero, rejected=zero, chosen_tokens=one, rejected_tokens=one)
-    weight = torch.from_numpy(table.weights.max(keepdims=True)).double()
-    pair = ScoredPairs(policy=same, reference=same, pair_weights=weight)
-    return float(weighted_losses(objective, pair, mean_chosen_tokens=1.0))
+    return float(objective(same, same, mean_chosen_tokens=1.0)) * float(table.weights.max())
 
 
 def describe_training(setup: Setup, plan: PackingPlan | None, *, num_steps: int) -> None:
@@ -198,9 +196,8 @@ def describe_training(setup: Setup, plan: PackingPlan | None, *, num_steps: int)
     loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
     warmup = optim.num_warmup_steps(num_steps)
     warm_up = f", {warmup:,} step{'s' if warmup > 1 else ''} of warm-up" if warmup else ", no warm-up"
-    rows, pairs = f"{packing.rows_per_step} rows", f"{packing.pairs_per_step} pairs"
     console.print(
-        f"Training: {num_steps:,} steps of {rows if packing.scope == 'epoch' else pairs}, "
+        f"Training: {num_steps:,} steps of {packing.pairs_per_step} pairs, "
         f"{packing.mode} rows of up to {packing.token_budget:,} tokens; "
         f"loss {loss}, beta {recipe.loss.beta:g}, lr {optim.lr:g} {optim.schedule}{warm_up}"
     )

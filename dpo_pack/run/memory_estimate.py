@@ -431,7 +431,7 @@ def print_measured_memory(
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     torch.cuda.reset_peak_memory_stats(device)
-    with policy.gathered(), policy.accumulating(is_last=True):
+    with policy.step([row]), policy.accumulating(is_last=True):
         policy.idle(row)
     torch.cuda.synchronize(device)
     used, held = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)

@@ -15,15 +15,12 @@ import numpy as np
 import torch
 
 import dpo_pack
-from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.sources import Data
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.config import check_lengths
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.packing.bin_packing import PADDED
 from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, PairSizes, pair_flops
-from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.packing.report import inspect_packing
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import ReferenceCache, namespace_digest
@@ -71,12 +68,12 @@ def offline_source(
         is_packed=facts.is_packed,
         share_prompt=recipe.shares_prompts,
         device=device,
-        merging=prompt_merging(table, facts.shape) if recipe.packing.merge_prompts else None,
         counts_copies=facts.balance is not None,
     )
     return OfflineSource(
         builder=builder,
-        settings=plan_settings(recipe),
+        token_budget=recipe.packing.token_budget,
+        pairs_per_step=recipe.packing.pairs_per_step,
         row_costs=row_costs,
         source_weights=data.source_weights,
         epochs=recipe.train.epochs,
@@ -86,18 +83,6 @@ def offline_source(
         rank=ranks.rank(),
         num_ranks=ranks.num_ranks(),
         equal_rows=equal_rows,
-    )
-
-
-def plan_settings(recipe: Recipe) -> PlanSettings:
-    """Returns the recipe's settings for dividing an epoch into steps and rows."""
-    packing = recipe.packing
-    return PlanSettings(
-        token_budget=packing.token_budget,
-        pairs_per_step=packing.pairs_per_step,
-        rows_per_step=packing.rows_per_step,
-        window_pairs=packing.window_pairs,
-        algorithm=packing.algorithm if packing.mode == "packed" else PADDED,
     )
 
 
@@ -146,10 +131,7 @@ def trained_pair_sizes(setup: Setup, source: OfflineSource, *, trains_adapter: b
     flops = source.row_costs  # of full training
     if flops is None or trains_adapter or not setup.policy_facts.is_packed:
         flops = pair_flops(shape, pair_lengths(table, shape), share_prompt=share_prompt, passes=passes)
-    merging = source.builder.merging
-    if merging is not None and trains_adapter:  # `merging` counts the FLOPs of full training
-        merging = prompt_merging(table, shape, passes=passes)
-    return PairSizes(tokens=source.real_tokens, costs=flops, merging=merging)
+    return PairSizes(tokens=source.real_tokens, costs=flops)
 
 
 # ------------------------------------------------------------------------ reference log-probs
@@ -173,8 +155,7 @@ def resume_reference(setup: Setup, frozen: Path, loaded: LoadedModel | None) -> 
     file lacks need a reference pass; `loaded`: see `prepare_reference`. Raises CacheError if the file is
     missing or damaged.
     """
-    per_token = setup.recipe.loss.ld_alpha is not None
-    reference = ranks.of_node(lambda: FrozenReference.load(frozen, per_token=per_token))
+    reference = ranks.of_node(lambda: FrozenReference.load(frozen))
     lacking = [pairs for pairs in setup.data.eval.values() if not reference.covers(pairs)]
     if not any(ranks.every_rank_says(bool(lacking))):
         return reference, 0.0
@@ -244,9 +225,8 @@ def prepare_reference(
         facts = replace(facts, precision=facts.precision.in_float32)
     tables = setup.tables if tables is None else tables
     cache = ReferenceCache(facts.cache_dir, facts.namespace, used_by=facts.label)
-    per_token = setup.recipe.loss.ld_alpha is not None  # LD-DPO weights tokens; sums are not enough
-    found = ranks.of_node(lambda: find_values(cache, tables, per_token=per_token))
-    index, sums, _ = found
+    found = ranks.of_node(lambda: find_values(cache, tables))
+    index, sums = found
     has_all = all(ranks.every_rank_says(not np.isnan(sums).any()))
     # All ranks use the list of rank 0. A rank that looks later could find more sequences in the cache.
     is_missing = np.zeros(0, dtype=np.bool_) if has_all else ranks.first_says(np.isnan(sums))
@@ -261,11 +241,9 @@ def prepare_reference(
     )
     num_computed, seconds = 0, 0.0
     if todo:
-        tokens = per_token or any(table.has_token_weights.any() for table in tables)
         begun = time.monotonic()
-        num_computed = _compute_missing(
-            setup, cache, facts, ReferenceWork.of(tables, index, is_missing), loaded, per_token=tokens
-        )
+        work = ReferenceWork.of(tables, index, is_missing)
+        num_computed = _compute_missing(setup, cache, facts, work, loaded)
         seconds = time.monotonic() - begun
         rate = format_rate(num_computed / max(seconds, 1e-9), digits=0)
         others = f"; another run computed {todo - num_computed:,}" if num_computed < todo else ""
@@ -276,7 +254,7 @@ def prepare_reference(
     del found, index, sums  # they are large, and `take` reads all of them anew
     return ReferencePass(
         cache=cache,
-        values=values or FrozenReference.take(cache, tables, per_token=per_token),
+        values=values or FrozenReference.take(cache, tables),
         num_computed=num_computed,
         num_cached=num_cached + todo - num_computed,
         seconds=seconds,
@@ -285,7 +263,7 @@ def prepare_reference(
 
 def _compute_missing(
     setup: Setup, cache: ReferenceCache, facts: ModelFacts, work: ReferenceWork,
-    loaded: LoadedModel | None, *, per_token: bool,
+    loaded: LoadedModel | None,
 ) -> int:  # fmt: skip
     """Returns how many sequences all ranks have computed."""
     token_budget, is_exact = setup.reference_token_budget, facts.precision != setup.reference_facts.precision
@@ -295,7 +273,6 @@ def _compute_missing(
         token_budget=token_budget,
         share_prompt=setup.recipe.packing.share_prompt,
         device=setup.device,
-        per_token=per_token,
         rank=ranks.rank(),
         num_ranks=ranks.num_ranks(),
         in_lockstep=setup.strategy.shards,

@@ -19,7 +19,7 @@ from dpo_pack.online.vllm_generator import KEY, VllmGenerator, check_installed, 
 from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.online.win_rate import WinRate
 from dpo_pack.recipe.online import EndpointRecipe, OnlineRecipe
-from dpo_pack.run.pairs import plan_settings, row_builder
+from dpo_pack.run.pairs import row_builder
 from dpo_pack.run.setup import Setup, load_judge_files, load_moving_reference, load_second_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import ModelError, RecipeError
@@ -51,7 +51,7 @@ def build_online(
             shuffle=recipe.data.shuffle,
             seed=seed,
         ),
-        plan=plan_settings(recipe),
+        token_budget=recipe.packing.token_budget,
         builder=partial(row_builder, setup, is_trained=True),
         shape=setup.policy_facts.shape if setup.policy_facts.is_packed else None,
         equal_rows=setup.strategy.shards,

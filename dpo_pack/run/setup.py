@@ -28,7 +28,7 @@ from dpo_pack.data.ingest import columns_sentence
 from dpo_pack.data.sources import HELD_OUT, Data, LoadedSource, load_data, load_source
 from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenizer import Tokenizer
-from dpo_pack.losses import Objective, make_objective
+from dpo_pack.losses.objective import Objective, make_objective
 from dpo_pack.model.building import load_model
 from dpo_pack.model.config import check_lengths
 from dpo_pack.model.facts import ModelFacts
@@ -89,7 +89,9 @@ def reference_token_budget(budget: int | str, trained: int, device: torch.device
 
 
 def recipe_objective(loss: LossRecipe) -> Objective:
-    return make_objective(loss.terms, loss.options, weighting=loss.weighting, ld_alpha=loss.ld_alpha)
+    return make_objective(
+        loss.terms, loss.options, needs_reference=loss.needs_reference, weighting=loss.weighting
+    )
 
 
 NO_PAIRS = "online: this command needs pairs, and an online run makes its pairs while it trains"

@@ -20,11 +20,10 @@ from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
 from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows, tokenizing
 from dpo_pack.data.view import ShownRecipe, find_faults, shown_pair
 from dpo_pack.model.config import known_positions
-from dpo_pack.packing.bin_packing import PADDED
-from dpo_pack.packing.plan import PlanSettings
+from dpo_pack.packing.plan import plan_epoch
+from dpo_pack.recipe.data import PackingRecipe
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.run.models import CPU, resolve_model
-from dpo_pack.run.pairs import plan_settings
 from dpo_pack.run.setup import NO_PAIRS, prepare_tokenizer
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 from dpo_pack.system.process import printable
@@ -85,7 +84,7 @@ def show_recipe(
         {"label": image_label(image, images), "pairs": owners[image.key]} for image in shown if images
     ]
     report["image_token"] = None if images is None else images.token_id
-    report["packed_row"] = _packed_row(trained, plan_settings(recipe), share_prompt=recipe.shares_prompts)
+    report["packed_row"] = _packed_row(trained, recipe.packing, share_prompt=recipe.shares_prompts)
     template = "no chat template, because the data is not a conversation"
     if any(FORMATS[source["format"]].content == "messages" for source in report["sources"]):
         owner = "processor" if images is not None and images.gives_template(tokenizer) else "tokenizer"
@@ -235,17 +234,23 @@ def _content(row: Any, fields: Collection[str]) -> Any:
 
 
 def _packed_row(
-    pairs: Mapping[str, TokenizedPair], settings: PlanSettings, *, share_prompt: bool
+    pairs: Mapping[str, TokenizedPair], packing: PackingRecipe, *, share_prompt: bool
 ) -> dict[str, Any] | None:
     """Returns a row as packing makes it from the pairs that were read, in tokens."""
     if not pairs:
         return None
     places, order, fitted = list(pairs), np.arange(len(pairs)), [pair.fitted for pair in pairs.values()]
     lengths = pair_lengths(PairTable.of([join_pairs(fitted, [1.0] * len(pairs), order.tolist())]))
-    is_padded = settings.algorithm == PADDED
+    is_padded = packing.mode == "padded"
     share_prompt = share_prompt and not is_padded
     tokens = lengths.padded_tokens() if is_padded else lengths.row_tokens(share_prompt=share_prompt)
-    plan = settings.plan(tokens, order=order)
+    plan = plan_epoch(
+        tokens,
+        order=order,
+        token_budget=packing.token_budget,
+        pairs_per_step=packing.pairs_per_step,
+        is_packed=not is_padded,
+    )
     row = max(plan.pack_step(0)[0], key=len)
     # Of what both completions begin with, a row that shares prompts has one copy.
     once = lengths.shared if share_prompt else lengths.prompt
@@ -257,5 +262,5 @@ def _packed_row(
     return {
         "pairs": {places[pair]: {part: int(size[pair]) for part, size in parts.items()} for pair in row},
         "tokens": plan.sizes.of_row(row).tokens,
-        "token_budget": settings.token_budget,
+        "token_budget": packing.token_budget,
     }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dpo_pack.data.store import PairTable, distinct_keys
-from dpo_pack.losses import Objective, weighted_losses
+from dpo_pack.losses.objective import Objective
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.packing.lengths import FloatArray, IntArray
@@ -28,7 +28,7 @@ from dpo_pack.system.files import written_aside
 from dpo_pack.system.ranks import gather_over_ranks
 from dpo_pack.training.batches import PairRow, RowBuilder
 from dpo_pack.training.metrics import averages, join_values, margin_rounding, pair_metrics, pair_values
-from dpo_pack.training.step_loss import score_pairs
+from dpo_pack.training.step_loss import pair_losses
 
 # The metrics that get intervals and groups.
 METRICS_WITH_INTERVALS = ("loss", "rewards/accuracies", "rewards/margins", "kl/chosen", "kl/rejected")
@@ -83,10 +83,10 @@ def evaluate_pairs(
         pairs = rows[min(number, len(rows) - 1)]
         between_rows()
         row = score(builder.build(pairs))
-        scored = score_pairs(objective, policy(row.row), row)
+        output = policy(row.row)
         if number < len(rows):
-            losses = weighted_losses(objective, scored, mean_chosen_tokens=mean_chosen_tokens)
-            parts.append(pair_values(scored, losses))
+            losses = pair_losses(objective, output, row, mean_chosen_tokens)
+            parts.append(pair_values(output, row, losses))
             positions.append(pairs)
             progress(len(pairs))
     everywhere = gather_over_ranks(torch.from_numpy(np.concatenate(positions)).to(builder.device))

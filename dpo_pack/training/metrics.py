@@ -12,15 +12,17 @@ rejected, chosen, ...
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpo_pack.losses import PairLogps, ScoredPairs
+from dpo_pack.losses.objective import PairLogps
 from dpo_pack.model.attention.segments import on_device
+from dpo_pack.model.scorer import RowLogps
+from dpo_pack.training.batches import PairRow
 
 # A pair is saturated if sigmoid(-margin), the factor in the sigmoid loss's gradient, is below this.
 SATURATED_SLOPE = 0.01
@@ -31,29 +33,20 @@ ROUNDING_PER_TOKEN = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 
 # Metric -> level; torch interpolates a quantile linearly between the two nearest pairs.
 MARGIN_QUANTILES = {"rewards/margins_p10": 0.1, "rewards/margins_p50": 0.5, "rewards/margins_p90": 0.9}
 
-# The numbers that are kept for each pair beside its loss: [P] by name, log-probs in nats.
-KEPT: dict[str, Callable[[ScoredPairs, Tensor], Tensor]] = {
-    "policy_chosen": lambda pairs, statistics: pairs.policy.chosen,
-    "policy_rejected": lambda pairs, statistics: pairs.policy.rejected,
-    "reference_chosen": lambda pairs, statistics: pairs.reference.chosen,
-    "reference_rejected": lambda pairs, statistics: pairs.reference.rejected,
-    "chosen_tokens": lambda pairs, statistics: pairs.policy.chosen_tokens,
-    "rejected_tokens": lambda pairs, statistics: pairs.policy.rejected_tokens,
-    "chosen_entropy": lambda pairs, statistics: statistics[:, 0, 0],
-    "rejected_entropy": lambda pairs, statistics: statistics[:, 1, 0],
-    "chosen_top1": lambda pairs, statistics: statistics[:, 0, 1],
-    "chosen_mean_logit": lambda pairs, statistics: statistics[:, 0, 2],
-    "rejected_mean_logit": lambda pairs, statistics: statistics[:, 1, 2],
-}
-NAMES = ("loss", *KEPT)
+# The numbers that are kept for each pair: its loss x weight, log-probs in nats, sums over tokens.
+NAMES = (
+    "loss", "policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected", "chosen_tokens",
+    "rejected_tokens", "chosen_entropy", "rejected_entropy", "chosen_top1", "chosen_mean_logit",
+    "rejected_mean_logit",
+)  # fmt: skip
 
 
 @torch.no_grad()
-def pair_values(pairs: ScoredPairs, losses: Tensor) -> Tensor:
+def pair_values(output: RowLogps, row: PairRow, losses: Tensor) -> Tensor:
     """Returns NAMES of each pair, [P, numbers kept] float64, detached. losses: [P] loss x weight."""
-    assert pairs.statistics is not None
-    kept = [losses, *(number(pairs, pairs.statistics) for number in KEPT.values())]
-    return torch.stack([numbers.double() for numbers in kept], dim=1)
+    entropy, top1, mean_logit, _ = output.statistics.view(-1, 2, 4).unbind(dim=2)  # [P, (chosen, rejected)]
+    sums = (output.sums.view(-1, 2), row.reference, output.num_tokens.view(-1, 2).double())
+    return torch.cat((losses[:, None], *sums, entropy, top1[:, :1], mean_logit), dim=1)
 
 
 def join_values(parts: Sequence[Tensor], device: torch.device) -> Tensor:

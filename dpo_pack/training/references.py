@@ -24,12 +24,11 @@ from dpo_pack.model.layout import Row
 from dpo_pack.model.lora import plain_name
 from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, RowLogps
-from dpo_pack.packing.lengths import IntArray
+from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.system.errors import ModelError, RunError
 from dpo_pack.system.ranks import every_rank_says
-from dpo_pack.training.batches import GlobalBatch, PairReference, PairRow, RowBuilder
+from dpo_pack.training.batches import GlobalBatch, PairRow, RowBuilder
 from dpo_pack.training.metrics import rounding
-from dpo_pack.training.step_loss import with_reference
 
 
 class Reference(Protocol):
@@ -43,8 +42,9 @@ class Reference(Protocol):
     def exact(self) -> Reference | None:
         """The reference of an evaluation in fp32, if the run computes in less and can do it; else None."""
 
-    def known(self, table: PairTable) -> PairReference | None:
-        """Returns log-probs for held-out or online pairs; None: `score` adds them, or none are needed.
+    def known(self, table: PairTable) -> FloatArray | None:
+        """Returns [P, (chosen, rejected)] sums of held-out or online pairs, in nats; None: `score` adds them,
+        or none are needed.
         (The builder of offline training rows has them from the beginning.)"""
 
     def score(self, row: PairRow) -> PairRow:
@@ -62,11 +62,11 @@ class CachedReference:
     """A reference whose log-probs the run has before its first step."""
 
     # The log-probs of a table's pairs; raises CacheError if one is missing. None: no loss needs them.
-    lookup: Callable[[PairTable], PairReference] | None
+    lookup: Callable[[PairTable], FloatArray] | None
     moving: None = None
     exact: Reference | None = None
 
-    def known(self, table: PairTable) -> PairReference | None:
+    def known(self, table: PairTable) -> FloatArray | None:
         return None if self.lookup is None else self.lookup(table)
 
     def score(self, row: PairRow) -> PairRow:
@@ -104,7 +104,7 @@ class LiveReference:
     @torch.no_grad()
     def score(self, row: PairRow) -> PairRow:
         with self.model.as_reference():
-            return with_reference(row, self.model.scorer(row.row))
+            return replace(row, reference=self.model.scorer(row.row).sums.view(-1, 2))
 
     @torch.no_grad()
     def score_batch(self, batch: GlobalBatch) -> GlobalBatch:
@@ -193,7 +193,7 @@ def check_start(
     """Compares the policy's log-probs of one row of `pairs`, [P] positions, with the cached reference. Raises
     RunError if they differ by more than ten times the rounding of a sum in `dtype`."""
     row = builder.build(pairs)
-    sums = with_reference(row, policy(row.row)).reference  # [P, (chosen, rejected)]
+    sums = policy(row.row).sums.view(-1, 2)  # [P, (chosen, rejected)]
     table = builder.table
     num_tokens = np.stack((table.chosen_scored[pairs], table.rejected_scored[pairs]), axis=1)
     noise = ALLOWED_ROUNDING * rounding(sums, torch.from_numpy(num_tokens).to(sums.device), dtype)
@@ -208,9 +208,9 @@ def _explain_difference(
 ) -> None:  # fmt: skip
     """Computes the row again, which tells dropout from noise. Because routers can choose other experts, ten
     times the change when the pairs stand in reverse order is allowed."""
-    again = with_reference(row, policy(row.row)).reference
+    again = policy(row.row).sums.view(-1, 2)
     reverse_row = builder.build(pairs[::-1].copy())
-    in_reverse = with_reference(reverse_row, policy(reverse_row.row)).reference.flip(0)
+    in_reverse = policy(reverse_row.row).sums.view(-1, 2).flip(0)
     if worst := _worst_excess((again - sums).nan_to_num(0.0), noise):  # NaN is not caused by dropout
         raise RunError(
             f"the policy is not repeatable: a log-prob of the first row differs by {worst[0]:.3g} nats when "

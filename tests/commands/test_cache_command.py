@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import time
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from dpo_pack.reference.cache import (
     NUM_TOKENS,
     SUM,
     ReferenceCache,
-    TokenLogps,
     sequence_table,
 )
 from dpo_pack.run.pairs import ReferencePass, prepare_reference
@@ -74,13 +72,12 @@ def test_list_says_whose_log_probs_there_are(tmp_path: Path) -> None:
     assert "0 namespaces" in cache("list", "--cache-dir", tmp_path)
     first = fill(tmp_path, NAMESPACE, used_by="org/model")
     first.append(sequence_table(random_keys(3), np.full(3, -1.0), np.ones(3, dtype=np.int64)))  # once more
-    tokens = TokenLogps.of_lengths(np.full(2, -1.0, dtype=np.float32), np.ones(2, dtype=np.int64))
-    first.append(sequence_table(random_keys(2, seed=1), np.full(2, -1.0), np.ones(2, dtype=np.int64), tokens))
+    first.append(sequence_table(random_keys(2, seed=1), np.full(2, -1.0), np.ones(2, dtype=np.int64)))
     age(fill(tmp_path, {"parameters": "bfloat16", "autocast": "bfloat16"}), 3)
     found = json.loads(cache("list", "--json", "--cache-dir", tmp_path))
     assert [entry["parameters"] for entry in found] == ["float32", "bfloat16"]  # the latest used first
     assert found[0]["models"] == ["org/model"] and found[0]["namespace"] == first.directory.name
-    assert (found[0]["sequences"], found[0]["sequences_per_token"], found[0]["parts"]) == (8, 2, 3)
+    assert (found[0]["sequences"], found[0]["parts"]) == (8, 3)
     assert found[0]["size_bytes"] == sum(path.stat().st_size for path in first.directory.iterdir())
     text = cache("list", "--cache-dir", tmp_path)
     assert "org/model" in text and "2 namespaces" in text
@@ -246,36 +243,9 @@ def test_what_is_exported_imports_elsewhere_bitwise(recipe: Path, tmp_path: Path
     assert imported.num_computed == 0
     table = prepared_of(recipe).data.train
     keys = np.concatenate((table.chosen_keys, table.rejected_keys))
-    assert imported.cache.lookup(keys)[0].tobytes() == filled.cache.lookup(keys)[0].tobytes()
+    assert imported.cache.lookup(keys).tobytes() == filled.cache.lookup(keys).tobytes()
     told = cache("import", tmp_path / "all.parquet", recipe, elsewhere)
     assert ": 0 sequences added" in told
-
-
-def test_sequences_with_per_token_values_and_without_are_exported_together_and_import_elsewhere(
-    recipe: Path, tmp_path: Path
-) -> None:
-    filled = fill_by(recipe)
-    table = prepared_of(recipe).data.train
-    keys, num_tokens = table.chosen_keys, table.chosen_lengths.astype(np.int64)
-    values = TokenLogps.of_lengths(np.full(num_tokens.sum(), -1.0, dtype=np.float32), num_tokens)
-    filled.cache.append(sequence_table(keys, -num_tokens.astype(np.float64), num_tokens, values))
-    for more in count():  # until the last part by name has only sums
-        part = filled.cache.append(sequence_table(keys, np.array([-0.5 - more] * len(keys)), num_tokens))[0]
-        if part == max(part.parent.glob("part-*")):
-            break
-    told = cache("export", tmp_path / "all.parquet", "--cache-dir", recipe.parent / "cache")
-    assert "44 sequences written" in told
-    elsewhere = f"reference.cache_dir={tmp_path / 'elsewhere'}"
-    assert ": 44 sequences added" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
-    assert ": 0 sequences added" in cache("import", tmp_path / "all.parquet", recipe, elsewhere)
-    imported = fill_by(recipe, elsewhere).cache
-    sums, tokens = imported.lookup(keys, per_token=True)
-    expected_sums, expected = filled.cache.lookup(keys, per_token=True)
-    assert sums.tobytes() == expected_sums.tobytes() == imported.lookup(keys)[0].tobytes()
-    assert tokens.values.tobytes() == expected.values.tobytes() and len(expected.values) == num_tokens.sum()
-    others = table.rejected_keys
-    assert np.isnan(imported.lookup(others, per_token=True)[0]).all()
-    assert imported.lookup(others)[0].tobytes() == filled.cache.lookup(others)[0].tobytes()
 
 
 def test_log_probs_of_another_model_are_refused(recipe: Path, tmp_path: Path) -> None:
@@ -298,10 +268,8 @@ def test_own_log_probs_come_by_key(recipe: Path, tmp_path: Path) -> None:
     assert "16 sequences added" in cache("import", tmp_path / "own.parquet", recipe)
     filled = fill_by(recipe)
     assert (filled.num_cached, filled.num_computed) == (16, 28)
-    assert (
-        filled.cache.lookup(table.chosen_keys)[0].tolist() == (-table.chosen_lengths.astype(float)).tolist()
-    )
-    assert np.isfinite(filled.cache.lookup(table.chosen_keys, per_token=True)[0]).all()
+    assert filled.cache.lookup(table.chosen_keys).tolist() == (-table.chosen_lengths.astype(float)).tolist()
+    assert np.isfinite(filled.cache.lookup(table.chosen_keys)).all()
 
 
 def key_of(number: int) -> bytes:
@@ -321,18 +289,6 @@ BAD: dict[str, tuple[dict[str, pa.Array | None], str]] = {
     "no tokens": ({"num_tokens": pa.array([1, 0, 2])}, " row 2: num_tokens "),
     "half a token": ({"num_tokens": pa.array([1.5, 1.0, 2.0])}, "int32"),
     "short key": ({"key": pa.array([b"a", b"b", b"c"])}, "fixed_size_binary[16]"),
-    "too few token values": (
-        {"token_logps": pa.array([[-1.0], [-2.0], [-1.0, -2.0]])},
-        " row 2: token_logps ",
-    ),
-    "token values that add up to something else": (
-        {"token_logps": pa.array([[-1.0], [-1.0, -1.0], [-1.0, -1.0]])},
-        " row 3: token_logps ",
-    ),
-    "token value that is not finite": (
-        {"token_logps": pa.array([[-1.0], [-1.0, -1.0], [-1.0, float("nan")]])},
-        " row 3: token_logps ",
-    ),
     "two values for one sequence": (
         {
             "key": pa.array([key_of(1), key_of(2), key_of(1)], pa.binary(16)),
@@ -340,7 +296,6 @@ BAD: dict[str, tuple[dict[str, pa.Array | None], str]] = {
         },
         " row 3: another row ",
     ),
-    "null token value": ({"token_logps": pa.array([[-1.0], [-3.0, None], [-1.0, -2.0]])}, "null"),
     "no such column": ({"key": None}, '"key"'),
 }
 

@@ -1,4 +1,4 @@
-"""Weights of tokens on their way from rows to a store on disk: given by the row, or found from turns."""
+"""Which tokens are scored, from rows to a store on disk: given by the row, or found from turns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from support.refusals import refusal
@@ -29,28 +30,28 @@ def refused(tmp_path: Path, row: dict[str, Any], **settings: Any) -> str:
     return refusal(lambda: load(tmp_path, path, **settings), DataError)
 
 
-def test_weights_of_rows_are_those_of_the_table_also_from_the_cache_and_after_rows_without(
+def test_scored_tokens_of_rows_are_those_of_the_table_also_from_the_cache_and_after_rows_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dpo_pack.data.tokenization._BATCH_ROWS", 1)
-    weighted = {**ROW, "chosen_weights": [1, 0, 0.25, 2.5], "rejected_weights": None}
-    path = write(tmp_path / "pairs.jsonl", [ROW, weighted, ROW])
+    some = {**ROW, "chosen_weights": [1, 0, 0.0, 1.0], "rejected_weights": None}
+    path = write(tmp_path / "pairs.jsonl", [ROW, some, ROW])
     for _ in range(2):
         table = load(tmp_path, path).train
-        assert [table.token_weights(pair)[0].tolist() for pair in range(3)] == [
-            [1, 1, 1, 1], [1, 0, 0.25, 2.5], [1, 1, 1, 1],
+        scored = [table.group(pair).scored for pair in range(3)]
+        assert [of_pair and of_pair[0].tolist() for of_pair in scored] == [
+            [True] * 4, [True, False, False, True], [True] * 4,
         ]  # fmt: skip
-        assert table.token_weights(1)[1].tolist() == [1, 1, 1]
-        assert table.has_token_weights.tolist() == [False, True, False]
-        assert table.chosen_scored.tolist() == [4, 3.75, 4] and table.chosen_lengths.tolist() == [4, 4, 4]
+        assert scored[1] is not None and scored[1][1].all()
+        assert table.chosen_scored.tolist() == [4, 2, 4] and table.chosen_lengths.tolist() == [4, 4, 4]
         assert table.group(1).completions[0].tolist() == [7, 8, 9, 2]
 
 
-def test_a_changed_byte_of_weights_makes_the_store_anew(tmp_path: Path) -> None:
+def test_a_changed_byte_of_scored_tokens_makes_the_store_anew(tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.jsonl", [{**ROW, "chosen_weights": [1, 0, 0, 1]}])
     load(tmp_path, path)
-    (file,) = (tmp_path / "cache" / "tokens").glob("*/weights.bin")
-    file.write_bytes(file.read_bytes()[:-1] + b"\x41")
+    (file,) = (tmp_path / "cache" / "tokens").glob("*/scored.bin")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x00")
     again = load(tmp_path, path)
     assert again.report["rows_tokenized"] == 1 and again.train.chosen_scored.tolist() == [2]
 
@@ -60,17 +61,12 @@ def test_a_changed_byte_of_weights_makes_the_store_anew(tmp_path: Path) -> None:
     [
         ({"chosen_weights": [1, 1]}, "chosen_weights has 2 numbers for a completion of 4 tokens"),
         (
-            {"chosen_weights": [1, -1, 0, 0]},
-            "number 2 of chosen_weights is -1, not a finite number of at least",
+            {"chosen_weights": [1, 0.5, 0, 0]},
+            "number 2 of chosen_weights is 0.5; write 1 for",
         ),
-        (
-            {"rejected_weights": [1, 0, float("nan")]},
-            "number 3 of rejected_weights is nan, not a finite number",
-        ),
-        (
-            {"rejected_weights": [1, 0, float("inf")]},
-            "number 3 of rejected_weights is inf, not a finite number",
-        ),
+        ({"chosen_weights": [2, 1, 0, 0]}, "number 1 of chosen_weights is 2; write 1"),
+        ({"chosen_weights": [1, -1, 0, 0]}, "number 2 of chosen_weights is -1; write 1"),
+        ({"rejected_weights": [1, 0, float("nan")]}, "number 3 of rejected_weights is nan; write 1"),
         ({"rejected_weights": [0, 0, 0.0]}, "rejected_weights are all 0, so the completion adds nothing"),
         ({"rejected_weights": [1, True, 0]}, "rejected_weights is no list of numbers"),
         ({"rejected_weights": 1}, "rejected_weights is no list of numbers"),
@@ -123,10 +119,9 @@ def scored_text(tmp_path: Path, template: str, **settings: Any) -> list[str]:
     """The texts of the tokens that are scored, of chosen and of rejected."""
     tokenizer = chat_tokenizer(template)
     table = load(tmp_path, write(tmp_path / "chat.jsonl", [AGENT]), tokenizer=tokenizer, **settings).train
-    weights = table.token_weights(0)
-    assert all(set(of_side.tolist()) <= {0, 1} for of_side in weights)
-    both = zip(table.group(0).completions, weights, strict=True)
-    return [tokenizer.decode(ids[of_side == 1]) for ids, of_side in both]
+    pair = table.group(0)
+    scored = pair.scored or [np.ones(len(ids), dtype=np.bool_) for ids in pair.completions]
+    return [tokenizer.decode(ids[of_side]) for ids, of_side in zip(pair.completions, scored, strict=True)]
 
 
 def test_only_what_the_assistant_says_is_scored_and_its_ends_of_turns_are(tmp_path: Path) -> None:
@@ -157,7 +152,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_remedy(tmp_p
     assert "; set data.scored_turns: all, or name another template in tokenizer.chat_template" in message
     assert "\n" not in message
     skipped = load(tmp_path, path, tokenizer=chat_tokenizer(REWRITES), on_bad_row="skip").train
-    assert skipped.num_pairs == 2 and not skipped.has_token_weights.any()
+    assert skipped.num_pairs == 2 and skipped.group(0).scored is None
 
 
 def test_a_completion_in_which_the_assistant_says_nothing_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -188,7 +183,7 @@ def test_answers_of_one_message_are_rendered_and_stored_as_if_all_turns_were_sco
         for turns in ("assistant", "all")
     ]
     assert len(calls) == 6 + 2 and splits[0].fingerprint == splits[1].fingerprint
-    assert not list((tmp_path / "cache").rglob("weights.bin"))
+    assert not list((tmp_path / "cache").rglob("scored.bin"))
     assert (
         splits[0].train.group(0).completions[0].tolist() == splits[1].train.group(0).completions[0].tolist()
     )

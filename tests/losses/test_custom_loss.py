@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from support.loss_options import loss_options, pair_logps
 
-from dpo_pack.losses import load_custom_loss
+from dpo_pack.losses.objective import make_objective
 from dpo_pack.system.errors import RecipeError
 
 OPTIONS = loss_options(beta=0.5)
@@ -55,14 +56,14 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["losses_of_mine:good", "package_of_mine.losses:good", "dpo_pack.losses.contrastive:sigmoid"],
+    ["losses_of_mine:good", "package_of_mine.losses:good", "dpo_pack.losses.preference:sigmoid"],
 )
 def test_a_function_of_the_working_directory_or_installed_becomes_a_loss(name: str) -> None:
     path = list(sys.path)
-    loss = load_custom_loss(name, OPTIONS)
-    assert loss.needs_reference and not loss.couples_pairs and sys.path == path
+    objective = make_objective([(name, 2.0)], asdict(OPTIONS))
+    assert objective.needs_reference and sys.path == path
     pair = pair_logps(-1.0, -2.0)
-    assert loss.function(pair, pair, OPTIONS).tolist() == pytest.approx([0.6931471805599453])
+    assert objective(pair, pair, mean_chosen_tokens=1.0).tolist() == pytest.approx([2 * 0.6931471805599453])
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,6 @@ def test_a_function_of_the_working_directory_or_installed_becomes_a_loss(name: s
 )
 def test_what_cannot_be_used_is_one_line_that_names_the_key(name: str, reason: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        load_custom_loss(name, OPTIONS)
+        make_objective([(name, 1.0)], asdict(OPTIONS))
     message = str(caught.value)
     assert message.startswith("loss.type: ") and message.isprintable() and reason in message

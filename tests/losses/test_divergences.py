@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from dpo_pack.losses.contrastive import DIVERGENCES
+from dpo_pack.losses.preference import DIVERGENCES
 from dpo_pack.recipe.schema import LossRecipe
 
 LOGRATIOS = torch.tensor([2.0, 0.0, -1.0], dtype=torch.float64)

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
 from math import exp, log
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.loss_options import loss_options, pair_logps, softplus
 from torch import Tensor
 
-from dpo_pack.losses import (
-    LOSSES,
-    LossOptions,
-    Objective,
-    ScoredPairs,
-    length_desensitized_weights,
-    make_objective,
-    weighted_losses,
-    wpo_weights,
-)
-from dpo_pack.losses.contrastive import DIVERGENCES, mixed_logistic
-from dpo_pack.recipe.training import LOSS_DECLARATIONS, LossRecipe
+from dpo_pack.losses import preference
+from dpo_pack.losses.objective import LossOptions, make_objective, wpo_weights
+from dpo_pack.losses.preference import DIVERGENCES, mixed_logistic
+from dpo_pack.model.scorer import RowLogps
+from dpo_pack.recipe.training import LOSSES, LossRecipe
+from dpo_pack.training.batches import PairRow
+from dpo_pack.training.step_loss import pair_losses
 
-CONTRASTIVE = {name: loss for name, loss in LOSSES.items() if loss.needs_reference and not loss.couples_pairs}
-NAMES = tuple(CONTRASTIVE)
+NAMES = tuple(name for name, loss in LOSSES.items() if loss.needs_reference)
+
+
+def function(name: str) -> Callable[..., Tensor]:
+    found: Callable[..., Tensor] = getattr(preference, name)
+    return found
 
 
 def options_for(name: str, *, beta: float, label_smoothing: float = 0.0) -> LossOptions:
@@ -70,7 +71,7 @@ REFERENCE = pair_logps(-12.0, -7.0)
 )
 def test_a_loss_is_what_its_formula_gives_by_hand(name: str, label_smoothing: float, expected: float) -> None:
     options = loss_options(beta=0.5, label_smoothing=label_smoothing)
-    value = CONTRASTIVE[name].function(POLICY, REFERENCE, options)
+    value = function(name)(POLICY, REFERENCE, options)
     assert value.shape == (1,) and value.dtype == torch.float64
     assert float(value) == pytest.approx(expected, abs=1e-12)
 
@@ -94,14 +95,12 @@ def test_a_loss_is_what_its_formula_gives_by_hand(name: str, label_smoothing: fl
 )
 def test_a_pair_in_the_wrong_order_costs_what_the_formula_gives_by_hand(name: str, expected: float) -> None:
     """Policy and reference exchanged: a margin of -3, and of -1 a token; rewards -0.2 and 0.1."""
-    value = CONTRASTIVE[name].function(REFERENCE, POLICY, options_for(name, beta=0.1))
+    value = function(name)(REFERENCE, POLICY, options_for(name, beta=0.1))
     assert float(value) == pytest.approx(expected, abs=1e-12)
 
 
 # The losses that put a divergence's scores in the place of logratios, of those there are.
-WITH_DIVERGENCE = tuple(
-    name for name in NAMES if name in LOSS_DECLARATIONS and LOSS_DECLARATIONS[name].takes_divergences
-)
+WITH_DIVERGENCE = tuple(name for name in NAMES if name in LOSSES and LOSSES[name].takes_divergences)
 OTHER_DIVERGENCES = tuple(name for name in DIVERGENCES if name != "reverse_kl")
 
 
@@ -117,13 +116,12 @@ def test_gradients_are_those_of_the_formula(name: str, label_smoothing: float, d
     size = 5 if divergence == "reverse_kl" else 1
     chosen, rejected = size * torch.randn(2, 6, generator=generator, dtype=torch.float64)
     zeros = torch.zeros(6, dtype=torch.float64)
-    weights = (torch.tensor([0.3, 2, 1.1, 1, 0.5, 1], dtype=torch.float64),) * LOSSES[name].couples_pairs
     options = options_for(name, beta=0.3, label_smoothing=label_smoothing)
     options = replace(options, f_divergence=divergence, mean_chosen_tokens=2.5)
 
     def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
         policy, reference = pair_logps(chosen - 40, rejected - 40), pair_logps(zeros - 40, zeros - 40)
-        return LOSSES[name].function(policy, reference, options, *weights)
+        return function(name)(policy, reference, options)
 
     assert torch.autograd.gradcheck(loss, (chosen.requires_grad_(), rejected.requires_grad_()))
 
@@ -131,9 +129,7 @@ def test_gradients_are_those_of_the_formula(name: str, label_smoothing: float, d
 def slopes(name: str, chosen: float, rejected: float, *, beta: float = 0.1) -> tuple[float, float]:
     """Of the loss in the logratios."""
     sides = [torch.tensor([side], dtype=torch.float64, requires_grad=True) for side in (chosen, rejected)]
-    loss = CONTRASTIVE[name].function(
-        pair_logps(sides[0], sides[1]), pair_logps(0.0, 0.0), options_for(name, beta=beta)
-    )
+    loss = function(name)(pair_logps(sides[0], sides[1]), pair_logps(0.0, 0.0), options_for(name, beta=beta))
     gradients = torch.autograd.grad(loss.sum(), sides)
     return gradients[0].item(), gradients[1].item()
 
@@ -162,7 +158,7 @@ def test_extreme_logratios_give_the_finite_values_and_slopes_of_the_mathematics(
     for sign, (expected_loss, expected_slope) in zip((1, -1), EXTREMES[name], strict=True):
         chosen = torch.tensor([sign * 1e4], dtype=torch.float64, requires_grad=True)
         policy = pair_logps(chosen, -sign * 1e4)
-        loss = CONTRASTIVE[name].function(policy, pair_logps(0.0, 0.0), options_for(name, beta=0.1))
+        loss = function(name)(policy, pair_logps(0.0, 0.0), options_for(name, beta=0.1))
         (slope,) = torch.autograd.grad(loss.sum(), chosen)
         assert loss.item() == pytest.approx(expected_loss, abs=1e-9)
         assert abs(slope.item()) == pytest.approx(expected_slope, abs=1e-9)
@@ -181,7 +177,7 @@ def test_extreme_logratios_stay_finite_with_label_smoothing(
     chosen = torch.tensor([1e4, -1e4], dtype=torch.float64, requires_grad=True)
     policy = pair_logps(chosen, [-1e4, 1e4])
     options = loss_options(beta=0.1, label_smoothing=0.25)
-    loss = CONTRASTIVE[name].function(policy, pair_logps([0.0, 0.0], [0.0, 0.0]), options)
+    loss = function(name)(policy, pair_logps([0.0, 0.0], [0.0, 0.0]), options)
     (gradient,) = torch.autograd.grad(loss.sum(), chosen)
     assert loss.tolist() == pytest.approx(expected_losses)
     assert gradient.tolist() == pytest.approx(expected_slopes)
@@ -189,15 +185,15 @@ def test_extreme_logratios_stay_finite_with_label_smoothing(
 
 def test_an_infinite_margin_without_label_smoothing_is_no_nan() -> None:
     policy = pair_logps(0.0, -torch.inf)
-    assert CONTRASTIVE["sigmoid"].function(policy, pair_logps(0.0, 0.0), loss_options(beta=0.1)).item() == 0.0
+    assert function("sigmoid")(policy, pair_logps(0.0, 0.0), loss_options(beta=0.1)).item() == 0.0
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pair_s_loss_does_not_depend_on_the_other_pairs(name: str) -> None:
     options = options_for(name, beta=0.1)
     policy, reference = pair_logps([-10.0, -3.0], [-8.0, -9.0]), pair_logps([-12.0, -4.0], [-7.0, -5.0])
-    alone = CONTRASTIVE[name].function(pair_logps(-3.0, -9.0), pair_logps(-4.0, -5.0), options)
-    assert torch.equal(CONTRASTIVE[name].function(policy, reference, options)[1:], alone)
+    alone = function(name)(pair_logps(-3.0, -9.0), pair_logps(-4.0, -5.0), options)
+    assert torch.equal(function(name)(policy, reference, options)[1:], alone)
 
 
 class Watched:
@@ -212,26 +208,24 @@ class Watched:
 
 
 def test_each_loss_and_each_option_is_in_all_tables() -> None:
-    """A forgotten line is named: the function's table, LOSS_DECLARATIONS, LossRecipe or LossOptions."""
-    options = {option for declared in LOSS_DECLARATIONS.values() for option in declared.options}
-    assert LOSSES.keys() == LOSS_DECLARATIONS.keys(), "losses/*.py and recipe/training.py"
+    """A forgotten line is named: the function, LossRecipe or LossOptions."""
+    options = {option for loss in LOSSES.values() for option in loss.options}
+    assert not [name for name in LOSSES if not hasattr(preference, name)], "losses/preference.py"
     assert options <= LossRecipe().options.keys(), "add it to LossRecipe in recipe/training.py"
     assert options <= {field.name for field in fields(LossOptions)}, "add it to losses/objective.py"
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_declares_all_that_its_function_reads(name: str) -> None:
-    declared, loss = LOSS_DECLARATIONS[name], LOSSES[name]
+    declared = LOSSES[name]
     divergence = "alpha_divergence" if declared.takes_divergences else "reverse_kl"
     options: Any = Watched(loss_options(beta=0.5, label_smoothing=0.1, f_divergence=divergence))
     reference: Any = Watched(REFERENCE)
-    weights = (torch.ones(1, dtype=torch.float64),) if loss.couples_pairs else ()
-    loss.function(POLICY, reference, options, *weights)
+    function(name)(POLICY, reference, options)
     is_measured = declared.takes_divergences and declared.needs_reference
     divergence_options = {"f_divergence", "f_alpha"} if is_measured else set()
     assert options.read - {"beta", "mean_chosen_tokens"} == {*declared.options, *divergence_options}
-    assert bool(reference.read) == declared.needs_reference == loss.needs_reference
-    assert loss.couples_pairs == declared.couples_pairs
+    assert bool(reference.read) == declared.needs_reference
 
 
 def test_an_option_that_recipe_or_functions_lack_is_an_error_and_no_silent_default() -> None:
@@ -249,7 +243,7 @@ def test_dpo_written_out_is_bitwise_the_loss_that_takes_smoothing_and_divergence
     chosen, rejected = (50 * torch.randn(2, 64, generator=generator, dtype=torch.float64)).requires_grad_()
     reference = pair_logps(torch.zeros(64), torch.zeros(64))
     options = loss_options(beta=0.3)
-    written_out = CONTRASTIVE["sigmoid"].function(pair_logps(chosen, rejected), reference, options)
+    written_out = function("sigmoid")(pair_logps(chosen, rejected), reference, options)
     general = mixed_logistic(options.beta * (chosen - rejected), 0.0)
     assert torch.equal(written_out, general)
     slopes = [torch.autograd.grad(values.sum(), (chosen, rejected)) for values in (written_out, general)]
@@ -268,12 +262,12 @@ def test_a_divergence_takes_the_place_of_logratios(
     divergence: str, chosen_score: float, rejected_score: float
 ) -> None:
     options = loss_options(beta=0.5, f_divergence=divergence, f_alpha=0.3)
-    loss = CONTRASTIVE["sigmoid"].function(POLICY, REFERENCE, options)
+    loss = function("sigmoid")(POLICY, REFERENCE, options)
     assert float(loss) == pytest.approx(softplus(-0.5 * (chosen_score - rejected_score)), abs=1e-12)
     per_token = chosen_score / 4 - rejected_score / 2
-    loss = CONTRASTIVE["sigmoid_norm"].function(POLICY, REFERENCE, options)
+    loss = function("sigmoid_norm")(POLICY, REFERENCE, options)
     assert float(loss) == pytest.approx(softplus(-0.5 * per_token), abs=1e-12)
-    loss = CONTRASTIVE["ipo"].function(POLICY, REFERENCE, options)
+    loss = function("ipo")(POLICY, REFERENCE, options)
     assert float(loss) == pytest.approx((per_token - 1) ** 2, abs=1e-12)
 
 
@@ -290,7 +284,7 @@ def test_a_pair_far_on_the_right_side_has_no_slope_whatever_the_divergence(
         ]
         options = replace(options_for(name, beta=0.1), f_divergence=divergence)
         policy = pair_logps(sides[0], sides[1], tokens=(2, 2))
-        loss = CONTRASTIVE[name].function(policy, pair_logps(0.0, 0.0), options)
+        loss = function(name)(policy, pair_logps(0.0, 0.0), options)
         gradients = torch.autograd.grad(loss.sum(), sides)
         assert loss.item() == pytest.approx(-log(0.9) if name == "exo_pair" else 0.0, abs=1e-9)
         assert [gradient.item() for gradient in gradients] == pytest.approx([0.0, 0.0], abs=1e-9)
@@ -299,46 +293,45 @@ def test_a_pair_far_on_the_right_side_has_no_slope_whatever_the_divergence(
 # --------------------------------------------------------------------------------------- what a run minimises
 
 
-def objective(*terms: tuple[str, float], beta: float = 0.5) -> Objective:
-    return Objective(
-        terms=tuple((LOSSES[name], factor) for name, factor in terms), options=loss_options(beta=beta)
-    )
-
-
-def scored(*weights: float) -> ScoredPairs:
-    """Margins 3 and 1."""
-    return ScoredPairs(
-        policy=pair_logps([-10.0, -3.0], [-8.0, -9.0]),
-        reference=pair_logps([-12.0, -4.0], [-7.0, -9.0]),
-        pair_weights=torch.tensor(weights, dtype=torch.float64),
-    )
+def losses_of(*terms: tuple[str, float], mean_chosen_tokens: float = 4.0) -> list[float]:
+    """Of two pairs of margins 3 and 1."""
+    objective = make_objective(terms, asdict(loss_options(beta=0.5)))
+    policy, reference = pair_logps([-10.0, -3.0], [-8.0, -9.0]), pair_logps([-12.0, -4.0], [-7.0, -9.0])
+    values: list[float] = objective(policy, reference, mean_chosen_tokens=mean_chosen_tokens).tolist()
+    return values
 
 
 def test_a_weighted_sum_adds_its_terms_pair_by_pair() -> None:
-    total = weighted_losses(
-        objective(("sigmoid", 1.0), ("hinge", 0.25)), scored(1, 1), mean_chosen_tokens=4.0
-    )
-    assert total.tolist() == pytest.approx([softplus(-1.5), softplus(-0.5) + 0.25 * 0.5])
+    total = losses_of(("sigmoid", 1.0), ("hinge", 0.25))
+    assert total == pytest.approx([softplus(-1.5), softplus(-0.5) + 0.25 * 0.5])
 
 
 def test_likelihood_terms_divide_by_the_step_s_token_count() -> None:
-    total = weighted_losses(objective(("sigmoid", 2.0), ("sft", 0.5)), scored(1, 1), mean_chosen_tokens=8.0)
-    assert total.tolist() == pytest.approx([2 * softplus(-1.5) + 5 / 8, 2 * softplus(-0.5) + 1.5 / 8])
+    total = losses_of(("sigmoid", 2.0), ("sft", 0.5), mean_chosen_tokens=8.0)
+    assert total == pytest.approx([2 * softplus(-1.5) + 5 / 8, 2 * softplus(-0.5) + 1.5 / 8])
 
 
-def test_pair_weights_multiply_every_term() -> None:
-    sums = objective(("sigmoid", 1.0), ("sft", 0.5))
-    plain = weighted_losses(sums, scored(1, 1), mean_chosen_tokens=8.0)
-    weighted = weighted_losses(sums, scored(3, 0.5), mean_chosen_tokens=8.0)
-    assert weighted.tolist() == pytest.approx([3 * float(plain[0]), 0.5 * float(plain[1])])
-
-
-def test_a_coupled_term_takes_the_weights_itself() -> None:
-    coupled = weighted_losses(objective(("aot", 2.0)), scored(1, 1), mean_chosen_tokens=4.0)
-    # Policy log-ratios -2, 6 against the reference's -5, 5, sorted: 3 and 1 apart.
-    assert coupled.tolist() == pytest.approx([2 * softplus(-1.5), 2 * softplus(-0.5)])
-    alone = weighted_losses(objective(("aot", 2.0)), scored(0, 1), mean_chosen_tokens=4.0)
-    assert alone.tolist() == pytest.approx([0.0, 2 * softplus(-0.5)])
+@pytest.mark.parametrize("weighting", [None, "wpo"])
+def test_weights_of_pairs_multiply_every_term(weighting: str | None) -> None:
+    """Probabilities 1/2 of every token, whose squares sum to 1/4 (chosen) and to 1/2 (rejected)."""
+    objective = make_objective([("sigmoid", 1.0)], asdict(loss_options(beta=0.5)), weighting=weighting)
+    sums = torch.tensor([-2.0, -3.0, -1.0, -1.0], dtype=torch.float64) * log(2)
+    lengths = torch.tensor([2, 3, 1, 1])
+    statistics = torch.zeros(4, 4, dtype=torch.float64)
+    statistics[:, 3] = torch.tensor([-4.0, -3.0, -2.0, -1.0], dtype=torch.float64) * log(2)
+    nothing = torch.zeros(0)
+    output = RowLogps(sums, lengths, nothing, statistics, nothing, nothing)
+    weights = torch.tensor([3.0, 0.5], dtype=torch.float64)
+    row = PairRow(
+        row=None,  # type: ignore[arg-type]
+        reference=torch.zeros(2, 2, dtype=torch.float64),
+        pair_weights=weights,
+        pair_indices=np.arange(2),
+    )
+    plain = [softplus(-0.5 * log(2)), softplus(0.0)]
+    times = [2.0, 2.0] if weighting else [1.0, 1.0]
+    found = pair_losses(objective, output, row, 1.0)
+    assert found.tolist() == pytest.approx([3 * times[0] * plain[0], 0.5 * times[1] * plain[1]])
 
 
 def test_wpo_weights_by_hand() -> None:
@@ -348,10 +341,3 @@ def test_wpo_weights_by_hand() -> None:
     weights = wpo_weights(alignment, torch.tensor([[2, 3]]))
     assert weights.tolist() == pytest.approx([(1 / 4) / (5 / 8) * exp(-1)])
     assert not weights.requires_grad
-
-
-def test_length_desensitized_factors_by_hand() -> None:
-    """Pairs of 3 and 2 tokens, of 1 and 4, of 2 and 2."""
-    weights, lengths = torch.ones(14, dtype=torch.float64), torch.tensor([3, 2, 1, 4, 2, 2])
-    factors = length_desensitized_weights(weights, lengths, 0.25)
-    assert factors.tolist() == [1, 1, 0.25, 1, 1, 1, 1, 0.25, 0.25, 0.25, 1, 1, 1, 1]

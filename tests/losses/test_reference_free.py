@@ -11,7 +11,8 @@ import torch
 from support.loss_options import loss_options, pair_logps
 from torch import Tensor
 
-from dpo_pack.losses import LOSSES
+from dpo_pack.losses import preference
+from dpo_pack.recipe.training import LOSSES
 
 NAMES = tuple(name for name, loss in LOSSES.items() if not loss.needs_reference)
 OPTIONS = loss_options(beta=0.4, simpo_gamma=0.3, cpo_alpha=0.7, mean_chosen_tokens=2.5)
@@ -21,7 +22,8 @@ REJECTED, REJECTED_TOKENS = [-9.0, -8.0, -40.0], [3, 5, 4]
 
 
 def function(name: str) -> Callable[..., Tensor]:
-    return LOSSES[name].function
+    found: Callable[..., Tensor] = getattr(preference, name)
+    return found
 
 
 POLICY = pair_logps(CHOSEN, REJECTED, (CHOSEN_TOKENS, REJECTED_TOKENS))

@@ -273,7 +273,7 @@ def _steps(loaded: LoadedModel, *, stays_gathered: bool, unsharded: bool) -> tup
     counts, rows, found = [], make_rows(), {}
     for _ in range(2):
         loaded.scorer.zero_grad()
-        with Gathers() as gathers, policy.gathered():  # type: ignore[no-untyped-call]
+        with Gathers() as gathers, policy.step(rows):  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 found["before"] = loaded.scorer(rows[0]).sums
             for number, row in enumerate(rows):
@@ -327,7 +327,7 @@ def test_shards_that_stay_gathered_are_gathered_once_a_step_and_steps_have_the_s
             assert all(torch.equal(found[key], expected[key]) for key in expected)
             # A signal between rows ends a step: what is saved then must be shards.
             policy = distribute_policy(once.scorer, strategy_of({}), stays_gathered=True)
-            with pytest.raises(KeyboardInterrupt), policy.gathered():
+            with pytest.raises(KeyboardInterrupt), policy.step([]):
                 backward(policy(make_rows()[0]).sums)
                 raise KeyboardInterrupt
             assert_shards(once)

@@ -21,7 +21,7 @@ from dpo_pack.model.scorer import resolve_precision
 from dpo_pack.packing.lengths import pair_flops
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.models import choose_strategy, resolve_model
-from dpo_pack.run.pairs import plan_settings, row_builder
+from dpo_pack.run.pairs import row_builder
 from dpo_pack.run.setup import prepare
 from dpo_pack.system import ranks
 from dpo_pack.system.machine import AvailableMemory
@@ -165,7 +165,8 @@ def batches_of(recipe: Recipe, rank: int, *, equal_rows: bool) -> list[GlobalBat
     table = prepared.data.train
     source = OfflineSource(
         builder=row_builder(prepared, table),
-        settings=plan_settings(recipe),
+        token_budget=recipe.packing.token_budget,
+        pairs_per_step=recipe.packing.pairs_per_step,
         row_costs=pair_flops(prepared.policy_facts.shape, pair_lengths(table), share_prompt=True),
         source_weights=prepared.data.source_weights,
         epochs=1,

@@ -44,7 +44,7 @@ MORE: dict[str, Settings] = {
     "moving": (("reference.sync={every_steps: 2, mixup: 0.6}", "packing.pairs_per_step=3"), {}),
     "offloaded": (("online.offload_reference=true", "packing.token_budget=1"), {}),
     "padded": (("packing.mode=padded", "packing.pairs_per_step=3"), {"pairing": {"type": "all_pairs"}}),
-    "coupled": (("loss.type=aot", "packing.pairs_per_step=1"), {"pairing": {"type": "random"}}),
+    "random": (("packing.pairs_per_step=1",), {"pairing": {"type": "random"}}),
     "free": (("loss.type=simpo",), {"max_staleness_steps": 0, "pairing": {"type": "all_pairs"}}),
 }
 

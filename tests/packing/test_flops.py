@@ -22,7 +22,6 @@ from dpo_pack.packing.lengths import (
     ModelShape,
     PairLengths,
     causal_area,
-    group_size,
     padded_flops,
     pair_flops,
 )
@@ -108,21 +107,13 @@ def test_the_flops_of_an_image_are_those_of_the_tower_s_linear_layers(family: st
     assert estimate == pytest.approx(counted, rel=error)
 
 
-def test_a_group_of_two_completions_is_a_pair_and_a_third_adds_its_tail() -> None:
-    lengths = PairLengths(prompt=ints(5), chosen=ints(4), rejected=ints(3), shared=ints(6))
-    pair = group_size(SHAPE, prompt=5, completions=[4, 3], shared=6).cost
-    assert pair == pair_flops(SHAPE, lengths, share_prompt=True)[0]
-    three = group_size(SHAPE, prompt=5, completions=[4, 3, 6], shared=6).cost
-    area = 2 * counted_area(6, 11, None) + counted_area(6, 11, 3)
-    assert three - pair == 3 * (2 * 1000 * 5 + 2 * 50 * 6 + 2 * 16 * area)
-
-
-def test_a_group_skips_the_last_block_at_positions_that_are_not_read() -> None:
-    # Of [ p p p p a b | c | c d | c ] the positions p (the last), a, b and the second tail's c are read.
+def test_a_pair_skips_the_last_block_at_positions_that_are_not_read() -> None:
+    # Of [ p p p p a b | c | c d ] the positions p (the last), a, b and the second tail's c are read.
     skipping = replace(SHAPE, last_block_weights=7.0)
-    whole, skipped = (group_size(s, prompt=4, completions=[3, 4, 3], shared=6) for s in (SHAPE, skipping))
-    assert whole.tokens == skipped.tokens == 10
-    assert whole.cost - skipped.cost == 3 * 2 * 7 * 6
+    lengths = PairLengths(prompt=ints(4), chosen=ints(3), rejected=ints(4), shared=ints(6))
+    whole, skipped = (pair_flops(shape, lengths, share_prompt=True)[0] for shape in (SHAPE, skipping))
+    assert lengths.row_tokens(share_prompt=True).tolist() == [9]
+    assert whole - skipped == 3 * 2 * 7 * 5
 
 
 def test_padded_batches_run_every_position_through_layers_and_head() -> None:

@@ -1,34 +1,40 @@
 """Packing: every pair once, no row above the budget, the same steps whatever the ranks."""
 
+from __future__ import annotations
+
 import itertools
+import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, get_args
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.plans import make_plan
+from support.million_pairs import SEVEN_B
+from support.processor import slowness
 
+from dpo_pack.packing import bin_packing
 from dpo_pack.packing.bin_packing import (
-    BIN_PACKERS,
-    PADDED,
+    BALANCE_TOLERANCE,
     ROW_OVERHEAD_TOKENS,
     best_fit_decreasing,
-    first_fit_decreasing,
+    equalize_rows,
     next_fit,
     pack_sequences_longest_first,
     padded_rows,
+    split_over_ranks,
 )
-from dpo_pack.packing.lengths import IntArray, PairLengths
-from dpo_pack.packing.plan import PackingPlan, epoch_order
-from dpo_pack.recipe.data import PackingRecipe
+from dpo_pack.packing.lengths import IntArray, PairLengths, pair_flops
+from dpo_pack.packing.plan import epoch_order, plan_epoch
+from dpo_pack.packing.report import rank_balance
 
 BUDGET = 100
 without_deadline = settings(deadline=None)  # machines are busy; a slow example is no error
 lengths_strategy = st.lists(st.integers(1, 130), max_size=60)
-algorithm_strategy = st.sampled_from([*sorted(BIN_PACKERS), PADDED])
 
 
 def ints(values: list[int]) -> IntArray:
@@ -41,17 +47,6 @@ def as_lists(rows: list[IntArray]) -> list[list[int]]:
 
 def flat_pairs(step: tuple[tuple[IntArray, ...], ...]) -> list[int]:
     return [pair for rows in step for row in rows for pair in row.tolist()]
-
-
-def shuffled_plan(lengths: list[int], *, pairs_per_step: int, algorithm: str, num_ranks: int) -> PackingPlan:
-    return make_plan(
-        ints(lengths),
-        order=epoch_order(len(lengths), shuffle=True, seed=1, epoch=0),
-        token_budget=BUDGET,
-        pairs_per_step=pairs_per_step,
-        algorithm=algorithm,
-        num_ranks=num_ranks,
-    )
 
 
 # ---- Lengths
@@ -84,28 +79,18 @@ def test_neighbouring_next_fit_rows_would_not_fit_together_and_file_order_is_kep
         assert sum(lengths[pair] for pair in row) + lengths[following[0]] > BUDGET
 
 
-def naive_decreasing(lengths: list[int], *, best: bool) -> list[list[int]]:
-    """First-fit or best-fit decreasing by trying every row, in O(n x rows)."""
+@without_deadline
+@given(lengths=lengths_strategy)
+def test_best_fit_decreasing_equals_its_definition_that_tries_every_row(lengths: list[int]) -> None:
     rows: list[list[int]] = []
     for pair in sorted(range(len(lengths)), key=lambda pair: -lengths[pair]):
         free = {i: BUDGET - sum(lengths[p] for p in row) - lengths[pair] for i, row in enumerate(rows)}
         fitting = [i for i, left in free.items() if left >= 0]
         if fitting:
-            rows[min(fitting, key=lambda i: free[i]) if best else fitting[0]].append(pair)
+            rows[min(fitting, key=free.__getitem__)].append(pair)
         else:
             rows.append([pair])
-    return rows
-
-
-@without_deadline
-@given(lengths=lengths_strategy)
-def test_the_decreasing_packers_equal_their_naive_definitions(lengths: list[int]) -> None:
-    assert as_lists(best_fit_decreasing(ints(lengths), BUDGET)) == naive_decreasing(lengths, best=True)
-    assert as_lists(first_fit_decreasing(ints(lengths), BUDGET)) == naive_decreasing(lengths, best=False)
-
-
-def test_a_recipe_may_name_every_bin_packer() -> None:
-    assert get_args(PackingRecipe.model_fields["algorithm"].annotation) == tuple(BIN_PACKERS)
+    assert as_lists(best_fit_decreasing(ints(lengths), BUDGET)) == rows
 
 
 # ---- Padded rows
@@ -228,16 +213,27 @@ def test_the_shuffled_order_is_the_one_older_runs_had() -> None:
 @given(
     lengths=st.lists(st.integers(1, 130), min_size=1, max_size=50),
     pairs_per_step=st.integers(1, 20),
-    algorithm=algorithm_strategy,
+    is_packed=st.booleans(),
     num_ranks=st.integers(1, 9),
+    equal_rows=st.booleans(),
 )
 def test_a_plan_trains_every_pair_once_within_the_budget_in_the_same_steps_on_any_ranks(
-    lengths: list[int], pairs_per_step: int, algorithm: str, num_ranks: int
+    lengths: list[int], pairs_per_step: int, is_packed: bool, num_ranks: int, equal_rows: bool
 ) -> None:
-    plan = shuffled_plan(lengths, pairs_per_step=pairs_per_step, algorithm=algorithm, num_ranks=num_ranks)
+    plan, alone = (
+        plan_epoch(
+            ints(lengths),
+            order=epoch_order(len(lengths), shuffle=True, seed=1, epoch=0),
+            token_budget=BUDGET,
+            pairs_per_step=pairs_per_step,
+            is_packed=is_packed,
+            num_ranks=number,
+            equal_rows=equal_rows,
+        )
+        for number in (num_ranks, 1)
+    )
     steps = list(plan)
-    assert len(steps) == len(plan) == -(-len(lengths) // pairs_per_step)
-    alone = shuffled_plan(lengths, pairs_per_step=pairs_per_step, algorithm=algorithm, num_ranks=1)
+    assert len(steps) == len(plan) == -(-len(lengths) // pairs_per_step) == len(plan.step_begins) - 1
     assert alone.fingerprint == plan.fingerprint
     assert sorted(itertools.chain(*map(flat_pairs, steps))) == list(range(len(lengths)))
     for number, step in enumerate(steps):
@@ -249,24 +245,23 @@ def test_a_plan_trains_every_pair_once_within_the_budget_in_the_same_steps_on_an
         assert sum(bool(rows) for rows in step) == min(num_ranks, len(pairs))
         for row in itertools.chain(*step):
             assert len(row) == 1 or plan.sizes.of_row(row).tokens <= BUDGET
+        num_rows = {len(rows) for rows in step}
+        if equal_rows and len(pairs) >= num_ranks * max(num_rows):
+            assert len(num_rows) == 1
+    with pytest.raises(IndexError):
+        plan.pairs(len(plan))
 
 
 def test_padded_rows_count_their_padding_in_tokens_and_cost() -> None:
-    plan = make_plan(
-        ints([40, 44]), order=ints([0, 1]), token_budget=BUDGET, pairs_per_step=2, algorithm=PADDED
-    )
+    order = ints([0, 1])
+    plan = plan_epoch(ints([40, 44]), order=order, token_budget=BUDGET, pairs_per_step=2, is_packed=False)
     (((row,),),) = plan
     assert plan.sizes.of_row(row).tokens == plan.sizes.of_row(row).cost == 2 * 44
 
 
 def test_the_plan_names_the_pairs_of_the_epoch_that_exceed_the_budget() -> None:
-    plan = make_plan(
-        ints([101, 100, 300, 101]),
-        order=ints([2, 1, 0, 2]),
-        token_budget=BUDGET,
-        pairs_per_step=2,
-        algorithm="best_fit_decreasing",
-    )
+    lengths, order = ints([101, 100, 300, 101]), ints([2, 1, 0, 2])
+    plan = plan_epoch(lengths, order=order, token_budget=BUDGET, pairs_per_step=2)
     assert plan.oversize_pairs.tolist() == [0, 2]
 
 
@@ -276,14 +271,14 @@ def test_the_fingerprint_tells_apart_whatever_changes_steps_or_rows() -> None:
         order: tuple[int, ...] = (0, 1, 2),
         token_budget: int = 100,
         pairs_per_step: int = 2,
-        algorithm: str = "best_fit_decreasing",
+        is_packed: bool = True,
     ) -> str:
-        return make_plan(
+        return plan_epoch(
             np.array(lengths, dtype=np.int32),
             order=np.array(order, dtype=np.int32),
             token_budget=token_budget,
             pairs_per_step=pairs_per_step,
-            algorithm=algorithm,
+            is_packed=is_packed,
         ).fingerprint
 
     variants = [
@@ -293,22 +288,99 @@ def test_the_fingerprint_tells_apart_whatever_changes_steps_or_rows() -> None:
         fingerprint(order=(0, 1)),
         fingerprint(token_budget=101),
         fingerprint(pairs_per_step=3),
-        fingerprint(algorithm="next_fit"),
+        fingerprint(is_packed=False),
     ]
     assert len(set(variants)) == len(variants)
     assert fingerprint() == fingerprint()
 
 
-def test_the_fingerprint_tells_apart_the_rows_of_scope_epoch_and_merged_prompts() -> None:
-    def plan(**changes: Any) -> PackingPlan:
-        options: dict[str, Any] = {"window_pairs": 4, "rows_per_step": 2, "merging": None} | changes
-        order = np.arange(4, dtype=np.int64)
-        return make_plan(np.full(4, 10), order=order, token_budget=100, algorithm="next_fit", **options)
+# ---- Ranks
 
-    # Rows [0, 1] and [2, 3], or [0, 1, 2] and [3]: the same order and the same step.
-    two, three = plan(window_pairs=2), plan(window_pairs=3)
-    assert two.order.tolist() == three.order.tolist() and two.step_begins.tolist() == [0, 4]
-    assert two.fingerprint != three.fingerprint
-    merged = [SimpleNamespace(prompts=np.array(prompts)) for prompts in ([0, 0, 1, 1], [0, 1, 1, 0])]
-    steps = [plan(rows_per_step=None, merging=merging).fingerprint for merging in (None, *merged)]
-    assert len(set(steps)) == 3
+
+@given(costs=st.lists(st.integers(1, 1000), min_size=1, max_size=40), num_ranks=st.integers(2, 6))
+def test_where_ranks_are_uneven_no_single_move_or_swap_would_make_the_slowest_faster(
+    costs: list[int], num_ranks: int
+) -> None:
+    values = np.array(costs, dtype=np.float64)
+    parts = split_over_ranks(values, num_ranks)
+    loads = [float(values[part].sum()) for part in parts]
+    if max(loads) <= BALANCE_TOLERANCE * sum(loads) / num_ranks:
+        return
+    slow = int(np.argmax(loads))
+    for fast in set(range(num_ranks)) - {slow}:
+        theirs = [0.0, *values[parts[fast]].tolist()]  # nothing in return is a move
+        for ours in values[parts[slow]].tolist():
+            for over in (ours - taken for taken in theirs):
+                assert max(loads[slow] - over, loads[fast] + over) >= loads[slow] * (1 - 1e-6)
+
+
+@pytest.mark.parametrize(("large", "expected"), [(94, [99, 101]), (93, [99, 99])])
+def test_a_split_within_one_percent_of_the_mean_is_left_alone(large: int, expected: list[int]) -> None:
+    # Longest processing time gives large + 7 and large + 5. A swap makes them equal.
+    costs = np.array([large, large, 3, 3, 2, 2, 2], dtype=np.float64)
+    assert sorted(costs[part].sum() for part in split_over_ranks(costs, 2)) == expected
+
+
+@pytest.mark.parametrize(("most", "expected"), [(6, [9.0, 9.0]), (5, [8.0, 10.0])])
+def test_ranks_of_too_many_items_are_split_without_swaps(
+    most: int, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bin_packing, "MAX_SWAPS", most)
+    costs = np.array([5.0, 4.0, 3.0, 3.0, 3.0])  # two items on one rank and three on the other: six swaps
+    assert sorted(costs[part].sum() for part in split_over_ranks(costs, 2)) == expected
+
+
+def test_a_rank_with_too_few_rows_splits_its_costliest_row_or_takes_the_cheapest_spare_item() -> None:
+    ranks = [[[0], [1], [2]], [[3, 4], [5, 6]]]
+    equalize_rows(ranks, [1.0, 1, 1, 5, 5, 1, 1])
+    assert sorted(ranks[1]) == [[3], [4], [5, 6]]
+    # The last rank has one row of one item. Two ranks can spare an item; item 2 fills a row alone.
+    ranks = [[[0, 1], [7]], [[2], [3, 4, 5]], [[6]]]
+    equalize_rows(ranks, [1.0, 1, 2, 8, 9, 6, 1, 1])
+    assert ranks == [[[0, 1], [7]], [[2], [3, 4]], [[6], [5]]]
+    ranks = [[[0], [1]], [[2]]]  # nobody can spare one
+    equalize_rows(ranks, [9.0, 9, 1])
+    assert ranks == [[[0], [1]], [[2]]]
+
+
+# ---- What the planner must reach on real lengths
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "pairs_per_step", "most"), [(1, 64, 1.0), (8, 128, 1.02), (64, 512, 1.05)]
+)
+def test_rows_of_hh_are_few_and_the_slowest_rank_is_close_to_the_mean_in_every_full_step(
+    num_ranks: int, pairs_per_step: int, most: float
+) -> None:
+    """Pairs with the medians and the tails of HH: prompts of 121, completions of 30 and 33 tokens."""
+    random = np.random.RandomState(0)
+    prompt, chosen, rejected = (
+        np.clip(median * np.exp(0.8 * random.standard_normal(2303)), 4, 1000).astype(np.int64)
+        for median in (121, 30, 33)
+    )
+    hh = PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=prompt)
+    tokens = hh.row_tokens(share_prompt=True)
+    plan = plan_epoch(
+        tokens,
+        order=epoch_order(len(prompt), shuffle=True, seed=0, epoch=0),
+        token_budget=8192,
+        pairs_per_step=pairs_per_step,
+        num_ranks=num_ranks,
+        row_costs=pair_flops(SEVEN_B, hh, share_prompt=True),
+    )
+    assert rank_balance(plan)["worst_full_step_slowest_over_mean"] <= most
+    if num_ranks == 1:
+        for step in range(len(plan)):
+            assert len(plan.pack_step(step)[0]) <= -(-tokens[plan.pairs(step)].sum() // 8192) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_a_million_pairs_are_planned_in_seconds_and_the_first_step_starts_at_once() -> None:
+    script = Path(__file__).parents[1] / "support" / "million_pairs.py"
+    process = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    measured, slower = json.loads(process.stdout), slowness()
+    assert measured["first_step_s"] < 0.5 * slower
+    assert measured["epoch_s"] < 5.0 * slower
+    assert measured["plan_bytes"] < 250e6

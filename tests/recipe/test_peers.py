@@ -19,7 +19,7 @@ from dpo_pack.recipe.load import Recipe, load_recipe, parse_recipe
 from dpo_pack.recipe.mistakes import recipe_fields
 from dpo_pack.recipe.peers.peer_tables import PEERS, READERS, find_row, rows_of
 from dpo_pack.recipe.peers.translate import recipe_from, translate
-from dpo_pack.recipe.training import LOSS_DECLARATIONS
+from dpo_pack.recipe.training import LOSSES
 from dpo_pack.system.errors import RecipeError
 
 ORCA_LIKE = {
@@ -128,7 +128,7 @@ VALUES: dict[str, Any] = {
     "reference.path": "e/f", "data.max_length": 640, "data.max_prompt_length": 32,
     "data.system_prompt": "Be kind.", "data.chat_template_kwargs": {"enable_thinking": False},
     "data.shuffle": False, "loss.beta": 0.3, "loss.label_smoothing": 0.1,
-    "loss.f_alpha": 0.3, "loss.ld_alpha": 0.4, "loss.discopop_tau": 0.1, "loss.simpo_gamma": 1.3,
+    "loss.f_alpha": 0.3, "loss.discopop_tau": 0.1, "loss.simpo_gamma": 1.3,
     "loss.router_aux_coef": 0.02, "optim.lr": 3e-6, "optim.warmup_ratio": 0.2, "optim.weight_decay": 0.1,
     "optim.eps": 1e-6, "optim.min_lr_ratio": 0.1, "train.eval_every_steps": 5, "checkpoint.keep": 3,
     "logging.run_name": "mine", "train.max_steps": 90,
@@ -219,12 +219,11 @@ READ: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"dataset_mixer": {"i/j": 1.0, "k/l": 0.5}, "dataset_splits": ["train_a", "test_b"]},
          {"data.train.1.weight": 0.5, "data.train.0.split": "train_a", "data.eval.1.split": "test_b"}),
         ({"loss_type": ["kto_pair"]}, {"loss.type": "bco_pair"}),
-        ({"loss_type": "aot_pair"}, {"loss.type": "aot"}),
         ({"loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "rpo_alpha": 2.0},
          {"loss.type": terms(sigmoid=1.0, ipo=0.5, sft=2.0)}),
         ({"label_smoothing": 0.1}, {"loss.type": "sigmoid", "loss.label_smoothing": 0.0}),
         ({"label_smoothing": 0.1, "loss_type": ["robust"]}, {"loss.label_smoothing": 0.1}),
-        ({"label_smoothing": 0.1, "loss_type": ["sigmoid", "aot_pair"]}, {"loss.label_smoothing": 0.1}),
+        ({"label_smoothing": 0.1, "loss_type": ["sigmoid", "robust"]}, {"loss.label_smoothing": 0.1}),
         ({"f_divergence_type": "FDivergenceType.FORWARD_KL"}, {"loss.f_divergence": "forward_kl"}),
         ({"sync_ref_model": True, "ref_model_sync_steps": 5, "ref_model_mixup_alpha": 0.9},
          {"reference.sync": {"every_steps": 5, "mixup": 0.9}}),
@@ -395,17 +394,11 @@ def test_values_that_a_recipe_may_not_have_are_listed_and_left_out(tmp_path: Pat
         assert line in text.partition("output_dir:")[0]
 
 
-def test_of_an_adapter_only_the_part_that_a_recipe_may_not_have_is_left_out(tmp_path: Path) -> None:
-    content = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.1, "loss_type": "aot"}
-    text, recipe = translated(tmp_path, "trl", content)
-    assert recipe.model.lora is not None and "model.lora.dropout: must be 0" in text
-    assert (recipe.model.lora.r, recipe.model.lora.dropout) == (4, 0.0)
-
-
 @pytest.mark.parametrize(
     ("peer", "content", "message"),
     [
         ("trl", {"loss_type": "nonsense"}, "loss.type.*'nonsense'"),
+        ("trl", {"loss_type": "aot"}, "loss.type.*aot"),
         ("trl", {"use_peft": "oft"}, "use_peft: oft"),
         ("axolotl", {"rl": "dpo", "dpo_loss_type": ["nonsense"]}, "loss.type.*'nonsense'"),
         ("axolotl", {"base_model": "a/b"}, "rl: .*dpo or ipo or simpo or orpo"),
@@ -464,7 +457,7 @@ def test_every_key_of_trl_has_a_row() -> None:
 def test_dpo_pack_has_the_losses_of_trl() -> None:
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     losses = set(re.findall(r'loss_type == "(\w+)"', inspect.getsource(trl.DPOTrainer)))
-    assert len(losses) == 15 and losses <= LOSS_DECLARATIONS.keys()
+    assert len(losses) == 15 and losses <= LOSSES.keys()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ SERVER = "{url: 'http://localhost:8000/v1', model: m}"
     [
         ("train.max_steps=null", "train.max_steps"),
         ("train.epochs=2", "train.epochs"),
-        ("packing={scope: epoch, rows_per_step: 2}", "packing.scope"),
         ("data.truncation=completion_right", "data.truncation"),
         ("checkpoint={metric: loss, keep_best: 1}", "checkpoint.keep_best"),
         ("online.max_new_tokens=2048", "online.max_new_tokens"),

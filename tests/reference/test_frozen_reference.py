@@ -12,7 +12,7 @@ from support.reference_pairs import NAMESPACE, make_table, random_pairs
 from support.refusals import refusal
 
 from dpo_pack.data.store import PairTable
-from dpo_pack.reference.cache import ReferenceCache, TokenLogps, sequence_table
+from dpo_pack.reference.cache import ReferenceCache, sequence_table
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.system.errors import CacheError
 
@@ -35,7 +35,7 @@ def test_frozen_values_are_those_of_each_pair_s_sides_before_and_after_a_round_t
     assert again.fingerprint() == frozen.fingerprint() and len(again.keys) == 12
     for reference in (frozen, again):
         values = reference.of(table.select(np.array([4, 0, 0])))
-        assert values.sums.tolist() == [[-5.0, -50.0], [-1.0, -10.0], [-1.0, -10.0]]
+        assert values.tolist() == [[-5.0, -50.0], [-1.0, -10.0], [-1.0, -10.0]]
 
 
 def test_what_is_frozen_is_joined_and_taken_apart_again(tmp_path: Path) -> None:
@@ -46,18 +46,15 @@ def test_what_is_frozen_is_joined_and_taken_apart_again(tmp_path: Path) -> None:
             (table.chosen_keys, table.chosen_lengths),
             (table.rejected_keys, table.rejected_lengths),
         ):
-            ramp = np.arange(lengths.sum(), dtype=np.float32) + number
-            tokens = TokenLogps.of_lengths(ramp, lengths)
-            sums = np.array([tokens.of(n).sum() for n in range(len(tokens.lengths))], dtype=np.float64)
-            cache.append(sequence_table(keys, sums, lengths, tokens))
-    for per_token in (False, True):
-        first, second = (FrozenReference.take(cache, [table], per_token=per_token) for table in tables)
-        assert first.covers(tables[0]) and not first.covers(tables[1])
-        joined = first.joined(second)
-        assert joined.covers(tables[0]) and joined.covers(tables[1])
-        assert joined.fingerprint() == FrozenReference.take(cache, tables, per_token=per_token).fingerprint()
-        assert joined.fingerprint(tables[0]) == first.fingerprint() != joined.fingerprint()
-        assert joined.joined(second).fingerprint() == joined.fingerprint()
+            sums = -np.arange(1.0, len(lengths) + 1) - number
+            cache.append(sequence_table(keys, sums, lengths))
+    first, second = (FrozenReference.take(cache, [table]) for table in tables)
+    assert first.covers(tables[0]) and not first.covers(tables[1])
+    joined = first.joined(second)
+    assert joined.covers(tables[0]) and joined.covers(tables[1])
+    assert joined.fingerprint() == FrozenReference.take(cache, tables).fingerprint()
+    assert joined.fingerprint(tables[0]) == first.fingerprint() != joined.fingerprint()
+    assert joined.joined(second).fingerprint() == joined.fingerprint()
 
 
 def test_values_frozen_for_other_data_are_refused(frozen_table: tuple[FrozenReference, PairTable]) -> None:
@@ -96,39 +93,3 @@ def test_no_flipped_byte_changes_frozen_values_unnoticed(
             num_noticed += 1
             assert str(error).isprintable() and str(path) in str(error) and "--overwrite" in str(error)
     assert num_noticed > len(content) / 6  # the rest is metadata that nobody reads
-
-
-def test_per_token_values_come_in_the_order_of_a_row_and_survive_a_round_trip(tmp_path: Path) -> None:
-    table = make_table([((5, 6), (7, 8), (9,)), ((5,), (6, 7), (6,)), ((5, 6), (10,), (10, 11, 12))])
-    cache = ReferenceCache(tmp_path / "cache", NAMESPACE)
-    for keys, lengths, sign in (
-        (table.chosen_keys, table.chosen_lengths, 1.0),
-        (table.rejected_keys, table.rejected_lengths, 100.0),
-    ):
-        ramp = (-sign * np.arange(1.0, lengths.sum() + 1)).astype(np.float32)
-        tokens = TokenLogps.of_lengths(ramp, lengths)
-        sums = np.array(
-            [tokens.of(sequence).sum() for sequence in range(len(tokens.lengths))], dtype=np.float64
-        )
-        cache.append(sequence_table(keys, sums, lengths, tokens))
-    frozen = FrozenReference.take(cache, [table], per_token=True)
-    frozen.save(tmp_path / "reference.parquet")
-    again = FrozenReference.load(tmp_path / "reference.parquet", per_token=True)
-    assert again.fingerprint() == frozen.fingerprint() != FrozenReference.take(cache, [table]).fingerprint()
-    for reference in (frozen, again):
-        of_pairs = reference.of(table)
-        assert of_pairs.tokens is not None and of_pairs.spans is not None
-        values = [of_pairs.tokens[slice(*span)].tolist() for span in of_pairs.spans[[2, 0]].reshape(-1, 2)]
-        assert values == [[-5.0], [-300.0, -400.0, -500.0], [-1.0, -2.0], [-100.0]]
-        assert of_pairs.sums[0, 0] == -3.0 and of_pairs.sums[1, 0] == -7.0
-
-
-def test_values_frozen_without_tokens_cannot_serve_a_loss_that_needs_them(tmp_path: Path) -> None:
-    table = make_table(random_pairs(2))
-    cache = ReferenceCache(tmp_path, NAMESPACE)
-    for keys in (table.chosen_keys, table.rejected_keys):
-        cache.append(sequence_table(keys, np.array([-1.0, -2.0]), np.array([1, 1])))
-    FrozenReference.take(cache, [table]).save(tmp_path / "reference.parquet")
-    refusal(lambda: FrozenReference.load(tmp_path / "reference.parquet", per_token=True), CacheError)
-    message = refusal(lambda: FrozenReference.take(cache, [table], per_token=True), CacheError)
-    assert message.startswith("4 reference log-probs")

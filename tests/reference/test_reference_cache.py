@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given
@@ -22,7 +23,6 @@ from dpo_pack.reference.cache import (
     KeyIndex,
     Keys,
     ReferenceCache,
-    TokenLogps,
     default_cache_directory,
     sequence_table,
 )
@@ -37,11 +37,11 @@ def test_a_part_that_no_listing_has_yet_is_read_by_its_name(
     keys = random_keys(2)
     [part] = there.append(sequence_table(keys, np.array([-1.0, -2.0]), np.array([3, 4])))
     monkeypatch.setattr(Path, "glob", lambda path, pattern: [])
-    assert np.isnan(here.lookup(keys)[0]).all()
+    assert np.isnan(here.lookup(keys)).all()
     here.named_parts |= there.named_parts
-    assert here.lookup(keys)[0].tolist() == [-1.0, -2.0]
+    assert here.lookup(keys).tolist() == [-1.0, -2.0]
     part.unlink()
-    assert np.isnan(here.lookup(keys)[0]).all()
+    assert np.isnan(here.lookup(keys)).all()
 
 
 def test_a_look_up_reads_no_part_once_it_has_all_values(tmp_path: Path) -> None:
@@ -49,23 +49,23 @@ def test_a_look_up_reads_no_part_once_it_has_all_values(tmp_path: Path) -> None:
     for value in range(2):
         cache.append(sequence_table(keys, np.full(2, -1.0 - value), np.ones(2, dtype=np.int64)))
     first, last = sorted(cache.directory.glob("part-*.parquet"))
-    expected = cache.lookup(keys)[0].tolist()
+    expected = cache.lookup(keys).tolist()
     first.write_bytes(b"damaged")
-    assert cache.lookup(keys)[0].tolist() == expected and first.exists()
+    assert cache.lookup(keys).tolist() == expected and first.exists()
     last.write_bytes(b"damaged")
-    assert np.isnan(cache.lookup(keys)[0]).all() and not first.exists()
+    assert np.isnan(cache.lookup(keys)).all() and not first.exists()
 
 
 def test_lookup_finds_what_was_appended_in_any_order_and_nan_for_the_rest(tmp_path: Path) -> None:
     cache = ReferenceCache(tmp_path, NAMESPACE)
     keys = random_keys(5)
     sums = np.array([-1.5, -2.0, 0.0, -1e-12, -4e3])
-    assert np.isnan(cache.lookup(keys)[0]).all()
+    assert np.isnan(cache.lookup(keys)).all()
     cache.append(sequence_table(keys[:3], sums[:3], np.array([3, 4, 5])))
     cache.append(sequence_table(keys[3:], sums[3:], np.array([6, 7])))
     wanted = np.concatenate((keys[[4, 1]], random_keys(1, seed=1), keys[[1, 0, 2, 3]]))
-    np.testing.assert_array_equal(cache.lookup(wanted)[0], [-4e3, -2.0, np.nan, -2.0, -1.5, 0.0, -1e-12])
-    assert cache.lookup(keys[:0])[0].shape == (0,)
+    np.testing.assert_array_equal(cache.lookup(wanted), [-4e3, -2.0, np.nan, -2.0, -1.5, 0.0, -1e-12])
+    assert cache.lookup(keys[:0]).shape == (0,)
 
 
 def test_of_a_sequence_that_many_jobs_computed_the_last_part_by_name_counts(
@@ -75,9 +75,8 @@ def test_of_a_sequence_that_many_jobs_computed_the_last_part_by_name_counts(
     keys, ones = random_keys(3), np.ones(3, dtype=np.int64)
     values = {}
     for value in range(-20, 0):
-        tokens = token_logps(*[[float(value)]] * 3)
         [part] = ReferenceCache(tmp_path, NAMESPACE).append(
-            sequence_table(keys, np.full(3, float(value)), ones, tokens)
+            sequence_table(keys, np.full(3, float(value)), ones)
         )
         values[part.name] = float(value)
     listing = Path.glob
@@ -86,8 +85,7 @@ def test_of_a_sequence_that_many_jobs_computed_the_last_part_by_name_counts(
             Path, "glob", lambda path, pattern, b=backwards: sorted(listing(path, pattern), reverse=b)
         )
         cache = ReferenceCache(tmp_path, NAMESPACE)
-        assert set(cache.lookup(keys)[0]) == {values[max(values)]}
-        assert set(cache.lookup(keys, per_token=True)[0]) == {values[max(values)]}
+        assert set(cache.lookup(keys)) == {values[max(values)]}
 
 
 def test_no_flipped_byte_in_a_part_changes_what_a_run_gets(tmp_path: Path) -> None:
@@ -97,7 +95,7 @@ def test_no_flipped_byte_in_a_part_changes_what_a_run_gets(tmp_path: Path) -> No
     content = part.read_bytes()
     for position in range(0, len(content), 11):
         part.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
-        assert np.isnan(ReferenceCache(tmp_path, NAMESPACE).lookup(keys)[0]).all()
+        assert np.isnan(ReferenceCache(tmp_path, NAMESPACE).lookup(keys)).all()
         part.with_suffix(".damaged").unlink()
 
 
@@ -118,71 +116,43 @@ def test_a_damaged_part_is_set_aside_with_a_warning_and_the_others_still_count(
     }
     part.write_bytes(damaged[damage])
     with caplog.at_level(logging.WARNING):
-        np.testing.assert_array_equal(cache.lookup(keys)[0], [np.nan, np.nan, -3.0, -4.0])
+        np.testing.assert_array_equal(cache.lookup(keys), [np.nan, np.nan, -3.0, -4.0])
     assert len(caplog.records) == 1 and part.name in caplog.text and "damaged" in caplog.text
     assert not part.exists() and part.with_suffix(".damaged").exists()
     cache.append(sequence_table(keys[:2], np.array([-1.0, -2.0]), ones))
-    assert cache.lookup(keys)[0].tolist() == [-1.0, -2.0, -3.0, -4.0]
+    assert cache.lookup(keys).tolist() == [-1.0, -2.0, -3.0, -4.0]
     assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("in_tokens", [False, True])
 def test_a_part_with_a_log_prob_that_is_not_finite_is_set_aside_and_the_others_still_count(
-    value: float, in_tokens: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    value: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No run writes such a part. Its values would be taken for missing ones run after run, or be used."""
     cache, keys, ones = ReferenceCache(tmp_path, NAMESPACE), random_keys(3), np.ones(1, dtype=np.int64)
-    tokens = token_logps([-1.0], [value]) if in_tokens else None
-    [part] = cache.append(
-        sequence_table(keys[:2], np.array([-1.0, -2.0 if in_tokens else value]), np.array([1, 1]), tokens)
-    )
-    cache.append(sequence_table(keys[2:], np.array([-3.0]), ones, token_logps([-3.0])))
+    [part] = cache.append(sequence_table(keys[:2], np.array([-1.0, value]), np.array([1, 1])))
+    cache.append(sequence_table(keys[2:], np.array([-3.0]), ones))
     with caplog.at_level(logging.WARNING):
-        found = cache.lookup(keys, per_token=in_tokens)[0]
+        found = cache.lookup(keys)
     np.testing.assert_array_equal(found, [np.nan, np.nan, -3.0])
     assert len(caplog.records) == 1 and part.name in caplog.text and "not finite" in caplog.text
     assert not part.exists() and part.with_suffix(".damaged").exists()
-    cache.append(sequence_table(keys[:1], np.array([-1.0]), ones, token_logps([-1.0])))
-    np.testing.assert_array_equal(cache.lookup(keys, per_token=True)[0], [-1.0, np.nan, -3.0])
+    cache.append(sequence_table(keys[:1], np.array([-1.0]), ones))
+    np.testing.assert_array_equal(cache.lookup(keys), [-1.0, np.nan, -3.0])
+
+
+def test_a_part_of_an_earlier_release_that_has_log_probs_of_tokens_gives_their_sums(tmp_path: Path) -> None:
+    cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(2)
+    table = sequence_table(keys, np.array([-1.5, -2.0]), np.array([2, 1]))
+    cache.append(table.append_column("token_logps", pa.array([[-1.0, -0.5], [-2.0]])))
+    assert cache.lookup(keys).tolist() == [-1.5, -2.0]
 
 
 def test_a_part_that_cannot_be_read_is_a_one_line_error(tmp_path: Path) -> None:
     cache = ReferenceCache(tmp_path, NAMESPACE)
     (cache.directory / "part-0.parquet").mkdir()  # root may read any file, but nobody a directory
-    message = refusal(lambda: cache.lookup(random_keys(1))[0], CacheError)
+    message = refusal(lambda: cache.lookup(random_keys(1)), CacheError)
     assert "part-0.parquet" in message and "reference.cache_dir" in message
-
-
-# ---- Per-token values
-
-
-def token_logps(*sequences: list[float]) -> TokenLogps:
-    values = np.array([value for sequence in sequences for value in sequence], dtype=np.float32)
-    return TokenLogps.of_lengths(values, np.array([len(sequence) for sequence in sequences]))
-
-
-def test_per_token_values_come_back_with_the_sums_they_belong_to(tmp_path: Path) -> None:
-    cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(4)
-    first = token_logps([-1.0, -0.5], [-2.0])
-    cache.append(sequence_table(keys[:2], np.array([-1.5, -2.0]), np.array([2, 1]), first))
-    cache.append(sequence_table(keys[2:3], np.array([-3.0]), np.array([3]), token_logps([-1.0, -1.0, -1.0])))
-    sums, tokens = cache.lookup(keys[[2, 3, 0, 1, 2]], per_token=True)
-    np.testing.assert_array_equal(sums, [-3.0, np.nan, -1.5, -2.0, -3.0])
-    found = [tokens.of(sequence).tolist() for sequence in range(len(tokens.lengths))]
-    assert found == [[-1.0] * 3, [], [-1.0, -0.5], [-2.0], [-1.0] * 3]
-    assert tokens.values.dtype == np.float32
-    assert cache.lookup(keys[:3])[0].tolist() == [-1.5, -2.0, -3.0]
-
-
-def test_a_sequence_without_per_token_values_is_a_miss_for_who_needs_them(tmp_path: Path) -> None:
-    cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(2)
-    cache.append(sequence_table(keys, np.array([-1.5, -2.0]), np.array([2, 1])))
-    assert np.isnan(cache.lookup(keys, per_token=True)[0]).all()
-    cache.append(sequence_table(keys[:1], np.array([-1.75]), np.array([2]), token_logps([-1.0, -0.75])))
-    np.testing.assert_array_equal(cache.lookup(keys, per_token=True)[0], [-1.75, np.nan])
-    sums, tokens = cache.lookup(keys, per_token=True)
-    assert sums[0] == -1.75 and tokens.lengths.tolist() == [2, 0] and np.isnan(sums[1])
 
 
 def test_many_sequences_are_written_in_parts_of_bounded_size(
@@ -190,14 +160,12 @@ def test_many_sequences_are_written_in_parts_of_bounded_size(
 ) -> None:
     monkeypatch.setattr("dpo_pack.reference.cache.MAX_PART_SEQUENCES", 2)
     cache, keys = ReferenceCache(tmp_path, NAMESPACE), random_keys(5)
-    tokens = token_logps([-1.0], [-2.0, -2.0], [-3.0], [-4.0], [-5.0, -1.0])
     sums = np.array([-1.0, -4.0, -3.0, -4.0, -6.0])
-    cache.append(sequence_table(keys, sums, np.array([1, 2, 1, 1, 2]), tokens), {"origin": "test"})
+    cache.append(sequence_table(keys, sums, np.array([1, 2, 1, 1, 2])), {"origin": "test"})
     parts = list(cache.directory.glob("part-*.parquet"))
     assert sorted(pq.read_metadata(part).num_rows for part in parts) == [1, 2, 2]
     assert pq.read_schema(parts[0]).metadata[b"dpo_pack.origin"] == b"test"
-    found, values = cache.lookup(keys, per_token=True)
-    assert found.tolist() == sums.tolist() and values.values.tolist() == tokens.values.tolist()
+    assert cache.lookup(keys).tolist() == sums.tolist()
 
 
 # ---- Disks that refuse
@@ -228,7 +196,7 @@ def test_a_cache_that_may_only_be_read_can_still_be_used(
 
     monkeypatch.setattr(Path, "write_text", refuse)
     cache = ReferenceCache(tmp_path, NAMESPACE, used_by="some/model")
-    assert cache.lookup(keys)[0].tolist() == [-1.0]
+    assert cache.lookup(keys).tolist() == [-1.0]
 
 
 def test_parts_are_written_and_read_without_pandas_and_listed_without_torch(tmp_path: Path) -> None:
@@ -241,7 +209,7 @@ def test_parts_are_written_and_read_without_pandas_and_listed_without_torch(tmp_
         f"cache = ReferenceCache(Path({str(tmp_path)!r}), {{'model': 'one'}})\n"
         "keys = np.arange(48, dtype=np.uint8).reshape(3, 16)\n"
         "cache.append(sequence_table(keys, np.array([-1.0, -2.0, -3.0]), np.array([1, 2, 3])))\n"
-        "assert cache.lookup(keys)[0].tolist() == [-1.0, -2.0, -3.0]\n"
+        "assert cache.lookup(keys).tolist() == [-1.0, -2.0, -3.0]\n"
         "assert 'pandas' not in sys.modules, 'pandas was imported'\n"
         "from dpo_pack.reference import maintenance\n"
         f"(found,) = maintenance.find_namespaces(Path({str(tmp_path)!r}))\n"

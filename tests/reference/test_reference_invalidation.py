@@ -174,12 +174,3 @@ def test_pairs_in_another_order_compute_nothing_again(filled: Path, tmp_path: Pa
     lines = (filled / "pairs.jsonl").read_text().splitlines()
     (tmp_path / "reversed.jsonl").write_text("".join(line + "\n" for line in reversed(lines)))
     assert num_computed(filled / "recipe.yaml", f"data.train={tmp_path / 'reversed.jsonl'}") == 0
-
-
-def test_a_loss_that_weighs_single_tokens_computes_sequences_of_which_only_sums_are_there(
-    filled: Path, tmp_path: Path
-) -> None:
-    work = Path(shutil.copytree(filled, tmp_path / "work"))
-    assert num_computed(work / "recipe.yaml", "loss.ld_alpha=0.5") == NUM_SEQUENCES
-    assert num_computed(work / "recipe.yaml", "loss.ld_alpha=0.3") == 0
-    assert num_computed(work / "recipe.yaml") == 0

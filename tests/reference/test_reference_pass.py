@@ -55,7 +55,7 @@ def test_the_pass_computes_what_each_sequence_has_alone(mode: str, model_path: P
         values = FrozenReference.take(cache, [table]).of(table)
         groups = [table.group(pair) for pair in range(table.num_pairs)]
         for side, keys in enumerate((table.chosen_keys, table.rejected_keys)):
-            ours = values.sums[:, side]
+            ours = values[:, side]
             sequences = [(group.context.tolist(), group.completions[side].tolist()) for group in groups]
             with torch.no_grad():
                 expected = completion_logps_one_by_one(model, sequences).double().numpy()
@@ -182,29 +182,6 @@ def test_a_disk_that_fills_up_stops_the_pass_with_one_line_and_keeps_what_was_wr
     assert 0 < work.missing.sum() < work.sides.sum()
     run_pass(cache, tables, scorer, settings)
     assert find_work(cache, tables).missing.sum() == 0
-
-
-# ---- Per-token values
-
-
-def test_per_token_values_are_those_of_each_sequence_and_add_up_to_its_sum(
-    model_path: Path, tmp_path: Path
-) -> None:
-    table, cache = make_table(random_pairs(6)), ReferenceCache(tmp_path, NAMESPACE)
-    run_pass(cache, [table], load_scorer(model_path), replace(SETTINGS, per_token=True))
-    sums, tokens = cache.lookup(table.rejected_keys, per_token=True)
-    assert tokens.lengths.tolist() == table.rejected_lengths.tolist()
-    for pair in range(6):
-        assert tokens.of(pair).sum() == pytest.approx(sums[pair], abs=1e-4)
-        context = table.group(pair).context.tolist()
-        rejected = table.group(pair).completions[1].tolist()
-        with torch.no_grad():
-            before = completion_logps_one_by_one(tiny_model("llama"), [(context, rejected)])
-        # Its last token alone: the completion less the completion without it.
-        if len(rejected) > 1:
-            with torch.no_grad():
-                less = completion_logps_one_by_one(tiny_model("llama"), [(context, rejected[:-1])])
-            assert tokens.of(pair)[-1] == pytest.approx(float(before - less), abs=1e-4)
 
 
 # ---- Out of memory

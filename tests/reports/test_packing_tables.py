@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from support.inspected_lengths import LENGTHS, inspect, ints
-from support.plans import make_plan
 
-from dpo_pack.packing.bin_packing import PADDED
 from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairLengths
+from dpo_pack.packing.plan import plan_epoch
 from dpo_pack.packing.report import MAX_BALANCE_STEPS, rank_balance
 from dpo_pack.reports.packing_tables import render_packing, tables
 
@@ -60,19 +59,19 @@ def test_padded_microbatches_are_padded_to_the_longest_of_their_sequences() -> N
 @settings(deadline=None)
 @given(
     pairs=st.lists(st.tuples(*[st.integers(1, 40)] * 3), min_size=1, max_size=30),
-    algorithm=st.sampled_from(["best_fit_decreasing", PADDED]),
+    is_packed=st.booleans(),
     share_prompt=st.booleans(),
 )
 def test_what_is_saved_and_what_is_computed_add_up_to_padded_training(
-    pairs: list[tuple[int, int, int]], algorithm: str, share_prompt: bool
+    pairs: list[tuple[int, int, int]], is_packed: bool, share_prompt: bool
 ) -> None:
     prompt, chosen, rejected = (ints([pair[i] for pair in pairs]) for i in range(3))
     lengths = PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=prompt)
-    ours = inspect(lengths, algorithm=algorithm, share_prompt=share_prompt)["statistics"]
+    ours = inspect(lengths, is_packed=is_packed, share_prompt=share_prompt)["statistics"]
     for padded in ours["padded"]:
         saved = ours["saved_by_sharing_tokens"] + padded["saved_by_packing_tokens"]
         assert padded["tokens"] == ours["computed_tokens"] + saved
-    if algorithm != PADDED:
+    if is_packed:
         assert all(padded["saved_by_packing_tokens"] >= 0 for padded in ours["padded"])
         assert (ours["saved_by_sharing_tokens"] > 0) is share_prompt
 
@@ -106,11 +105,11 @@ def test_flops_of_ours_and_of_padded_training_are_those_counted_by_hand() -> Non
     assert ours["padded"][0]["times_flops"] == pytest.approx(padded / ours["flops"])
     # A padded batch has an image for each of the two sequences.
     seen = replace(one, tower=np.array([1000.0]))
-    modes: list[dict[str, Any]] = [{}, {"algorithm": PADDED}]
+    modes: list[dict[str, Any]] = [{}, {"is_packed": False}]
     shared, apart = (inspect(seen, shape=shape, **mode)["statistics"] for mode in modes)
     assert shared["flops"] == ours["flops"] + 1000
     assert shared["padded"][0]["times_flops"] == pytest.approx((padded + 2000) / (ours["flops"] + 1000))
-    assert apart["flops"] == inspect(one, shape=shape, algorithm=PADDED)["statistics"]["flops"] + 2000
+    assert apart["flops"] == inspect(one, shape=shape, is_packed=False)["statistics"]["flops"] + 2000
 
 
 def test_oversize_pairs_are_named_by_place_with_the_budget_that_would_hold_them() -> None:
@@ -144,7 +143,7 @@ def test_balance_of_two_ranks_is_that_counted_by_hand() -> None:
 
 def test_balance_of_a_long_epoch_is_measured_on_steps_spread_from_first_to_last() -> None:
     num_pairs = 4 * MAX_BALANCE_STEPS + 1
-    plan = make_plan(
+    plan = plan_epoch(
         np.full(num_pairs, 10), order=np.arange(num_pairs), token_budget=100, pairs_per_step=2, num_ranks=2
     )
     balance = rank_balance(plan)

@@ -33,7 +33,7 @@ from support.plain_steps import Logps, plain_loss
 from support.two_ranks import run_on_ranks
 
 from dpo_pack.recipe.load import Recipe, check_environment
-from dpo_pack.recipe.training import LOSS_DECLARATIONS
+from dpo_pack.recipe.training import LOSSES as REGISTERED
 from dpo_pack.system.errors import DpoPackError, RecipeError
 
 pytest.importorskip("peft")
@@ -84,11 +84,11 @@ def test_every_loss_is_trained_in_some_combination_and_the_plain_loop_knows_it()
         option.removeprefix("loss=") for _, overrides in PLAN for option in overrides if option[:5] == "loss="
     }
     assert chosen == {loss for family in LOSSES.values() for loss in family}
-    missing = LOSS_DECLARATIONS.keys() - re.findall(r"type: (\w+)", " ".join(chosen))
+    missing = REGISTERED.keys() - re.findall(r"type: (\w+)", " ".join(chosen))
     assert not missing, f"add {missing} to LOSSES in tests/support/combinations.py"
     one = torch.ones(1, dtype=torch.float64)
     logps = Logps(chosen=-one, rejected=-one, chosen_tokens=one, rejected_tokens=one)
-    for name in LOSS_DECLARATIONS:
+    for name in REGISTERED:
         plain_loss(name, logps, logps, one, loss_options(beta=0.5, label_smoothing=0.1))
 
 

@@ -46,20 +46,18 @@ LORA = "model.lora={r: 3, alpha: 6}"
 MOVING = "reference.sync={every_steps: 2, mixup: 0.6}"
 VARIANTS: dict[str, tuple[str, ...]] = {
     "full": (),
-    "aot": ("loss.type=aot",),
+    "wpo": ("loss.weighting=wpo",),
     "lora": (LORA, "optim.lr=1e-2"),
     "lora, moving": (LORA, MOVING, "optim.lr=1e-2"),
     "own reference": ("reference.path=${recipe_dir}/other",),
-    "epoch": ("packing.scope=epoch", "packing.rows_per_step=3", "packing.pairs_per_step=64"),
 }
 UNSHARDED = "distributed.accumulate_unsharded=true"
 # tests/run/test_combinations.py has the steps of every kind of run on two processes.
-QUICK: list[Run] = [("ddp", "aot", ()), ("fsdp2", "lora, moving", ())]
+QUICK: list[Run] = [("ddp", "wpo", ()), ("fsdp2", "lora, moving", ())]
 SLOW: list[Run] = [
     ("ddp", "own reference", ()),
-    ("ddp", "epoch", ()),
     ("fsdp2", "full", (UNSHARDED,)),
-    ("fsdp2", "aot", (UNSHARDED,)),
+    ("fsdp2", "wpo", (UNSHARDED,)),
 ]
 
 
@@ -124,7 +122,7 @@ def _train_with_memory(directory: Path, gib: dict[str, int]) -> list[str]:
         console = Console(file=StringIO(), width=200)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(memory_report, "available_memory", lambda device: memory)  # noqa: B023
-            train(recipe_of(directory, run, LORA, "loss.type=aot", "distributed.strategy=fsdp2"), console)
+            train(recipe_of(directory, run, LORA, "distributed.strategy=fsdp2"), console)
         ranks.wait_for_all()
         lines += [line for line in console.file.getvalue().splitlines() if line.startswith("Shards")]  # type: ignore[attr-defined]
     return lines

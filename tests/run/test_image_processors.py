@@ -54,7 +54,7 @@ def test_a_run_has_the_tokens_pixels_and_log_probs_of_the_family_s_own_processor
     assert len(records(recipe.output_dir, "train")) == 3
     setup = prepare(recipe, Console(quiet=True))
     pairs = setup.data.train
-    sums = prepare_reference(setup, None).values.of(pairs).sums  # of the run, cached
+    sums = prepare_reference(setup, None).values.of(pairs)  # of the run, cached
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", attn_implementation="eager")
     for pair, line in enumerate((tmp_path / "pairs.jsonl").read_text().splitlines()):
         row, group = json.loads(line), pairs.group(pair)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
@@ -24,7 +23,6 @@ from support.tiny_pictures import picture, picture_processor, user
 from support.two_ranks import run_on_ranks
 from transformers import AutoProcessor
 
-from dpo_pack.data.merging import prompt_merging
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.model.saving import save_model
 from dpo_pack.packing.lengths import ModelShape, pair_flops
@@ -81,11 +79,6 @@ def test_the_plan_and_the_flops_of_a_run_count_the_tower_once_for_each_prompt_in
         assert towers[0] > 0 and costs - plain == pytest.approx([times * one for one in towers])
         sizes = trained_pair_sizes(setup, source, trains_adapter=False)
         assert sizes.costs.tolist() == costs.tolist()
-    setup, source, text = prepared("packing.merge_prompts=true")
-    merging, same = source.builder.merging, np.array([0, 4])  # one question about one picture
-    assert merging is not None
-    plain_size = prompt_merging(setup.data.train, text).measure(same)
-    assert merging.measure(same).cost - plain_size.cost == pytest.approx(towers[0])
 
 
 def test_a_run_takes_the_steps_of_trl_s_padded_computation(recipe_file: Path, alone: Path) -> None:
@@ -104,7 +97,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "padded": ("packing.mode=padded",),
     "unshared": ("packing.share_prompt=false",),
     "recomputed activations": ("model.gradient_checkpointing=true",),
-    "merged prompts": ("packing.merge_prompts=true",),
     "inputs on the host, blocks in tiles": (
         "model.gradient_checkpointing=true",
         "model.activation_offload=true",

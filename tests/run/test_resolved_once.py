@@ -20,12 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import dpo_pack.trainer as train_module
 from dpo_pack.api import inspect_packing
 from dpo_pack.model import loading
-from dpo_pack.packing.plan import PlanSettings
+from dpo_pack.packing.plan import plan_epoch
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.evaluate import evaluate_models
 from dpo_pack.run.pairs import prepare_reference
 from dpo_pack.run.setup import prepare
 from dpo_pack.trainer import train
+from dpo_pack.training import batches
 
 
 @dataclass(slots=True)
@@ -46,7 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     counted = Calls()
     read_config: Any = AutoConfig.from_pretrained
     build: Any = AutoModelForCausalLM.from_config
-    plan = PlanSettings.plan
+    plan = plan_epoch
 
     class CountingConfig:
         @staticmethod
@@ -58,13 +59,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         counted.builds[config.model_type] += 1
         return build(config, **options)
 
-    def counting_plan(settings: PlanSettings, *arguments: Any, **options: Any) -> Any:
-        counted.plans[(settings.token_budget, options["order"].tobytes())] += 1
-        return plan(settings, *arguments, **options)
+    def counting_plan(*arguments: Any, **options: Any) -> Any:
+        counted.plans[(options["token_budget"], options["order"].tobytes())] += 1
+        return plan(*arguments, **options)
 
     monkeypatch.setattr(loading, "AutoConfig", CountingConfig)
     monkeypatch.setattr(AutoModelForCausalLM, "from_config", counting_build)
-    monkeypatch.setattr(PlanSettings, "plan", counting_plan)
+    monkeypatch.setattr(batches, "plan_epoch", counting_plan)
     return counted
 
 
@@ -83,15 +84,12 @@ def start(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     train(recipe, Console(quiet=True))
 
 
-EPOCH_SCOPE = ("packing.scope=epoch", "packing.rows_per_step=3", "packing.pairs_per_step=64")
 SETTINGS: dict[str, tuple[str, ...]] = {
     "full fine-tuning": (),
     "a new adapter": ("model.lora={r: 2}",),
-    "merged prompts": ("packing.merge_prompts=true",),
     "padded": ("packing.mode=padded",),
     "a reference that follows": ("reference.sync={every_steps: 2, mixup: 0.5}",),
     "no reference": ("loss.type=simpo",),
-    "whole epochs": (*EPOCH_SCOPE, "train.epochs=2"),
 }
 
 
@@ -101,10 +99,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 def test_a_run_starts_with_one_config_one_meta_build_and_one_plan_an_epoch(
     setting: str, recipe_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overrides = SETTINGS[setting]
-    start(load_recipe(recipe_path, overrides), monkeypatch)
+    start(load_recipe(recipe_path, SETTINGS[setting]), monkeypatch)
     assert calls.configs == {"model": 1} and calls.builds == {"llama": 1}
-    assert calls.of_budget(128) == [1] * (2 if "train.epochs=2" in overrides else 1)
+    assert calls.of_budget(128) == [1]
     assert max(calls.plans.values()) == 1  # the report's other budgets included
 
 

@@ -232,6 +232,7 @@ STATES = {
     "an adapter with dropout": ("model.lora={r: 4, alpha: 8, dropout: 0.3}", "optim.lr=1e-2"),
     "a moving reference": (MOVING,),
     "a moving reference and an adapter": (MOVING, LORA),
+    "a second epoch": ("train.epochs=3",),
 }
 
 

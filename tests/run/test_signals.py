@@ -184,7 +184,7 @@ def test_a_step_is_left_after_the_row_and_the_state_before_it_is_saved(
     recipe = whole_run(assets, tmp_path / "run", *settings)
     train(whole_run(assets, tmp_path / "other", *settings), console)
     with monkeypatch.context() as patch:
-        rows = signal_at(patch, 4 * 4 + 2, train_module, "score_pairs")  # in step 5's second row
+        rows = signal_at(patch, 4 * 4 + 2, train_module, "pair_losses")  # in step 5's second row
         assert stopped(recipe, console).exit_status == 143
     assert len(rows) == 4 * 4 + 2  # this row was the last one
     assert checkpoint_steps(tmp_path / "run") == [4]

@@ -30,6 +30,7 @@ NUM_PAIRS = 11  # in steps of 4: the last step of an epoch is a partial one
 NUM_STEPS = 3
 COMMON = (
     "packing.token_budget=64",
+    "packing.pairs_per_step=4",
     "train.max_steps=3",
     "train.epochs=3",
     "data.shuffle=false",
@@ -54,11 +55,6 @@ LOSSES: dict[str, tuple[str, ...]] = {
         "{type: apo_zero}",
         "{type: apo_down}",
     ),
-    "coupled": (
-        "{type: aot, label_smoothing: 0.1}",
-        "{type: aot_unpaired}",
-        "{type: [{type: aot}, {type: ipo}]}",
-    ),
     "sum": ("{type: [{type: sigmoid}, {type: sft, weight: 0.5}]}", "{type: [{type: ipo}, {type: sft}]}"),
     "free": ("{type: simpo, label_smoothing: 0.1}",),
     "likelihood": ("{type: cpo, cpo_alpha: 0.5}", "{type: orpo}", "{type: sft}"),
@@ -78,7 +74,6 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "shared": (),
         "unshared": ("packing.share_prompt=false",),
         "padded": ("packing.mode=padded",),
-        "merged": ("packing.merge_prompts=true",),
     },
     "adapter": {
         "none": ("optim.lr=3e-3",),
@@ -101,14 +96,9 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "adamw, decay": ("optim.eps=1e-6", "optim.weight_decay=0.1"),
         "adafactor": ("optim.name=adafactor", "optim.lr=2e-3"),
     },
-    "steps": {
-        "of pairs": ("packing.pairs_per_step=4",),
-        "of rows": ("packing.scope=epoch", "packing.rows_per_step=2"),
-    },
     "weighting": {"none": (), "wpo": ("loss.weighting=wpo",)},
-    "ld_alpha": {"none": (), "0.25": ("loss.ld_alpha=0.25",)},
     "weights": {"equal": (), "given": ("data.train.0.columns={weight: importance}",)},
-    "tokens": {"all": (), "weighted": ("data.train.0.path=${recipe_dir}/weighted.jsonl",)},
+    "tokens": {"all": (), "some": ("data.train.0.path=${recipe_dir}/some_scored.jsonl",)},
     "activations": {
         "kept": (),
         "recomputed": (  # and whatever goes with that
@@ -130,17 +120,12 @@ _FREE = ("free", "likelihood")
 # What a recipe refuses before anything loads, and words of the refusal.
 RULES: list[tuple[Forbidden, str]] = [
     (
-        {"loss": ("each side", "coupled", *_FREE), "divergence": _DIVERGENCES},
+        {"loss": ("each side", *_FREE), "divergence": _DIVERGENCES},
         r"^loss\.f_divergence: .*loss\.type \w+",
     ),
-    ({"loss": ("coupled",), "weighting": ("wpo",)}, r"^loss\.weighting: .*aot"),
     (
         {"loss": ("sum", "likelihood"), "weighting": ("wpo",)},
         r"^loss\.weighting: .*loss\.type (sft|cpo)",
-    ),
-    (
-        {"loss": ("sum", *_FREE), "ld_alpha": ("0.25",)},
-        r"^loss\.ld_alpha: .*loss\.type (sft|simpo|cpo)",
     ),
     (
         {"loss": _FREE, "reference": _OTHER_REFERENCES},
@@ -158,7 +143,6 @@ RULES: list[tuple[Forbidden, str]] = [
         {"precision": ("bf16 parameters",), "reference": ("copied",), "adapter": ("new", "saved")},
         r"^reference\.sync: .*bfloat16",
     ),
-    ({"layout": ("padded",), "steps": ("of rows",)}, r"^packing\.scope: .*packing\.mode: packed"),
 ]
 # What the files or the ranks show later, still before the first step.
 LATER: list[tuple[Forbidden, str]] = [
@@ -234,7 +218,7 @@ def make_assets(directory: Path) -> Path:
     tiny_tokenizer().save_pretrained(directory / "adapter")
     rows, rng = list(_rows(random.Random(0))), random.Random(1)
     write_rows(directory / "pairs.jsonl", rows)
-    write_rows(directory / "weighted.jsonl", [row | _token_weights(row, rng) for row in rows])
+    write_rows(directory / "some_scored.jsonl", [row | _scored(row, rng) for row in rows])
     tree = {
         "output_dir": "${recipe_dir}/run",
         "model": {"path": "${recipe_dir}/model"},
@@ -268,14 +252,14 @@ def _rows(rng: random.Random) -> Iterator[dict[str, Any]]:
         }
 
 
-def _token_weights(row: dict[str, Any], rng: random.Random) -> dict[str, list[float]]:
-    """A weight for each completion token; a completion that comes twice has other weights each time."""
+def _scored(row: dict[str, Any], rng: random.Random) -> dict[str, list[int]]:
+    """Which completion tokens are scored; a completion that comes twice has others each time."""
     weights = {
-        f"{side}_weights": [rng.choice((0.0, 0.0, 0.5, 1.0, 2.0)) for _ in row[f"{side}_ids"]]
+        f"{side}_weights": [rng.choice((0, 0, 1)) for _ in row[f"{side}_ids"]]
         for side in ("chosen", "rejected")
     }
     for of_side in weights.values():
-        of_side[-1] = of_side[-1] or 1.0  # of a completion, something must be scored
+        of_side[-1] = 1  # of a completion, something must be scored
     return weights
 
 
@@ -292,9 +276,9 @@ def train_and_watch(recipe: Recipe, processes: str = "one") -> list[list[int]]:
     steps: list[list[int]] = []
     accumulate = train_module.Trainer.accumulate_gradients
 
-    def watching(trainer: Any, batch: Any, balance: Any) -> Any:
+    def watching(trainer: Any, batch: Any) -> Any:
         steps.append(sorted(int(pair) for row in batch.row_pairs for pair in row))
-        return accumulate(trainer, batch, balance)
+        return accumulate(trainer, batch)
 
     with patch.object(train_module.Trainer, "accumulate_gradients", watching):
         train_module.train(recipe, Console(quiet=True))
@@ -307,11 +291,7 @@ def assert_plain_steps(
     """The run in the recipe's output_dir has trained on `steps` and logged what the plain loop computes."""
     ours = records(recipe.output_dir, "train")
     assert len(ours) == len(steps) == NUM_STEPS, where
-    if recipe.packing.scope == "step":
-        assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]], where
-    else:  # the plan decides; an epoch has each pair once
-        first_epoch = [pair for step in steps for pair in step][:NUM_PAIRS]
-        assert len(set(first_epoch)) == len(first_epoch) and min(map(len, steps)) > 1, where
+    assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]], where
     rows = [json.loads(line) for line in Path(recipe.data.train[0].path).read_text().splitlines()]
     is_weighted = "weight" in recipe.data.train[0].columns
     pairs = [
@@ -320,8 +300,8 @@ def assert_plain_steps(
             chosen=row["chosen_ids"],
             rejected=row["rejected_ids"],
             weight=row["importance"] if is_weighted else 1,
-            chosen_weights=row.get("chosen_weights", [1.0] * len(row["chosen_ids"])),
-            rejected_weights=row.get("rejected_weights", [1.0] * len(row["rejected_ids"])),
+            chosen_weights=row.get("chosen_weights", [1] * len(row["chosen_ids"])),
+            rejected_weights=row.get("rejected_weights", [1] * len(row["rejected_ids"])),
         )
         for row in rows
     ]

@@ -1,4 +1,4 @@
-"""The 21 settings of TRL's per-step numbers as recipes, and the comparison with those numbers.
+"""18 settings of TRL's per-step numbers as recipes, and the comparison with those numbers.
 
 There are two sets of models, pairs and numbers. `CONFORMANCE` is part of this repository, and
 scripts/make_conformance_set.py makes it. A second set may lie beside the repository, in
@@ -35,10 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "apo_zero": {"type": "apo_zero", "beta": 0.1},
     "apo_down": {"type": "apo_down", "beta": 0.1},
     "discopop": {"type": "discopop", "beta": 0.1},
-    "aot": {"type": "aot", "beta": 0.1, "label_smoothing": 0.1},
-    "aot_unpaired": {"type": "aot_unpaired", "beta": 0.1},
     "sigmoid_plus_sft": {"type": [{"type": "sigmoid"}, {"type": "sft", "weight": 0.5}], "beta": 0.1},
-    "ld_alpha": {"type": "sigmoid", "beta": 0.1, "ld_alpha": 0.5},
     "wpo": {"type": "sigmoid", "beta": 0.1, "weighting": "wpo"},
     "forward_kl": {"type": "sigmoid", "beta": 0.1, "f_divergence": "forward_kl"},
     "js_divergence": {"type": "sigmoid", "beta": 0.1, "f_divergence": "js_divergence"},
@@ -116,8 +113,8 @@ def steps_in_float64(recipe: Recipe, token_ids: Sequence[TokenIds]) -> list[dict
             chosen=chosen,
             rejected=rejected,
             weight=1,
-            chosen_weights=[1.0] * len(chosen),
-            rejected_weights=[1.0] * len(rejected),
+            chosen_weights=[1] * len(chosen),
+            rejected_weights=[1] * len(rejected),
         )
         for prompt, chosen, rejected in token_ids
     ]

@@ -21,8 +21,7 @@ from dpo_pack.data.formats import possible_formats
 from dpo_pack.data.tokenization import TokenizationSettings, tokenize_batch
 from dpo_pack.model import fingerprint
 from dpo_pack.packing import plan
-from dpo_pack.packing.bin_packing import PADDED
-from dpo_pack.packing.plan import PlanSettings, epoch_order
+from dpo_pack.packing.plan import epoch_order, plan_epoch
 from dpo_pack.reference.cache import ReferenceCache
 from support.conformance import CONFORMANCE
 from support.oracle import completion_logps_one_by_one
@@ -181,25 +180,19 @@ def plans() -> dict[str, Any]:
     tokens = random.randint(5, 120, 48)
     costs = tokens * (1.0 + tokens / 64.0)
     order = epoch_order(48, shuffle=True, seed=3, epoch=1)
-    step: dict[str, Any] = {"token_budget": 256, "pairs_per_step": 20, "algorithm": "best_fit_decreasing"}
-    epoch = {**step, "rows_per_step": 4, "window_pairs": 32}
-    variants: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "scope step": (step, {}),
-        "scope step, two ranks": (step, {"num_ranks": 2, "row_costs": costs}),
-        "scope step, equal rows": (step, {"num_ranks": 2, "row_costs": costs, "equal_rows": True}),
-        "first fit": ({**step, "algorithm": "first_fit_decreasing"}, {}),
-        "next fit": ({**step, "algorithm": "next_fit"}, {}),
-        "padded": ({**step, "algorithm": PADDED}, {}),
-        "scope epoch": (epoch, {}),
-        "scope epoch, two ranks": (epoch, {"num_ranks": 2, "row_costs": costs}),
+    variants: dict[str, dict[str, Any]] = {
+        "scope step": {},
+        "scope step, two ranks": {"num_ranks": 2, "row_costs": costs},
+        "scope step, equal rows": {"num_ranks": 2, "row_costs": costs, "equal_rows": True},
+        "padded": {"is_packed": False},
     }
     sources = {"source_indices": np.arange(48) % 2, "source_weights": np.array([0.5, 1.25])}
     found: dict[str, Any] = {
         "order": order.tolist(),
         "order of weighted sources": epoch_order(48, shuffle=True, seed=3, epoch=0, **sources).tolist(),
     }
-    for name, (settings, arguments) in variants.items():
-        made = PlanSettings(**settings).plan(tokens, order=order, **arguments)
+    for name, arguments in variants.items():
+        made = plan_epoch(tokens, order=order, token_budget=256, pairs_per_step=20, **arguments)
         rows = [[[row.tolist() for row in rows] for rows in ranks] for ranks in made]
         found[name] = {"fingerprint": made.fingerprint, "rows": rows}
     return found

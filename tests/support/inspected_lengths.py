@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.packing.bin_packing import PADDED
 from dpo_pack.packing.lengths import IntArray, ModelShape, PairLengths, pair_flops
-from dpo_pack.packing.plan import PlanSettings
+from dpo_pack.packing.plan import plan_epoch
 from dpo_pack.packing.report import inspect_packing
 
 
@@ -35,21 +34,24 @@ def inspect(
     *,
     shape: ModelShape = ONE_WEIGHT,
     share_prompt: bool = True,
+    is_packed: bool = True,
+    token_budget: int = 50,
+    pairs_per_step: int = 3,
+    order: IntArray | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    keys = ("token_budget", "pairs_per_step", "algorithm")
-    settings: dict[str, Any] = {
-        "token_budget": 50,
-        "pairs_per_step": 3,
-        "algorithm": "best_fit_decreasing",
-    }
-    settings |= {key: changes.pop(key) for key in keys if key in changes}
-    order = changes.pop("order", np.arange(len(lengths.prompt)))
     tokens, costs = lengths.padded_tokens(), lengths.padded_tokens().astype(np.float64)
-    if settings["algorithm"] != PADDED:
+    if is_packed:
         tokens = lengths.row_tokens(share_prompt=share_prompt)
         costs = pair_flops(shape, lengths, share_prompt=share_prompt)
-    plan = PlanSettings(**settings).plan(tokens, order=order, row_costs=costs)
+    plan = plan_epoch(
+        tokens,
+        order=np.arange(len(lengths.prompt)) if order is None else order,
+        token_budget=token_budget,
+        pairs_per_step=pairs_per_step,
+        is_packed=is_packed,
+        row_costs=costs,
+    )
     options: dict[str, Any] = {
         "ranks": (1,),
         "budgets": (),

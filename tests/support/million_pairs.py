@@ -1,23 +1,21 @@
-"""A script for test_planner.py: plans a million pairs in a process of its own, so that memory is the plan's.
+"""A script for test_plan.py: plans a million pairs in a process of its own, so that memory is the plan's.
 
-Prints as JSON the processor seconds to the first step of an epoch, to all its steps and to all steps of an
-epoch of so many rows a step, and the most memory in bytes that was resident beyond what imports take.
+Prints as JSON the processor seconds to the first step of an epoch and to all its steps, and the most memory
+in bytes that was resident beyond what imports take.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 
 import numpy as np
 
 from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairLengths, pair_flops
-from dpo_pack.packing.plan import PlanSettings, epoch_order
+from dpo_pack.packing.plan import epoch_order, plan_epoch
 from support.limits import resident_bytes
 
 NUM_PAIRS, NUM_RANKS = 1_000_000, 8
-SETTINGS = PlanSettings(token_budget=8192, pairs_per_step=64, algorithm="best_fit_decreasing")
 # The shape of a 7B Llama: attention is a small part of short pairs and a large one of long pairs.
 SEVEN_B = ModelShape(
     token_weights=6.5e9,
@@ -42,25 +40,19 @@ def main() -> None:
     costs = pair_flops(SEVEN_B, lengths, share_prompt=True)
     begun = time.process_time()
     order = epoch_order(NUM_PAIRS, shuffle=True, seed=0, epoch=0)
-    by_steps = SETTINGS.plan(tokens, order=order, num_ranks=NUM_RANKS, row_costs=costs)
-    assert len(by_steps.pack_step(0)) == NUM_RANKS
+    plan = plan_epoch(
+        tokens, order=order, token_budget=8192, pairs_per_step=64, num_ranks=NUM_RANKS, row_costs=costs
+    )
+    assert len(plan.pack_step(0)) == NUM_RANKS
     first_step_s = time.process_time() - begun
-    assert sum(len(rows) for step in by_steps for rows in step) >= NUM_RANKS * len(by_steps)
+    assert sum(len(rows) for step in plan for rows in step) >= NUM_RANKS * len(plan)
     epoch_s = time.process_time() - begun
 
-    begun = time.process_time()
-    by_rows = replace(SETTINGS, rows_per_step=32).plan(
-        tokens, order=order, num_ranks=NUM_RANKS, row_costs=costs
-    )
-    assert by_rows.row_begins is not None
-    assert sum(len(rows) for step in by_rows for rows in step) == len(by_rows.row_begins) - 1
-    rows_a_step_s = time.process_time() - begun
     print(
         json.dumps(
             {
                 "first_step_s": first_step_s,
                 "epoch_s": epoch_s,
-                "rows_a_step_s": rows_a_step_s,
                 "plan_bytes": resident_bytes("VmHWM") - imported,
             }
         )

@@ -23,19 +23,19 @@ from transformers import Adafactor, AutoModelForCausalLM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainPair:
-    """Token ids of a pair, a weight for each completion token, and the pair's weight, a whole number."""
+    """Token ids of a pair, a 1 for each completion token that is scored, and the pair's weight."""
 
     prompt: Sequence[int]
     chosen: Sequence[int]
     rejected: Sequence[int]
     weight: int
-    chosen_weights: Sequence[float]
-    rejected_weights: Sequence[float]
+    chosen_weights: Sequence[int]
+    rejected_weights: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logps:
-    """[P] weighted sums of log-probs of both sides of a step's pairs, and the sum of weights of each."""
+    """[P] sums of log-probs of both sides of a step's pairs, and the scored tokens of each."""
 
     chosen: Tensor
     rejected: Tensor
@@ -56,10 +56,10 @@ def plain_steps(
     is_rounded = recipe.model.dtype == "bfloat16" and not hasattr(policy, "peft_config")
     for number, positions in enumerate(steps, start=1):
         batch = [pairs[i] for i in positions]
-        ours, alignments = plain_logps(policy, batch, recipe.loss.ld_alpha)
+        ours, alignments = plain_logps(policy, batch)
         with torch.no_grad():
             theirs = (
-                plain_logps(reference, batch, recipe.loss.ld_alpha)[0]
+                plain_logps(reference, batch)[0]
                 if recipe.loss.needs_reference
                 else Logps(**{name: torch.zeros_like(getattr(ours, name)) for name in Logps.__slots__})
             )
@@ -151,7 +151,7 @@ def _optimizer(settings: Any, parameters: list[Tensor]) -> torch.optim.Optimizer
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
-def plain_logps(model: Any, batch: Sequence[PlainPair], ld_alpha: float | None) -> tuple[Logps, Tensor]:
+def plain_logps(model: Any, batch: Sequence[PlainPair]) -> tuple[Logps, Tensor]:
     """Log-probs of a padded batch [2 P, L], and [P] WPO alignments: sums of means over tokens."""
     sequences = [
         (pair.prompt, side, torch.tensor(weights, dtype=torch.float64))
@@ -165,15 +165,10 @@ def plain_logps(model: Any, batch: Sequence[PlainPair], ld_alpha: float | None) 
     mask = pad_sequence([torch.ones(len(p) + len(s)) for p, s, _ in sequences], batch_first=True)
     log_probs = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.log_softmax(dim=-1)
     sums, alignments = [], []
-    for number, (row, (prompt, side, weights)) in enumerate(zip(log_probs, sequences, strict=True)):
+    for row, (prompt, side, weights) in zip(log_probs, sequences, strict=True):
         predicting = row[len(prompt) - 1 : len(prompt) + len(side) - 1]
         tokens = predicting.gather(1, torch.tensor(side)[:, None]).squeeze(1)
-        counted = weights
-        if ld_alpha is not None:  # weights count in full up to those of the pair's shorter completion
-            shorter = min(sequences[number][2].sum(), sequences[number ^ 1][2].sum())
-            in_full = (shorter - (weights.cumsum(dim=0) - weights)).clamp(min=0).minimum(weights)
-            counted = in_full + ld_alpha * (weights - in_full)
-        sums.append((counted * tokens).sum())
+        sums.append((weights * tokens).sum())
         alignment = tokens - (2 * predicting).logsumexp(dim=-1)
         alignments.append((weights * alignment).sum().detach() / weights.sum())
     logps = torch.stack(sums).view(-1, 2)
@@ -191,12 +186,6 @@ def plain_loss(name: str, policy: Logps, reference: Logps, weights: Tensor, loss
     """The weighted sum of one loss over a step's pairs, from the table of docs/losses.md."""
     beta, swapped = loss.beta, loss.label_smoothing
     chosen, rejected = policy.chosen - reference.chosen, policy.rejected - reference.rejected
-    if name in ("aot", "aot_unpaired"):  # a pair of weight 2 is two pairs
-        upper, lower = policy.chosen - policy.rejected, reference.chosen - reference.rejected
-        if name == "aot_unpaired":
-            upper, lower = chosen, rejected
-        u, v = (value.repeat_interleave(weights.long()).sort().values for value in (upper, lower))
-        return _logistic(beta * (u - v), swapped).sum()
     if name in ("sft", "cpo"):
         likelihood = -(weights * policy.chosen).sum() / policy.chosen_tokens.mean()
         if name == "sft":

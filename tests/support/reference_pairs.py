@@ -73,7 +73,7 @@ def run_pass(
 
     `progress` gets the number of sequences of each finished row.
     """
-    work = find_work(cache, tables, per_token=settings.per_token)
+    work = find_work(cache, tables)
     return compute_missing(
         cache,
         plan_pass(work, model_shape(scorer.model), settings, is_packed=scorer.backend is not None),
@@ -90,7 +90,7 @@ def num_cached(work: ReferenceWork) -> int:
 def all_sums(cache: ReferenceCache, tables: Sequence[PairTable]) -> npt.NDArray[np.float64]:
     """Sums of all chosen, then all rejected sequences of each table in turn."""
     keys = [side for table in tables for side in (table.chosen_keys, table.rejected_keys)]
-    return cache.lookup(np.concatenate(keys))[0]
+    return cache.lookup(np.concatenate(keys))
 
 
 class SmallMemory(CompletionLogps):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from support.device_reads import waiting_is_an_error
 from support.reference_pairs import (
     CPU,
     NAMESPACE,
-    SETTINGS,
     SmallMemory,
     all_sums,
     load_scorer,
@@ -32,7 +30,6 @@ from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.building import load_model
 from dpo_pack.model.layout import packed_row
 from dpo_pack.packing.lengths import Group
-from dpo_pack.packing.plan import PlanSettings
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import find_work
@@ -56,7 +53,8 @@ def make_source(*, num_pairs: int = 14, epochs: int = 2) -> OfflineSource:
     )
     return OfflineSource(
         builder=builder,
-        settings=PlanSettings(token_budget=64, pairs_per_step=4, algorithm="best_fit_decreasing"),
+        token_budget=64,
+        pairs_per_step=4,
         row_costs=None,
         source_weights=np.ones(1),
         epochs=epochs,
@@ -142,18 +140,16 @@ def one_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(reference_pass.ROWS_BEHIND, "cpu", 1)
 
 
-@pytest.mark.parametrize("per_token", [False, True])
 def test_a_pass_that_reads_a_row_behind_fills_the_cache_bit_for_bit(
-    per_token: bool, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables, scorer = [make_table(random_pairs(12))], load_scorer(model_path)
-    settings = replace(SETTINGS, per_token=per_token)
     at_once, behind = ReferenceCache(tmp_path / "a", NAMESPACE), ReferenceCache(tmp_path / "b", NAMESPACE)
-    run_pass(at_once, tables, scorer, settings)
+    run_pass(at_once, tables, scorer)
     monkeypatch.setitem(reference_pass.ROWS_BEHIND, "cpu", 1)
-    run_pass(behind, tables, scorer, settings)
+    run_pass(behind, tables, scorer)
     assert all_sums(behind, tables).tobytes() == all_sums(at_once, tables).tobytes()
-    assert find_work(behind, tables, per_token=per_token).missing.sum() == 0
+    assert find_work(behind, tables).missing.sum() == 0
 
 
 def test_a_row_is_read_when_the_next_one_is_queued(

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from support.groups import CPU, group
 from support.rows import write_rows
 from support.run_files import records
 from support.tiny_models import tiny_model
@@ -21,14 +21,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from dpo_pack.model.facts import router_balance, router_sentence
-from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.packing.lengths import Group
+from dpo_pack.model.layout import packed_row, padded_row
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.setup import check_recipe
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError
 from dpo_pack.trainer import Trainer, train
-from dpo_pack.training.batches import token_copies
 
 COEFFICIENT = 0.05
 PAIRS_PER_STEP, NUM_STEPS = 6, 2
@@ -39,7 +37,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "a row a pair": {"token_budget": 16},
     "some rows": {"token_budget": 64},
     "unshared": {"token_budget": 64, "share_prompt": False},
-    "merged prompts": {"token_budget": 128, "merge_prompts": True},
     "padded": {"mode": "padded", "token_budget": 128},
     "recomputed activations": {"token_budget": 64},
 }
@@ -138,27 +135,13 @@ def test_null_takes_the_coefficient_of_the_models_config(assets: Path, tmp_path:
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one row"])
-def test_the_load_balancing_loss_does_not_depend_on_rows_sharing_or_merging(
+def test_the_load_balancing_loss_does_not_depend_on_rows_or_sharing(
     layout: str, assets: Path, one_row: list[Any], tmp_path: Path
 ) -> None:
     model = {"gradient_checkpointing": layout == "recomputed activations"}
     steps = steps_of(assets, tmp_path / "run", packing=LAYOUTS[layout], model=model)
-    assert steps[0]["rows"] > 1 or layout == "merged prompts"
+    assert steps[0]["rows"] > 1
     assert_same_steps(steps, one_row)
-
-
-def test_a_loss_that_couples_pairs_takes_the_load_balancing_loss_too_in_the_pass_that_it_needs_anyway(
-    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("a second pass without gradients")
-
-    monkeypatch.setattr(CompletionLogps, "expert_counts", never)
-    runs = [
-        steps_of(assets, tmp_path / layout, packing=LAYOUTS[layout], loss={"type": "aot"})
-        for layout in ("one row", "some rows")
-    ]
-    assert_same_steps(*runs)
 
 
 # A step of one pair leaves a rank without rows.
@@ -186,25 +169,18 @@ def test_two_processes_have_the_load_balancing_loss_of_one(
 
 
 def test_a_token_counts_once_for_each_sequence_that_has_it() -> None:
-    def ids(*values: int) -> np.ndarray:
-        return np.array(values)
+    groups = [group([1, 2], [7, 8], [7, 5, 6]), group([3], [4], [4, 5])]
 
-    groups = [
-        Group(context=ids(1, 2), completions=(ids(7, 8), ids(7, 5, 6))),
-        Group(context=ids(3), completions=(ids(4), ids(9), ids(4, 5))),
-    ]
-    as_they_lie = np.arange(4)
-    two = [groups[0], Group(context=ids(3), completions=(ids(4), ids(4, 5)))]
-    packed = token_copies(two, as_they_lie, is_packed=True, share_prompt=True)
-    #                        1  2  7  8  5  6  3  4  5
-    assert packed.tolist() == [2, 2, 2, 1, 1, 1, 2, 2, 1]
-    unshared = token_copies(two, as_they_lie, is_packed=True, share_prompt=False)
-    assert unshared.tolist() == [1] * 14
-    padded = token_copies(two, as_they_lie, is_packed=False, share_prompt=True)
-    assert padded.reshape(4, 5).sum(axis=1).tolist() == [4, 5, 2, 3]
-    # Three pairs of the second group: (4, 9), (4, 4 5), (9, 4 5); each completion counts twice.
-    merged = token_copies(groups, np.array([0, 1, 2, 3, 2, 4, 3, 4]), is_packed=True, share_prompt=True)
-    assert merged.tolist() == [2, 2, 2, 1, 1, 1, 6, 2, 2, 2, 2]
+    def copies(share_prompt: bool) -> list[float]:
+        row = packed_row(groups, CPU, share_prompt=share_prompt, counts_copies=True)
+        assert row.token_copies is not None
+        return row.token_copies.tolist()
+
+    #                      1  2  7  8  5  6  3  4  5
+    assert copies(True) == [2, 2, 2, 1, 1, 1, 2, 2, 1]
+    assert copies(False) == [1] * 14
+    padded = padded_row(groups, device=CPU, counts_copies=True).token_copies
+    assert padded is not None and padded.reshape(4, 5).sum(dim=1).tolist() == [4, 5, 2, 3]
 
 
 def test_a_coefficient_is_refused_where_transformers_has_no_load_balancing_loss(

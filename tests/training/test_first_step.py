@@ -20,13 +20,12 @@ from support.tiny_tokenizer import tiny_tokenizer
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import RowLogps
 from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.run import inputs
 from dpo_pack.run.inputs import prepare_run
 from dpo_pack.run.run_dir import find_run
 from dpo_pack.run.setup import load_policy
 from dpo_pack.system.errors import RunError
 from dpo_pack.training import references
-from dpo_pack.training.batches import PairRow
-from dpo_pack.training.step_loss import with_reference
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +57,17 @@ def test_the_policy_as_it_starts_is_its_reference(
     overrides: tuple[str, ...], job: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forwards: list[Row] = []
+    compared = references.check_start
 
-    def counted(row: PairRow, output: RowLogps) -> PairRow:
-        forwards.append(row.row)
-        return with_reference(row, output)
+    def counted(policy: Any, *arguments: Any, **options: Any) -> None:
+        def once_more(row: Row) -> RowLogps:
+            forwards.append(row)
+            output: RowLogps = policy(row)
+            return output
 
-    monkeypatch.setattr(references, "with_reference", counted)
+        compared(once_more, *arguments, **options)
+
+    monkeypatch.setattr(inputs, "check_start", counted)
     for _ in range(2):  # computed, then cached
         start(job, tmp_path / "cache", console, *overrides)
     assert len(forwards) == 2  # one forward a start shows that they agree

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import dpo_pack.training.held_out as held_out
 from dpo_pack.data.store import PairTable
-from dpo_pack.losses import LOSSES, Objective
+from dpo_pack.losses.objective import Objective, make_objective
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
-from dpo_pack.training.batches import PairReference, RowBuilder
+from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.held_out import (
     LENGTH_BUCKETS,
     METRICS_WITH_INTERVALS,
@@ -34,17 +34,14 @@ from dpo_pack.training.metrics import logps
 
 NUM_PAIRS = 23
 SOURCES = ("hh", "web", "unused")
-OBJECTIVE = Objective(
-    terms=((LOSSES["sigmoid"], 1.0), (LOSSES["sft"], 0.1)),
-    options=loss_options(beta=0.3),
-)
+OBJECTIVE = make_objective([("sigmoid", 1.0), ("sft", 0.1)], dataclasses.asdict(loss_options(beta=0.3)))
 
 
 def make_builder(*, packed: bool = True) -> RowBuilder:
     random = np.random.default_rng(1)
     return RowBuilder(
         table=make_table(random_pairs(NUM_PAIRS)),
-        reference=PairReference(sums=random.uniform(-60, -20, (NUM_PAIRS, 2))),
+        reference=random.uniform(-60, -20, (NUM_PAIRS, 2)),
         is_packed=packed,
         share_prompt=packed,
         device=torch.device("cpu"),
@@ -69,7 +66,7 @@ def test_values_are_in_the_table_s_order_and_do_not_depend_on_rows(
         alone = policy(builder.build(np.array([pair])).row).sums
         assert values[pair, 1:3].tolist() == pytest.approx(alone.tolist(), abs=1e-4)
     assert builder.reference is not None
-    assert values[:, 3:5].tolist() == builder.reference.sums.tolist()
+    assert values[:, 3:5].tolist() == builder.reference.tolist()
     assert torch.allclose(evaluate(policy, token_budget=1), values, atol=1e-4)
     assert torch.allclose(evaluate(policy, token_budget=10_000), values, atol=1e-4)
     padded, in_rows = load_scorer(model_path, packed=False), list[int]()
@@ -105,7 +102,7 @@ def result(
     if reference is not None:
         scores = logps(evaluate(reference, packed=reference.backend is not None), "policy")
         sums = torch.stack((scores.chosen, scores.rejected), dim=1).numpy()
-        builder = dataclasses.replace(builder, reference=PairReference(sums=sums))
+        builder = dataclasses.replace(builder, reference=(sums))
     values = evaluate_pairs(policy, builder, objective, token_budget=64)
     dtype = torch.float32 if policy.compute_dtype == torch.float64 else policy.compute_dtype
     return held_out_result(
@@ -158,7 +155,9 @@ def test_a_record_has_averages_intervals_and_breakdowns(policy: CompletionLogps)
     assert mean == pytest.approx(found.record["rewards/margins"])
     assert 0 <= found.record["length/prefers_longer"] <= 1
     assert {"rewards/margins_p50", "entropy", "logps/chosen_per_token"} <= found.record.keys()
-    simpo = result(policy, Objective(terms=((LOSSES["simpo"], 1.0),), options=loss_options(beta=2.0))).record
+    options = dataclasses.asdict(loss_options(beta=2.0))
+    free = make_objective([("simpo", 1.0)], options, needs_reference=False)
+    simpo = result(policy, free).record
     assert not [name for name in [*simpo, *simpo["intervals"]] if name.startswith("kl/")]
 
 

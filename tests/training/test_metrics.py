@@ -11,7 +11,8 @@ import torch
 from support.device_reads import no_reads
 from torch import Tensor
 
-from dpo_pack.losses import PairLogps, ScoredPairs
+from dpo_pack.model.scorer import RowLogps
+from dpo_pack.training.batches import PairRow
 from dpo_pack.training.metrics import averages, join_values, pair_values
 
 BETA, CPU = 0.5, torch.device("cpu")
@@ -28,23 +29,27 @@ def values_of(
     mean_logit: tuple[list[float], list[float]],
 ) -> Tensor:
     """Of a row given as (chosen, rejected) lists; entropy, top1, mean_logit summed over tokens."""
-    ours, theirs = (
-        PairLogps(
-            chosen=torch.tensor(chosen, dtype=torch.float64),
-            rejected=torch.tensor(rejected, dtype=torch.float64),
-            chosen_tokens=torch.tensor(tokens[0]),
-            rejected_tokens=torch.tensor(tokens[1]),
-        )
-        for chosen, rejected in (policy, reference)
-    )
-    statistics = torch.tensor([entropy, top1, mean_logit], dtype=torch.float64).permute(2, 1, 0)
-    return pair_values(scored(ours, theirs, statistics), torch.tensor(losses, dtype=torch.float64))
 
+    def completions(sides: Any) -> Tensor:
+        return torch.tensor(sides, dtype=torch.float64).T.flatten()
 
-def scored(ours: PairLogps, theirs: PairLogps, statistics: Tensor) -> ScoredPairs:
-    return ScoredPairs(
-        policy=ours, reference=theirs, pair_weights=torch.ones(len(statistics)), statistics=statistics
+    statistics = [completions(sides) for sides in (entropy, top1, mean_logit)]
+    nothing = torch.zeros(0)
+    output = RowLogps(
+        sums=completions(policy),
+        num_tokens=completions(tokens).long(),
+        token_logps=nothing,
+        statistics=torch.stack([*statistics, torch.full_like(statistics[0], torch.nan)], dim=1),
+        expert_counts=nothing,
+        expert_probs=nothing,
     )
+    row = PairRow(
+        row=None,  # type: ignore[arg-type]
+        reference=completions(reference).view(-1, 2),
+        pair_weights=torch.ones(len(losses)),
+        pair_indices=np.arange(len(losses)),
+    )
+    return pair_values(output, row, torch.tensor(losses, dtype=torch.float64))
 
 
 def margins_only(margins: list[float]) -> Tensor:

@@ -67,7 +67,7 @@ def test_on_cuda_phases_are_what_the_device_took() -> None:
 
 def meter(peak: float | None) -> Meter:
     costs = np.array([10.0, 20.0, 30.0, 40.0])
-    sizes = PairSizes(tokens=np.ones(4, dtype=np.int64), costs=costs, merging=None)
+    sizes = PairSizes(tokens=np.ones(4, dtype=np.int64), costs=costs)
     return Meter(sizes=sizes, peak_flops=peak)
 
 

@@ -160,7 +160,7 @@ def trl_loss(value: Any, settings: Settings) -> Any:
 def smoothing(value: Any, settings: Settings) -> Any:
     """Reads TRL's label_smoothing, which sigmoid ignores there and not here."""
     names = _listed(settings["loss_type"])
-    if value and not {"robust", "exo_pair", "aot", "aot_pair", "aot_unpaired"}.intersection(names):
+    if value and not {"robust", "exo_pair"}.intersection(names):
         what = f"TRL's {' and '.join(names)} ignores it; for cDPO set loss.label_smoothing"
         return Outcome(absent=what)
     mixed = "sigmoid" in names and value
