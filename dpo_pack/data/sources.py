@@ -45,7 +45,7 @@ from dpo_pack.recipe.data import DATA_FILE_SUFFIXES
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import CacheError, DataError, RecipeError
-from dpo_pack.system.hub import check_dataset, instead_of_url
+from dpo_pack.system.hub import instead_of_url
 
 HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
 DEFAULT_SPLIT = "train"
@@ -463,7 +463,6 @@ def _find_on_hub(path: Path, split: str, names: ColumnNames, options: Mapping[st
     if data_suffix(path) in DATA_FILE_SUFFIXES or label.startswith((".", "/", "~")) or label.count("/") > 1:
         remedy = instead_of_url(label) or f"; correct {key}.path"
         raise DataError(f"{label}: no such file or directory in {Path.cwd()}{remedy}")
-    check_dataset(label, f"{key}.path")
     theirs = {_HUB_KEYS[name]: value for name, value in options.items()}
     dataset = _load_dataset(label, split, names, **theirs)
     fingerprint, open_source = str(dataset._fingerprint), partial(_open_dataset, dataset, names)

@@ -21,12 +21,10 @@ from dpo_pack.system.files import read_json
 
 # What transformers 4 reads in place of `rope_parameters`; version 5 reads these keys too.
 _OLD_ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base")
-_NEW_TOKENIZER_CLASSES = ("TokenizersBackend", "SentencePieceBackend", "MistralCommonBackend")
 _PROCESSOR_FILES = (  # of towers, which are carried through
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "chat_template.json",
 )  # fmt: skip
-_OF_THIS_MACHINE = ("is_local", "local_files_only")  # transformers 5 writes how it loaded the tokenizer
 
 
 def save_model(
@@ -200,8 +198,6 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: 
         settings = read_json(target / name)
         if settings is None:
             continue
-        for key in _OF_THIS_MACHINE:
-            settings.pop(key, None)
         if turn_end is not None:
             settings["eos_token"] = tokenizer.eos_token
         if "chat_template" in settings and isinstance(tokenizer.chat_template, str):  # it may be a list
@@ -234,12 +230,3 @@ def _given_file(
     }
     options |= {"local_files_only": not downloads, "revision": revision}
     return cached_file(source, name, **options) if source else None
-
-
-def needs_transformers_5(directory: Path) -> bool:
-    """Whether older releases would read the saved files wrongly, or not at all."""
-    config = read_json(directory / "config.json") or {}
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    has_new_keys = any("rope_parameters" in part and "rope_theta" not in part for part in parts)
-    settings = read_json(directory / "tokenizer_config.json") or {}
-    return has_new_keys or settings.get("tokenizer_class") in _NEW_TOKENIZER_CLASSES

@@ -49,7 +49,7 @@ from dpo_pack.run.checkpoint_files import (
     load_tensors,
     saved_counters,
 )
-from dpo_pack.run.export import NotVerified, export_model, job_to_verify, verify
+from dpo_pack.run.export import export_model, job_to_verify, verify
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.pairs import exact_tables
 from dpo_pack.run.run_dir import PARTS, RunDir, damage_of, only_run
@@ -70,6 +70,7 @@ from dpo_pack.system.files import discard, path_aside, put_in_place, read_json, 
 from dpo_pack.system.machine import package_versions
 from dpo_pack.training.batches import BatchSource
 
+_PACKAGES = ("dpo-pack", "torch", "transformers", "peft")
 _COUNTERS = [one.name for one in fields(Counters) if one.name in TrainState.__slots__]
 
 # -------------------------------------------------------------------------------------- what identifies a run
@@ -84,7 +85,7 @@ def run_identity(
     moves: bool,
     frozen: FrozenReference | None,
 ) -> Identity:
-    """Returns what identifies a run in its checkpoints. It is equal on all ranks.
+    """Returns what identifies a run in its checkpoints, equal on all ranks.
 
     `moves`: the reference follows the policy. `frozen`: the reference's log-probs, if the run has them.
     """
@@ -101,17 +102,13 @@ def run_identity(
         fingerprints["meaning of optim.lr for adafactor (it is absolute now)"] = "absolute"
     if facts.balance is not None:
         fingerprints["load-balancing loss"] = f"x {facts.balance.coefficient:g}"
-    number, versions = ranks.num_ranks(), package_versions()
-    packages: tuple[str, ...] = ("torch", "transformers", "peft")
+    number, versions = ranks.num_ranks(), {"dpo-pack": dpo_pack.__version__, **package_versions()}
     judged_by = f"{criterion.metric} of {criterion.eval_set}, {data.eval_fingerprint}" if criterion else ""
     if criterion and (tables := exact_tables(setup)):
         judged_by += f", {tables[criterion.eval_set].num_pairs} pairs in float32"
     return Identity(
         fingerprints=fingerprints,
-        versions={
-            "dpo-pack": dpo_pack.__version__,
-            **{name: versions[name] for name in packages if name in versions},
-        },
+        versions={name: versions[name] for name in _PACKAGES if name in versions},
         ranks="one process" if number == 1 else f"{number} processes ({setup.strategy.name})",
         judged_by=judged_by,
     )
@@ -149,7 +146,7 @@ class Saver:
     saved: ResumePoint | None = None  # the one that the newest checkpoint holds
 
     def mark_resume_point(self) -> None:
-        """Makes the present step the point where the run can resume, once a checkpoint of it is written."""
+        """Makes the present step the point. When a checkpoint of it is written, the run can resume there."""
         metrics, source = self.log.file, self.state.source.state_dict()
         assert metrics is not None
         self.resume_point = ResumePoint(
@@ -161,19 +158,17 @@ class Saver:
         self.mark_resume_point()
         if self.run.has_own_checkpoint:
             self.saved = self.resume_point
-        standing, directory = self.state.standing, self.run.checkpoints
+        best, directory = self.state.standing.best, self.run.checkpoints
         if self.run.checkpoint is None or not self.setup.recipe.checkpoint.keep_best:
             return
         # A run that goes on from another directory's checkpoint has none of the best evaluations' here.
-        kept = tuple(entry for entry in standing.best if checkpoint_path(directory, entry[0]).is_dir())
-        kept = ranks.first_says(kept)
-        if kept != standing.best:
-            lost = ", ".join(str(step) for step in standing.best_steps if step not in dict(kept))
+        kept = ranks.first_says(tuple(one for one in best if checkpoint_path(directory, one[0]).is_dir()))
+        if kept != best:
             self.setup.console.print(
-                f"Note: {directory} has no checkpoints of the best evaluations, after step {lost}; only "
-                "later ones can be the best of this run"
+                f"Note: {directory} lacks checkpoints of the best evaluations, so only those after step "
+                f"{self.state.step} can be the best of this run"
             )
-            self.state.standing = replace(standing, best=kept)
+            self.state.standing = replace(self.state.standing, best=kept)
 
     @property
     def is_due(self) -> bool:
@@ -317,20 +312,12 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tup
     ways_out = "use another output_dir, or start again with checkpoint.resume=never and --overwrite"
     _refuse_another(path, counters.identity, identity.fingerprints, ways_out)
     kept = torch.load(path / HOST_STATE, map_location="cpu", weights_only=True)
-    weights = _weights(state)
-    saved: dict[str, set[str]] = {"policy": set(), "reference": set(), "optimizer": set()}  # names
-    for part, *name in FileSystemReader(path / TENSORS).read_metadata().planner_data.values():
-        saved.setdefault(part, set()).update(name[:1])
-    if any(weights[part].keys() != saved[part] for part in weights):
-        raise RunError(
-            f"{path} holds other parameters than this policy trains, or an earlier version of dpo-pack "
-            "wrote it; delete it and run again"
-        )
     optimizer = _new_optimizer_state(state)
     # A parameter that never had a gradient has no moments in the checkpoint.
-    moments = {name: moment for name, moment in optimizer["state"].items() if name in saved["optimizer"]}
-    assert moments.keys() == saved["optimizer"]
-    load_tensors(path, {**weights, "optimizer": moments})
+    stored = FileSystemReader(path / TENSORS).read_metadata().planner_data.values()
+    saved = {name[0] for part, *name in stored if part == "optimizer"}
+    moments = {name: moment for name, moment in optimizer["state"].items() if name in saved}
+    load_tensors(path, {**_weights(state), "optimizer": moments})
     options = StateDictOptions(strict=False)
     set_optimizer_state_dict(state.scorer, state.optimizer, {**optimizer, "state": moments}, options=options)
     for group, settings in zip(state.optimizer.param_groups, kept["optimizer_groups"], strict=True):
@@ -384,15 +371,13 @@ def _allowed_changes(counters: Counters, identity: Identity) -> Iterator[str]:
             "Note: earlier evaluations were compared by another metric, held-out set or precision, so only "
             "later ones can be the best of the run"
         )
-    if counters.ranks != identity.ranks:
-        yield f"Note: the checkpoint was written on {counters.ranks}, and this run is on {identity.ranks}"
-    changed = "; ".join(
-        f"{package} {then} then, {identity.versions.get(package, 'none')} now"
-        for package, then in counters.versions.items()
-        if then != identity.versions.get(package)
-    )
+    now = {**identity.versions, "ranks:": identity.ranks}
+    then = {**counters.versions, "ranks:": counters.ranks}
+    changed = [
+        f"{name} {was} then, {now.get(name)} now" for name, was in then.items() if was != now.get(name)
+    ]
     if changed:
-        yield f"Warning: packages have other versions, which may change the last bits of results: {changed}"
+        yield f"Warning: changes that may change the last bits of results: {'; '.join(changed)}"
 
 
 # --------------------------------------------------------------------------------- the model of a stopped run
@@ -451,19 +436,13 @@ def _export_checkpoint(run: Path, checkpoint: Path, target: Path, console: Conso
         "train_seconds": counters.train_seconds,
     }
     evaluation = load_trained(checkpoint, loaded.scorer)
-    temporary, how = ranks.first_says(path_aside(target)), "not verified, as export.verify says"
+    temporary, how = ranks.first_says(path_aside(target)), "export.verify: none"
     try:
         saved = export_model(setup, loaded, temporary, console, totals=totals, evaluation=evaluation)
         if recipe.export.verify != "none":
-            how = ranks.first_does_for_all(partial(_how, job_to_verify(setup, loaded, temporary, saved)))
+            job = job_to_verify(setup, loaded, temporary, saved)
+            _, how = ranks.first_does_for_all(partial(verify, job))
         ranks.first_does_for_all(writing(target)(partial(put_in_place, temporary, target)))
     finally:
         ranks.only_first_does(partial(discard, temporary))
     return how
-
-
-def _how(job: dict[str, Any]) -> str:
-    try:
-        return verify(job)
-    except NotVerified as obstacle:
-        return f"not verified: {obstacle}"

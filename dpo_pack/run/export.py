@@ -40,7 +40,6 @@ from dpo_pack.model.saving import (
     eos_tokens,
     find_beyond,
     is_tied,
-    needs_transformers_5,
     round_weights,
     save_model,
 )
@@ -120,8 +119,6 @@ def write_model(
     with written_aside(target) as directory:
         directory.mkdir()
         saved = save_model(loaded, tokenizer, directory, **settings)
-        if needs_transformers_5(directory):
-            card = card.replace("# pip install transformers", '# pip install "transformers>=5"', 1)
         (directory / "README.md").write_text(card, encoding="utf-8")
         for weights in directory.glob("*.safetensors"):
             # safetensors lets only the owner read its files. Who may read the card may read the weights.
@@ -241,9 +238,9 @@ def job_to_verify(
     }
 
 
-def verify(job: dict[str, Any]) -> str:
-    """Compares the files with what was trained, in another process, and returns a sentence about it. Raises
-    RunError if they hold another model, NotVerified if the process ended early, as without enough memory."""
+def verify(job: dict[str, Any]) -> tuple[bool, str]:
+    """Compares the files with what was trained, in another process. Returns whether it did, or the process
+    ended early, as without enough memory, and a sentence. Raises RunError if the files hold another model."""
     alone = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     if not job["device"].startswith("cuda"):
         alone["CUDA_VISIBLE_DEVICES"] = ""
@@ -252,7 +249,7 @@ def verify(job: dict[str, Any]) -> str:
         command, input=json.dumps(job), env=alone, capture_output=True, text=True, check=False
     )
     if ended.returncode != 0 or not ended.stdout.strip():
-        raise NotVerified("the process that reads the model ended early")
+        return False, "not verified: the process that reads the model ended early"
     answer = json.loads(ended.stdout.splitlines()[-1])
     if answer["failure"] is not None:
         raise RunError(
@@ -263,11 +260,7 @@ def verify(job: dict[str, Any]) -> str:
     if job["sequences"]:
         number, error = len(job["sequences"]), answer["error"]
         sentence += f"; log-probs of {number} made-up sequences differ by {error:.1e} nats a token"
-    return sentence
-
-
-class NotVerified(Exception):
-    """Nobody knows whether the files hold what was trained."""
+    return True, sentence
 
 
 def verify_model(run: RunDir, console: Console, job: dict[str, Any]) -> None:
@@ -277,18 +270,14 @@ def verify_model(run: RunDir, console: Console, job: dict[str, Any]) -> None:
     """
     try:
         with shown(console, "Verifying the model"):
-            found = verify(job)
-    except NotVerified as obstacle:
-        run.update(not_verified=str(obstacle))
-        console.print(f"Warning: {run.model} was not verified: {obstacle}")
-        return
+            is_verified, found = verify(job)
     except (RunError, Interrupted) as error:
         run.update(not_verified=str(error))
         if isinstance(error, Interrupted):
             error.next_step = "the run is finished and its model is saved, but it was not read back"
         raise
-    run.update(verified=True, not_verified=None)
-    console.print(found.capitalize())
+    run.update(verified=is_verified, not_verified=None if is_verified else found)
+    console.print(found.capitalize() if is_verified else f"Warning: {run.model} is {found}")
 
 
 # --------------------------------------------------------------------------------------------------- the card
@@ -317,11 +306,10 @@ def model_card(
         tags=["dpo", "preference-optimization", "dpo-pack"] + ["lora"] * (adapter_base is not None),
     )
     adapter = "" if adapter_base is None else f"A LoRA adapter for {name_for_others(adapter_base)}: "
-    data = [f"- training: {_linked(source.path)}" for source in recipe.data.train]
-    data += [f"- held out: {_linked(source.path)}" for source in recipe.data.eval_sources]
+    trained = ", ".join(_linked(source.path) for source in recipe.data.train)
+    held_out = ", ".join(_linked(source.path) for source in recipe.data.eval_sources)
     if isinstance(recipe.data.eval, EvalFraction):
-        data.append(f"- held out: a fraction of {recipe.data.eval.fraction} of the training data")
-    lines = "\n".join(data)
+        held_out = f"a fraction of {recipe.data.eval.fraction} of the training data"
     return f"""---
 {head.to_yaml().strip()}
 ---
@@ -336,9 +324,7 @@ by dpo-pack {dpo_pack.__version__}.
 Training: {totals["steps"]:,} steps, {totals["pairs"]:,} preference pairs, {totals["tokens"]:,} tokens, \
 {format_seconds(totals["train_seconds"])}.
 
-## Data
-
-{lines}
+Trained on: {trained}. Held out: {held_out or "nothing"}.
 
 ## Recipe
 

@@ -44,23 +44,26 @@ SourcedPrompt = tuple[str, Prompt]  # its held-out set; where nothing is held ou
 Sample = dict[str, Any]  # a line of samples.jsonl: step, source, prompt, completion, model
 
 
+def settings_of(recipe: Recipe) -> SamplesRecipe:
+    return recipe.logging.samples or SamplesRecipe()
+
+
 def complete(
     scorer: CompletionLogps,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[SourcedPrompt],
+    recipe: Recipe,
     device: torch.device,
     console: Console,
-    *,
-    max_new_tokens: int,
-    token_budget: int,
 ) -> list[str]:
     """Returns the completion of each prompt as text, with special tokens but without the one that ends it."""
+    most = settings_of(recipe).max_new_tokens
     generator = TransformersGenerator(
         scorer=scorer,
         tokenizer=tokenizer,
-        sampling=SamplingSettings(completions_per_prompt=1, max_new_tokens=max_new_tokens, temperature=0.0),
+        sampling=SamplingSettings(completions_per_prompt=1, max_new_tokens=most, temperature=0.0),
         seed=0,
-        token_budget=token_budget,
+        token_budget=recipe.packing.token_budget,
         device=device,
         console=console,
     )
@@ -105,9 +108,8 @@ class Sampler:
 
         An error of generation or of the disk is printed and ends the samples, but not the run.
         """
-        setup = self.setup
-        settings = setup.recipe.logging.samples or SamplesRecipe()
-        every_steps = (settings.every_evals or 0) * (setup.recipe.train.eval_every_steps or 0)
+        setup, recipe = self.setup, self.setup.recipe
+        every_steps = (settings_of(recipe).every_evals or 0) * (recipe.train.eval_every_steps or 0)
         if not (at_end or step == 0 or (every_steps and step % every_steps == 0)):
             return
         written = read_samples(self.path)
@@ -117,17 +119,10 @@ class Sampler:
         if not chosen(is_due):
             return
         try:
-            completions = complete(
-                self.scorer,
-                setup.tokenizer,
-                self.prompts,
-                setup.device,
-                setup.console,
-                max_new_tokens=settings.max_new_tokens,
-                token_budget=setup.recipe.packing.token_budget,
-            )
+            prompts, device = self.prompts, setup.device
+            texts = complete(self.scorer, setup.tokenizer, prompts, recipe, device, setup.console)
             model = "policy" if step else "start"
-            for (source, prompt), text in zip(self.prompts, completions, strict=True):
+            for (source, prompt), text in zip(prompts, texts, strict=True):
                 sample = {"step": step, "source": source, "prompt": prompt.text, "completion": text}
                 written.append({**sample, "model": model})
             ranks.only_first_does(partial(self._write, written))
@@ -213,7 +208,7 @@ def sample_models(
     recipe = recipe or next(iter(models.values()))[0]
     if recipe.model.images and not texts:
         raise RecipeError("sample: prompts with images are not answered yet; give --prompt TEXT")
-    settings = recipe.logging.samples or SamplesRecipe()
+    settings = settings_of(recipe)
     device = Accelerator(cpu=not ranks.uses_cuda()).device
     images = resolve_model(recipe, device, gathers=False).processor if recipe.model.images else None
     tokenizer = prepare_tokenizer(recipe, images)
@@ -240,15 +235,7 @@ def sample_models(
         release_memory()
         scorer = load_model(known, device=device).scorer
         try:
-            answers[name] = complete(
-                scorer,
-                tokenizer,
-                prompts,
-                device,
-                console,
-                max_new_tokens=settings.max_new_tokens,
-                token_budget=recipe.packing.token_budget,
-            )
+            answers[name] = complete(scorer, tokenizer, prompts, recipe, device, console)
         except DpoPackError:
             raise
         except Exception as error:  # the model's code may raise any error

@@ -1,17 +1,15 @@
-"""The Hugging Face hub: what is a hub id, quick checks before a slow client is called, and uploads."""
+"""The Hugging Face hub: what is a hub id, and uploads."""
 
 import contextlib
 import logging
 import os
 import re
 import shlex
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
-from dpo_pack.system.errors import DataError, ModelError, RunError, first_line
+from dpo_pack.system.errors import ModelError, RunError, first_line
 from dpo_pack.system.files import read_json
 
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
@@ -26,54 +24,10 @@ _MODEL_ID_LINE = re.compile(r'^model_id = ".*"$', re.MULTILINE)
 _OLD_WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
 
 
-def check_model(path: str, revision: str | None, recipe_key: str) -> None:
-    """Raises ModelError if `path` is a hub id without cached files and the hub cannot be reached."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if os.path.exists(path):
-        return
-    if remedy := instead_of_url(path):
+def refuse_url(path: str, recipe_key: str) -> None:
+    """Raises ModelError if `path` is a URL or a pattern in place of a directory or a hub id."""
+    if not os.path.exists(path) and (remedy := instead_of_url(path)):
         raise ModelError(f"{recipe_key}: no directory and no hub id: {path}{remedy}")
-    if HUB_ID.fullmatch(path) is not None:
-        cached = try_to_load_from_cache(path, "config.json", revision=revision)
-        obstacle = None if isinstance(cached, str) else _obstacle("model", path, recipe_key)
-        if obstacle is not None:
-            raise ModelError(f"{recipe_key}: no directory {path} here, and {obstacle}")
-
-
-def check_dataset(path: str, recipe_key: str) -> None:
-    """Raises DataError if `path` is a hub id without cached files and the hub cannot be reached."""
-    from datasets import config
-
-    if _may_be_hub_id(path) and not (Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")).exists():
-        obstacle = _obstacle("dataset", path, recipe_key)
-        if obstacle is not None:
-            raise DataError(f"{path}: no such file here, and {obstacle}")
-
-
-def _obstacle(kind: Literal["model", "dataset"], path: str, recipe_key: str) -> str | None:
-    """Returns why the hub does not answer, and a remedy; None if it answers or HF_HUB_OFFLINE is set."""
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError
-
-    reason: str | None = None
-    for seconds_before in () if constants.HF_HUB_OFFLINE else (0.0, 1.0):  # a network may fail once
-        time.sleep(seconds_before)
-        try:
-            HfApi().repo_info(path, repo_type=kind, timeout=10.0)
-            return None
-        except HfHubHTTPError:
-            return None
-        except Exception as error:  # the class of the error depends on the client's HTTP library
-            reason = first_line(error)
-    return reason and (
-        f"the Hugging Face hub cannot be reached to look for this {kind} ({reason}); correct {recipe_key}, "
-        f"connect to the internet, or download the {kind} first"
-    )
-
-
-def _may_be_hub_id(path: str) -> bool:
-    return HUB_ID.fullmatch(path) is not None and not Path(path).exists()
 
 
 def instead_of_url(path: str) -> str:
@@ -93,7 +47,7 @@ def is_adapter(path: str | Path) -> bool:
 
 def is_on_hub(path: str) -> bool:
     """Whether a path has the form owner/name of a hub id, and is not a path on this machine."""
-    return "/" in path and _may_be_hub_id(path)
+    return "/" in path and HUB_ID.fullmatch(path) is not None and not Path(path).exists()
 
 
 def name_for_others(path: str) -> str:
@@ -128,7 +82,6 @@ def why_no_upload() -> str | None:
 
 
 def push_command(source: Path, repo: str, *, private: bool) -> str:
-    """Returns the command that uploads `source`."""
     return f"dpopack push {shlex.quote(str(source))} {repo}{'' if private else ' --public'}"
 
 

@@ -193,7 +193,6 @@ def test_the_lines_of_the_docs_read_a_popular_data_set(
         return datasets.Dataset.from_list([row])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("dpo_pack.data.sources.check_dataset", lambda path, key: None)
     source = documented()[name]
     kept = {key: source[key] for key in ("config", "data_dir", "revision") if key in source}
     splits = load(tmp_path, source)
@@ -350,6 +349,5 @@ def test_a_config_that_is_missing_is_refused_with_its_key(
         raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['a', 'b']")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("dpo_pack.data.sources.check_dataset", lambda path, key: None)
     message = refusal(lambda: load(tmp_path, {"path": "owner/pairs"}), DataError)
     assert "configs: ['a', 'b']" in message and "data.train.0.path, .split or .config" in message

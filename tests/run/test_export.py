@@ -215,15 +215,14 @@ def test_the_card_names_hub_ids_whole_and_of_local_paths_the_last_part(tmp_path:
     assert home not in card and home in dump_recipe(recipe), "the run's own recipe keeps its paths"
     for part in (
         "A LoRA adapter for base: base fine-tuned with",
-        "- training: [org/pairs](https://huggingface.co/datasets/org/pairs)",
-        "- training: `*.jsonl`",
-        "- held out: `held.jsonl`",
+        "Trained on: [org/pairs](https://huggingface.co/datasets/org/pairs), `*.jsonl`.",
+        "Held out: `held.jsonl`.",
         "path: org/tokenizer",
         "resume: step-000002",
     ):
         assert part in card, part
     recipe = make_recipe(tmp_path, data={"train": "org/pairs", "eval": {"fraction": 0.1}})
-    assert "- held out: a fraction of 0.1 of" in card_of(recipe)[1]
+    assert "Held out: a fraction of 0.1 of" in card_of(recipe)[1]
 
 
 def test_the_front_matter_names_only_what_the_hub_has(

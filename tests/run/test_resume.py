@@ -174,9 +174,8 @@ def test_bests_that_were_left_in_another_directory_are_not_asked_for(
     told = read_json(tmp_path / "there" / "run.json")["best"]
     of_those = {step: loss for step, loss in losses(tmp_path / "there").items() if step >= 5}
     assert told["step"] == min(of_those, key=lambda step: of_those[step])
-    assert Path(told["checkpoint"]).is_dir() and "those of the best later evaluations are kept" in text(
-        console
-    )
+    assert Path(told["checkpoint"]).is_dir()
+    assert "lacks checkpoints of the best evaluations" in text(console)
 
 
 # ------------------------------------------------------------------------------------------ what is in them
@@ -313,21 +312,12 @@ def test_metrics_that_have_lost_or_changed_lines_are_refused_and_nothing_is_chan
     recipe = damaged_run(stopped, assets, tmp_path / "run")
     metrics = recipe.output_dir / "metrics.jsonl"
     whole = metrics.read_bytes()
-    for kept in (None, whole[: len(whole) // 2]):
-        metrics.unlink()
-        if kept is not None:
-            metrics.write_bytes(kept)
-        with pytest.raises(
-            RunError, match=rf"metrics.jsonl has .* but it had {len(whole):,} when .*-000005 was"
-        ):
+    middle = len(whole) // 2
+    for damaged in (b"", whole[:middle], whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]):
+        metrics.write_bytes(damaged)
+        with pytest.raises(RunError, match="metrics.jsonl"):
             train(recipe, console)
-        assert checkpoint_steps(recipe.output_dir) == [2, 4, 5]
-        assert (metrics.read_bytes() if metrics.exists() else None) == kept
-        metrics.touch()
-    for position in (0, len(whole) // 2, len(whole) - 2):
-        metrics.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        with pytest.raises(RunError, match=f"has other content in its first {len(whole):,} bytes than when"):
-            train(recipe, console)
+        assert checkpoint_steps(recipe.output_dir) == [2, 4, 5] and metrics.read_bytes() == damaged
     metrics.write_bytes(whole + b'{"written": "after the checkpoint"}\n')
     train(recipe, console)
     assert_same_run(straight, recipe.output_dir)
@@ -385,7 +375,7 @@ def test_changed_data_is_refused_and_other_versions_are_told(
         train(recipe, console)
     (own / "pairs.jsonl").write_text("\n".join(rows) + "\n")
     train(recipe, console)
-    assert "other versions, which may change the last bits of results: torch 1.0 then" in text(console)
+    assert "may change the last bits of results: torch 1.0 then" in text(console)
     assert_same_run(straight, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
 
