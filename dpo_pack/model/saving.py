@@ -198,6 +198,8 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: 
         settings = read_json(target / name)
         if settings is None:
             continue
+        for key in ("is_local", "local_files_only"):  # how transformers 5 loaded the tokenizer here
+            settings.pop(key, None)
         if turn_end is not None:
             settings["eos_token"] = tokenizer.eos_token
         if "chat_template" in settings and isinstance(tokenizer.chat_template, str):  # it may be a list

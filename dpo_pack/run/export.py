@@ -87,15 +87,11 @@ def export_model(
     `totals` and `evaluation` are for the model card. Every rank must call it; rank 0 writes, and returns the
     tensors in the files.
     """
-    adapter, recipe = loaded.adapter, setup.recipe
+    adapter, recipe, tokenizer = loaded.adapter, setup.recipe, setup.tokenizer
     dtype = exported_dtype(setup, loaded, console)
-    turn_end, note = name_turn_end(loaded, setup.tokenizer, _answer_ends(setup))
+    turn_end, note = name_turn_end(loaded, tokenizer, _answer_ends(setup))
     usage = usage_section(
-        loaded,
-        setup.tokenizer,
-        str(recipe.output_dir / "model"),
-        trusts_code=recipe.model.trust_remote_code,
-        note=note,
+        loaded, tokenizer, recipe.output_dir / "model", note, trusts_code=recipe.model.trust_remote_code
     )
     base = None if adapter is None else adapter.base
     card = model_card(recipe, usage, totals=totals, evaluation=evaluation, adapter_base=base)
@@ -104,9 +100,7 @@ def export_model(
         settings["state"] = full_state(loaded.model, trained_only=adapter is not None)
     saved: dict[str, Tensor] = {}
     with ranks.first_goes_first():
-        ranks.only_first_does(
-            lambda: saved.update(write_model(loaded, setup.tokenizer, target, card, **settings))
-        )
+        ranks.only_first_does(lambda: saved.update(write_model(loaded, tokenizer, target, card, **settings)))
     if note:
         console.print(note)
     return saved
@@ -335,12 +329,7 @@ Trained on: {trained}. Held out: {held_out or "nothing"}.
 
 
 def usage_section(
-    loaded: LoadedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    model_id: str,
-    *,
-    trusts_code: bool,
-    note: str,
+    loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, target: Path, note: str, *, trusts_code: bool
 ) -> str:
     """Returns the card's section with an example. transformers loads an adapter with its base, if peft is
     installed. An upload replaces the line of `model_id`."""
@@ -360,7 +349,7 @@ inputs = tokenizer.apply_chat_template(
 # pip install transformers torch{" peft" * (loaded.adapter is not None)}
 from transformers import {auto}, AutoTokenizer
 
-model_id = {json.dumps(model_id, ensure_ascii=False)}
+model_id = {json.dumps(str(target), ensure_ascii=False)}
 tokenizer = AutoTokenizer.from_pretrained(model_id{trusts})
 model = {auto}.from_pretrained(model_id, dtype="auto"{trusts})
 {inputs}
@@ -404,13 +393,10 @@ def merge_adapter(
 ) -> tuple[SavedAdapter, list[str]]:
     """Writes the merged model and the tokenizer to `target`, whole or not at all.
 
-    Returns the adapter, and lines about settings that peft does not know, about tokens that the base does not
-    embed, and about rounding.
-
     `source` is the directory of an adapter or of a run. `base` replaces the base that the adapter names. Base
     plus adapter is computed in float32 and rounded once, to `dtype`; `auto`: the type of the base's weights.
-    Tensors that transformers always reads in float32 stay in float32. Raises ModelError if the adapter or its
-    base cannot be loaded, RunError if `target` exists and is not an empty directory.
+    Tensors that transformers always reads in float32 stay in float32. Returns the adapter, and lines to say.
+    Raises ModelError if the adapter or its base cannot be loaded, RunError if `target` is not empty.
     """
     directory = next((path for path in (source, source / "model") if is_adapter(path)), None)
     if directory is None:
@@ -449,7 +435,7 @@ def merge_adapter(
         lines.append(f"The weights are rounded to {_name(rounded)} (--dtype float32 keeps them)")
         round_weights(merged.model, rounded, keeps_type=False)
     turn_end, note = name_turn_end(merged, tokenizer)
-    usage = usage_section(merged, tokenizer, str(target), trusts_code=trust_remote_code, note=note)
+    usage = usage_section(merged, tokenizer, target, note, trusts_code=trust_remote_code)
     write_model(merged, tokenizer, target, _merged_card(adapter, usage), dtype=rounded, turn_end=turn_end)
     return adapter, lines
 

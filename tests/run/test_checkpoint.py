@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import shutil
 import signal
 import threading
 from dataclasses import replace
@@ -23,12 +22,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import dpo_pack.run.checkpoint_files as checkpoint_files
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.run.checkpoint import checkpoint_content, load_checkpoint, load_trained
+from dpo_pack.run.checkpoint import checkpoint_content, load_checkpoint
 from dpo_pack.run.checkpoint_files import (
     CheckpointContent,
     CheckpointWriter,
     checkpoints,
-    drop_later_checkpoints,
     find_damage,
 )
 from dpo_pack.run.run_dir import damage_of
@@ -251,14 +249,6 @@ def test_frozen_weights_are_not_saved_and_tied_ones_once(tmp_path: Path) -> None
     assert names and all("norm.weight" in name for name in names)
 
 
-def test_the_weights_alone_can_be_had_too(tmp_path: Path) -> None:
-    best, later = state_at(2), state_at(4)
-    assert load_trained(save(tmp_path, best), later.scorer) == best.evaluation
-    for name, weights in best.scorer.state_dict().items():
-        assert torch.equal(weights, later.scorer.state_dict()[name])
-    assert tensors(later)["0 step"] == 4
-
-
 def test_what_is_written_in_the_background_is_the_state_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,15 +371,6 @@ def test_the_newest_and_the_best_checkpoints_are_kept_and_the_one_just_written(t
     for state.step in (2, 999_999, 1_000_000, 1_000_001):  # 2: a run went on from an earlier step
         assert save(tmp_path, state, keep=2) in checkpoints(tmp_path)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-1000000", "step-1000001"]
-
-
-def test_later_checkpoints_are_dropped_and_other_directories_left_alone(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save(tmp_path, state_at(step), keep=9)
-    shutil.copytree(tmp_path / "step-000003", tmp_path / "step-of-mine")
-    drop_later_checkpoints(tmp_path, 1)
-    assert names(tmp_path) == ["step-000001", "step-of-mine"]
-    assert checkpoints(tmp_path) == [tmp_path / "step-000001"]
 
 
 @pytest.mark.parametrize("what", ["tensors", "host state"])
