@@ -44,10 +44,6 @@ SourcedPrompt = tuple[str, Prompt]  # its held-out set; where nothing is held ou
 Sample = dict[str, Any]  # a line of samples.jsonl: step, source, prompt, completion, model
 
 
-def settings_of(recipe: Recipe) -> SamplesRecipe:
-    return recipe.logging.samples or SamplesRecipe()
-
-
 def complete(
     scorer: CompletionLogps,
     tokenizer: PreTrainedTokenizerBase,
@@ -57,7 +53,7 @@ def complete(
     console: Console,
 ) -> list[str]:
     """Returns the completion of each prompt as text, with special tokens but without the one that ends it."""
-    most = settings_of(recipe).max_new_tokens
+    most = (recipe.logging.samples or SamplesRecipe()).max_new_tokens
     generator = TransformersGenerator(
         scorer=scorer,
         tokenizer=tokenizer,
@@ -109,7 +105,8 @@ class Sampler:
         An error of generation or of the disk is printed and ends the samples, but not the run.
         """
         setup, recipe = self.setup, self.setup.recipe
-        every_steps = (settings_of(recipe).every_evals or 0) * (recipe.train.eval_every_steps or 0)
+        settings = recipe.logging.samples or SamplesRecipe()
+        every_steps = (settings.every_evals or 0) * (recipe.train.eval_every_steps or 0)
         if not (at_end or step == 0 or (every_steps and step % every_steps == 0)):
             return
         written = read_samples(self.path)
@@ -208,7 +205,7 @@ def sample_models(
     recipe = recipe or next(iter(models.values()))[0]
     if recipe.model.images and not texts:
         raise RecipeError("sample: prompts with images are not answered yet; give --prompt TEXT")
-    settings = settings_of(recipe)
+    settings = recipe.logging.samples or SamplesRecipe()
     device = Accelerator(cpu=not ranks.uses_cuda()).device
     images = resolve_model(recipe, device, gathers=False).processor if recipe.model.images else None
     tokenizer = prepare_tokenizer(recipe, images)
