@@ -422,7 +422,8 @@ def model_of(name: str, console: Console) -> Iterator[str]:
 
 def _export_checkpoint(run: Path, checkpoint: Path, target: Path, console: Console) -> str:
     """Writes the checkpoint's model, whole or not at all; returns how it was verified."""
-    recipe = load_recipe(run, ["distributed.num_processes=auto", "logging.trackers=[]"])
+    overrides = ["distributed.num_processes=auto", "logging.trackers=[]"]
+    recipe = load_recipe(run, overrides, lenient=True)
     check_environment(recipe, trains=False)
     setup = prepare(recipe, make_console(quiet=True), takes_prompts=True)
     counters, loaded, facts = saved_counters(checkpoint), load_policy(setup), setup.policy_facts

@@ -257,7 +257,7 @@ def _models_and_recipe(
             plain = {"output_dir": "unused", "model": {"path": name}, "data": {"train": "unused"}}
             models[name] = (recipe or parse_recipe(plain, ["packing.mode=padded"]), name)
             continue
-        own, trained = load_recipe(run), paths.get(name, str(run / "model"))
+        own, trained = load_recipe(run, lenient=True), paths.get(name, str(run / "model"))
         models |= {own.model.path: (own, None), trained: (own, trained)}
         recipe = recipe or own
     return models, recipe

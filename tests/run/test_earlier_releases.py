@@ -18,6 +18,8 @@ from support.reference_pairs import all_sums, make_table
 from support.release import RELEASE, STEPS, STEPS_DONE, losses, release_cache, release_recipe, versions
 from support.whole_runs import text
 
+import dpo_pack
+from dpo_pack.recipe import load as loading
 from dpo_pack.system.errors import DpoPackError
 from dpo_pack.trainer import train
 
@@ -70,3 +72,25 @@ def test_reference_log_probs_of_an_earlier_release_are_found_or_set_aside_with_o
         assert all(message.isprintable() and "part-" in message for message in caplog.messages)
         return
     assert sums.tolist() == EXPECTED["sums"]
+
+
+def test_commands_that_read_a_run_do_without_what_no_longer_exists_and_training_names_it(
+    release: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {**loading.REMOVED_KEYS, "packing.shape": (("flat",), "leave it out")}
+    monkeypatch.setattr(loading, "REMOVED_KEYS", keys)
+    monkeypatch.setattr(loading, "REMOVED_LOSSES", {**loading.REMOVED_LOSSES, "ot": "take ipo"})
+    file = release / "run" / "recipe.yaml"
+    content = file.read_text().replace("mode: packed", "mode: packed\n  shape: round")
+    file.write_text(content.replace("type: sigmoid", "type: ot"))
+    assert dpo_pack.report("run", quiet=True).is_file()
+    assert dpo_pack.sample("run", prompts=["which is red?"], quiet=True)
+    found = dpo_pack.evaluate("run", **{"data.eval": "./pairs.jsonl"})
+    assert "rewards/margins" in next(iter(found.values()))
+    told = " ".join(capsys.readouterr().out.split())
+    assert "evaluated without packing.shape: " in told and "evaluated without loss.type: " in told
+    file.write_text(content)
+    with pytest.raises(DpoPackError, match=r"packing\.shape: .*leave it out"):
+        dpo_pack.train("run")
+    with pytest.raises(DpoPackError, match=r"packing\.shape: .*leave it out"):
+        dpo_pack.train("recipe.yaml")  # whose run it would resume
