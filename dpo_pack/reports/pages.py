@@ -6,16 +6,13 @@ import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from dpo_pack.reports import evaluation_tables, packing_tables, pair_views, run_files
 from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.process import printable
-
-if TYPE_CHECKING:  # the page of a run is written without torch
-    from dpo_pack.data.view import ShownRecipe
 
 _ENVIRONMENT = Environment(
     loader=PackageLoader("dpo_pack.reports"),
@@ -32,13 +29,13 @@ def packing_page(report: dict[str, Any]) -> str:
     return render_page("packing.html.jinja", report=report, text=packing_tables)
 
 
-def pairs_page(shown: ShownRecipe) -> str:
-    """Returns the page that `show --html` writes."""
+def pairs_page(shown: Any) -> str:
+    """Returns the page that `show --html` writes of a ShownRecipe, whose module imports torch."""
     return render_page("pairs.html.jinja", shown=shown, views=pair_views)
 
 
 def write_run_page(paths: Sequence[Path], target: Path) -> None:
-    """Writes the page of the runs in `paths`. Raises RunError if a path has no run; CacheError (disk)."""
+    """Writes the `run_page` of the runs in `paths`. Raises CacheError, too."""
     write_text_atomically(target, run_page(paths))
 
 

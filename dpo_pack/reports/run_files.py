@@ -114,7 +114,7 @@ def read_metrics(path: Path, most: int) -> dict[str, Any]:
     group = max(1, -(-sum('"split": "train"' in line for line in _lines(path)) // most))
     charted = {metric for metrics in CHARTS.values() for metric in metrics}
     steps: list[int] = []
-    points: list[dict[str, list[float]]] = []  # values of each metric, of the lines of each point
+    points: list[dict[str, tuple[float, int]]] = []  # sum and number of each metric's values
     evals: dict[str, list[Mapping[str, Any]]] = {}
     warnings: list[tuple[int, str]] = []
     num_lines = 0
@@ -132,9 +132,10 @@ def read_metrics(path: Path, most: int) -> dict[str, Any]:
         num_lines, steps[-1] = num_lines + 1, line["step"]
         for metric in charted & line.keys():
             if line[metric] is not None:
-                points[-1].setdefault(metric, []).append(line[metric])
+                total, count = points[-1].get(metric, (0.0, 0))
+                points[-1][metric] = (total + line[metric], count + 1)
     curves = {
-        metric: [float(np.mean(point[metric])) if metric in point else None for point in points]
+        metric: [point[metric][0] / point[metric][1] if metric in point else None for point in points]
         for metric in {metric for point in points for metric in point}
     }
     facts = {"steps": steps, "curves": curves, "lines_per_point": group}

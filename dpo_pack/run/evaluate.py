@@ -64,14 +64,9 @@ def evaluate_sets(
         with shown(setup.console, f"Evaluating {name}", "pairs", pairs.num_pairs) as bar:
             values = evaluate(in_float32=exact is not None, progress=bar.advance)
             rounded = values if exact is None else evaluate(in_float32=False)
+        named = sources or (name,)
         result = held_out_result(
-            name,
-            values,
-            pairs,
-            setup.objective,
-            source_names=sources or (name,),
-            dtype=dtype,
-            seed=recipe.seed,
+            name, values, pairs, setup.objective, source_names=named, dtype=dtype, seed=recipe.seed
         )
         if exact is not None:
             margins = pair_metrics(rounded, beta=recipe.loss.beta, dtype=dtype)["rewards/margins"]
