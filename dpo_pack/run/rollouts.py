@@ -15,8 +15,14 @@ from dpo_pack.online.phases import RolloutLog
 from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model, prove_reward_model
 from dpo_pack.online.source import OnlineSettings, OnlineSource
 from dpo_pack.online.transformers_generator import TransformersGenerator
-from dpo_pack.online.vllm_generator import KEY, VllmGenerator, check_installed, prove_agreement, start_engine
-from dpo_pack.online.vllm_weights import checkpoint_tensors
+from dpo_pack.online.vllm_generator import (
+    KEY,
+    VllmGenerator,
+    check_installed,
+    checkpoint_tensors,
+    prove_agreement,
+    start_engine,
+)
 from dpo_pack.online.win_rate import WinRate
 from dpo_pack.recipe.online import EndpointRecipe, OnlineRecipe
 from dpo_pack.run.pairs import row_builder

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dpo_pack.online.interface import Completion
-from dpo_pack.online.pairing import METHODS, Pairing, make_pairs
+from dpo_pack.online.phases import METHODS, Pairing, make_pairs
 from dpo_pack.recipe.online import PairingRecipe
 
 

@@ -37,11 +37,11 @@ from dpo_pack.online.interface import Completion, Failure, SamplingSettings
 from dpo_pack.online.vllm_generator import (
     VllmGenerator,
     check_installed,
+    checkpoint_tensors,
     completion_seed,
     prove_agreement,
     start_engine,
 )
-from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.recipe.load import check_environment
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.trainer import train

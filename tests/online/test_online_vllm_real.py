@@ -32,10 +32,10 @@ from dpo_pack.online.vllm_generator import (
     VllmEngine,
     VllmGenerator,
     check_installed,
+    checkpoint_tensors,
     prove_agreement,
     start_engine,
 )
-from dpo_pack.online.vllm_weights import checkpoint_tensors
 from dpo_pack.system.errors import ModelError
 from dpo_pack.trainer import train
 

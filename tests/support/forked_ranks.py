@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from accelerate.state import PartialState
 
-from dpo_pack.system import process_starter
+from dpo_pack.system import launch
 from dpo_pack.system.interrupts import STOP_SIGNALS
 from support.file_operations import fork
 
@@ -23,7 +23,7 @@ def fork_ranks(monkeypatch: pytest.MonkeyPatch, main: Callable[[], object]) -> N
     """Lets each rank call `main` with its own `sys.argv` and environment, in place of a new interpreter."""
 
     starter = SimpleNamespace(Popen=functools.partial(_Fork, main), DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr(process_starter, "subprocess", starter)
+    monkeypatch.setattr(launch, "subprocess", starter)
 
 
 class _Fork:

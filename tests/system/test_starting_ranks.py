@@ -20,9 +20,9 @@ from support.file_operations import fork
 from support.forked_ranks import fork_ranks
 from support.marks import slow
 
-from dpo_pack.system import process_starter
+from dpo_pack.system import launch
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.system.process_starter import end_with_parent, start_ranks, usable_cores
+from dpo_pack.system.launch import end_with_parent, start_ranks, usable_cores
 
 # A rank that says that it is ready, and does what it is told when a stop signal comes.
 _RANK = """
@@ -87,7 +87,7 @@ def test_cores_are_shared_out_unless_the_user_has_said_how(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(process_starter, "usable_cores", lambda: 9)
+    monkeypatch.setattr(launch, "usable_cores", lambda: 9)
     assert start_ranks(shell(f"echo $OMP_NUM_THREADS > {tmp_path}/$RANK"), 2) == 0
     assert (tmp_path / "1").read_text() == "4\n"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -128,9 +128,9 @@ def test_after_a_failure_the_others_get_five_seconds_and_after_an_interruption_t
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(process_starter, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     ranks: list[Any] = [SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: status)]
-    assert process_starter._watch(ranks, received=[]) == status
+    assert launch._watch(ranks, received=[]) == status
     assert now[0] - 100.0 == pytest.approx(seconds, abs=0.2)
 
 
@@ -139,7 +139,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left_of_the_others(
 ) -> None:
     # Rank 0 has a process of its own, as the one that tokenises has.
     child = f"sleep 20 & echo $! > {tmp_path}/child; wait; touch {tmp_path}/late"
-    monkeypatch.setattr(process_starter, "_SECONDS_AFTER_A_FAILURE", 60.0)
+    monkeypatch.setattr(launch, "_SECONDS_AFTER_A_FAILURE", 60.0)
     assert start_ranks(shell(f"[ $RANK = 1 ] && sleep 0.3 && kill -9 $$; {child}"), 2) == 1
     assert not (tmp_path / "late").exists(), "nobody is given time to save what cannot be saved"
     assert capfd.readouterr().err.startswith(
@@ -160,7 +160,7 @@ def test_a_signal_reaches_every_rank_once_and_they_may_take_their_time(
 ) -> None:
     if signal.getsignal(signum) is signal.SIG_IGN:
         pytest.skip(f"{signal.Signals(signum).name} is ignored here, as under nohup")
-    monkeypatch.setattr(process_starter, "_SECONDS_AFTER_A_FAILURE", 0.1)
+    monkeypatch.setattr(launch, "_SECONDS_AFTER_A_FAILURE", 0.1)
     thread = send_when_ready(tmp_path, signum)
     rank = "os.environ['RANK']"
     saves = f"time.sleep(0.5 * int({rank})); pathlib.Path(sys.argv[1], 'saved-' + {rank}).touch()"
