@@ -158,6 +158,8 @@ def _offline_models(
     if frozen is not None:
         log_probs = ranks.of_node(functools.partial(frozen.of, setup.data.train))
         planned.builder = replace(planned.builder, reference=log_probs)
+        # The proof compares made-up rows with each other. This compares the run's first row with what the
+        # reference pass computed or the cache had: dropout, changed files, values of another release show.
         if recipe.reference.path is None and run.checkpoint is None:
             first_row = next(row for rows in planned.first_plan.pack_step(0) for row in rows)
             check_start(loaded.scorer, planned.builder, first_row, dtype=dtype)

@@ -184,21 +184,10 @@ def load_and_prove(
             )
             return replace(loaded, not_compiled=next(filter(None, obstacles))), outcome
     begun = time.monotonic()
-    setting = {
-        "model": model.namespace,
-        "lora": [str(model.settings.lora), model.seed] if adds_adapter and model.settings.lora else None,
-        "attention": loaded.attention.name,
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
-        "code": own_code(),
-        "layers": "compiled" if loaded.scorer.is_compiled else "eager",
-        "recurrent kernels": sorted(loaded.scorer.recurrent_kernels),
-        "versions": package_versions(),
-        "shards": strategy.shards,  # the proof includes the code that gathers them
-        "images": None if model.processor is None else model.processor.fingerprint,
-    }
-    memo_path, key = model.cache_dir / "proofs.json", namespace_digest(setting)
+    memo_path, key = (
+        model.cache_dir / "proofs.json",
+        _proof_key(model, loaded, device, strategy, adds_adapter),
+    )
     shape = dict[str, tuple[Proof, ...]]
     remembered = None if again else ranks.first_says((read_json(memo_path, shape) or {}).get(key))
     proofs = remembered or tuple(prove(loaded.scorer, device))
@@ -211,6 +200,26 @@ def load_and_prove(
         seconds=time.monotonic() - begun,
         is_remembered=remembered is not None,
     )
+
+
+def _proof_key(
+    model: ModelFacts, loaded: LoadedModel, device: torch.device, strategy: Strategy, adds_adapter: bool
+) -> str:
+    """Returns a hash of all that a proof depends on."""
+    on_cpu = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+    setting = {
+        "model": model.namespace,
+        "lora": [str(model.settings.lora), model.seed] if adds_adapter else None,
+        "attention": loaded.attention.name,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu,
+        "code": own_code(),
+        "layers": "compiled" if loaded.scorer.is_compiled else "eager",
+        "recurrent kernels": sorted(loaded.scorer.recurrent_kernels),
+        "versions": package_versions(),
+        "shards": strategy.shards,  # the proof includes the code that gathers them
+        "images": None if model.processor is None else model.processor.fingerprint,
+    }
+    return namespace_digest(setting)
 
 
 @functools.cache

@@ -6,13 +6,12 @@ same steps on the first rows of each source and goes on after an error.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from dpo_pack.data.faults import FEW, source_notes
 from dpo_pack.data.images import ImageProcessor
 from dpo_pack.data.ingest import columns_sentence
-from dpo_pack.data.sources import HELD_OUT, Data, LoadedSource, load_data, load_source
+from dpo_pack.data.sources import HELD_OUT, Data, load_data, load_source
 from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.losses.objective import Objective, make_objective
@@ -37,6 +36,7 @@ from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.lora import read_adapter, unknown_settings
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.recipe.data import DataRecipe, SourceRecipe
 from dpo_pack.recipe.load import Recipe, has_tokenizer, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.recipe.training import LossRecipe
@@ -62,6 +62,8 @@ from dpo_pack.system.process import has_accelerate_config
 from dpo_pack.training.optim import check_optimizer
 from dpo_pack.training.references import LiveReference
 
+Value = TypeVar("Value")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -76,9 +78,13 @@ class Setup:
     reference_facts: ModelFacts  # the same object as `policy_facts`, unless the recipe names another model
     tokenizer: PreTrainedTokenizerBase
     data: Data
-    tables: list[PairTable]  # of training pairs, then of each held-out set
     strategy: Strategy
     reference_token_budget: int  # the most tokens of a row without gradients
+
+    @property
+    def tables(self) -> list[PairTable]:
+        """The training pairs, then those of each held-out set."""
+        return [self.data.train, *self.data.eval.values()]
 
 
 def reference_token_budget(budget: int | str, trained: int, device: torch.device) -> int:
@@ -242,11 +248,8 @@ def prepare(
     runs_models: bool = True,
     device: torch.device | None = None,
 ) -> Setup:
-    """Finds device, facts of the models, tokenizer and data. Checks that take little time come first.
-
-    It writes only into caches. If `runs_models` is false, the command loads no model: it runs in one process
-    and ignores `distributed.num_processes`; `device` may then be one that is not here.
-    """
+    """Finds device, facts of the models, tokenizer and data; writes only into caches. A command that loads no
+    model (`runs_models`) runs in one process, and `device` may be one that is not here."""
     objective = recipe_objective(recipe.loss)
     accelerator = _accelerator(recipe.logging.trackers, recipe.output_dir / "trackers")
     # With several processes on CPUs, accelerate gives each a device number; for torch the CPU is one device.
@@ -260,7 +263,7 @@ def prepare(
     if ranks.num_ranks() > 1:
         console.print(f"Strategy: {strategy.sentence()}")
         ranks.require_shared(policy.cache_dir, "reference.cache_dir")
-    for leftover in ranks.only_first_has(find_leftovers(policy.cache_dir)) or ():
+    for leftover in find_leftovers(policy.cache_dir) if ranks.rank() == 0 else ():
         discard(leftover)
     with ranks.first_goes_first():  # the other ranks then read rank 0's downloads from the cache
         tokenizer = prepare_tokenizer(recipe, policy.processor)
@@ -269,7 +272,6 @@ def prepare(
         if recipe.tokenizer.path is not None and (warning := _tokenizer_warning(policy, tokenizer)):
             console.print(warning)
     data = prepare_data(recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts)
-    most, trained = recipe.reference.token_budget, recipe.packing.token_budget
     setup = Setup(
         recipe=recipe,
         console=console,
@@ -280,9 +282,10 @@ def prepare(
         reference_facts=reference,
         tokenizer=tokenizer,
         data=data,
-        tables=[data.train, *data.eval.values()],
         strategy=strategy,
-        reference_token_budget=reference_token_budget(most, trained, device),
+        reference_token_budget=reference_token_budget(
+            recipe.reference.token_budget, recipe.packing.token_budget, device
+        ),
     )
     check_data(setup, policy)
     return setup
@@ -407,80 +410,57 @@ CHECKED_ROWS = 200  # of each source, as `show` reads
 def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
     """Answers whether a run would start. Returns lines for what is in order, and for what is wrong.
 
-    It takes the steps of `prepare`, on the first rows of each source, and loads no weights. An error ends a
+    It calls what `prepare` calls, on the first rows of each source, and loads no weights. An error ends a
     step, not the check. It writes nothing except the files that it downloads from the hub.
     """
     found: list[str] = []
     wrong: list[str] = []
 
-    @contextlib.contextmanager
-    def step() -> Iterator[None]:
+    def attempt(step: Callable[..., Value], *arguments: Any) -> Value | None:
         try:
-            yield
+            return step(*arguments)
         except DpoPackError as error:  # it would end a run
             wrong.append(str(error))
+            return None
 
-    device = torch.device("cuda" if ranks.uses_cuda() else "cpu")
-    evals = recipe.data.eval
-    with step():
-        recipe_objective(recipe.loss)
-    with step():
-        check_optimizer(recipe.optim.name, device)
-    with step():
-        find_criterion(recipe, [HELD_OUT] if isinstance(evals, EvalFraction) else list(source_names(evals)))
-    with step():
-        run = find_run(recipe, overwrite=False)
+    device, evals = torch.device("cuda" if ranks.uses_cuda() else "cpu"), recipe.data.eval
+    attempt(recipe_objective, recipe.loss)
+    attempt(check_optimizer, recipe.optim.name, device)
+    held_out = [HELD_OUT] if isinstance(evals, EvalFraction) else list(source_names(evals))
+    attempt(find_criterion, recipe, held_out)
+    if (run := attempt(partial(find_run, recipe, overwrite=False))) is not None:
         state = "its run is finished, so train has nothing to do" if run.is_finished else "a run can use it"
         found.append(f"output_dir: {run.root}, {state}")
     models: dict[str, ModelFacts] = {}
     budget = recipe.packing.token_budget
-    budget = max(budget, reference_token_budget(recipe.reference.token_budget, budget, device))
+    longest_row = max(budget, reference_token_budget(recipe.reference.token_budget, budget, device))
     for key in ("model.path", *(("reference.path",) if recipe.reference.path else ())):
-        with step():
-            models[key] = model = resolve_and_check(recipe, device, key)
-            check_lengths(model.config, longest_sequence=0, longest_row=budget if model.is_packed else None)
-            found += _check_tensors(model, device, key)
+        if (model := attempt(resolve_and_check, recipe, device, key)) is not None:
+            lines = attempt(_check_tensors, model, device, key, longest_row)
+            found += lines or ()
+            models |= {key: model} if lines else {}
     for number, judge in enumerate(() if recipe.online is None else recipe.online.judges):
-        if judge.path is not None:
-            key = f"online.judges.{number}.path"
-            with step():
-                config, _ = load_judge_files(judge.path, key, recipe.model.trust_remote_code)
-                found.append(f"{key}: {judge.path}, {config.model_type}")
-    policy, tokenizer = models.get("model.path"), None
-    images = None if policy is None else policy.processor
-    with step():
-        tokenizer = prepare_tokenizer(recipe, images)
-        found.append(f"tokenizer: {len(tokenizer):,} tokens")
-        if policy is not None and recipe.tokenizer.path is not None:
-            found += [f"  {warning}" for warning in [_tokenizer_warning(policy, tokenizer)] if warning]
-        if images is not None and images.gives_template(tokenizer):
-            found.append(f"  {PROCESSOR_TEMPLATE}")
-        if "reference.path" in models:
-            check_vocabulary(models["reference.path"], tokenizer)
-    written = 0 if recipe.online is None else recipe.online.max_new_tokens
-    if tokenizer is not None and not (recipe.model.images and images is None):  # its processor reads rows
-        read = partial(
-            load_source,
-            data=recipe.data,
-            tokenizer=tokenizer,
-            tokenizer_key="",
-            cache_dir=recipe.reference.cache_dir or default_cache_directory(),
-            images=images,
-            max_new_tokens=written or None,
-            max_rows=CHECKED_ROWS,
-        )
-        sources = [(f"data.train.{number}", source) for number, source in enumerate(recipe.data.train)]
-        sources += [(f"data.eval.{number}", source) for number, source in enumerate(recipe.data.eval_sources)]
-        for key, source in sources:
-            with step():
-                rows = read(source, key)
-                found += _check_rows(f"{key}: {source.path}", rows, written, models.values(), tokenizer)
+        key, trusts = f"online.judges.{number}.path", recipe.model.trust_remote_code
+        if judge.path and (files := attempt(load_judge_files, judge.path, key, trusts)) is not None:
+            found.append(f"{key}: {judge.path}, {files[0].model_type}")
+    images = models["model.path"].processor if "model.path" in models else None
+    tokenizer = attempt(prepare_tokenizer, recipe, images)
+    if tokenizer is None or (recipe.model.images and images is None):  # nothing can read rows
+        return found, wrong
+    found += attempt(_check_tokenizer, tokenizer, models, recipe.tokenizer.path is not None) or ()
+    sources = [(f"data.train.{number}", source) for number, source in enumerate(recipe.data.train)]
+    sources += [(f"data.eval.{number}", source) for number, source in enumerate(recipe.data.eval_sources)]
+    for key, source in sources:
+        most = None if recipe.online is None else recipe.online.max_new_tokens
+        found += attempt(_check_rows, source, key, recipe.data, most, models.values(), tokenizer) or ()
     return found, wrong
 
 
-def _check_tensors(model: ModelFacts, device: torch.device, key: str) -> Iterator[str]:
+def _check_tensors(model: ModelFacts, device: torch.device, key: str, longest_row: int) -> list[str]:
     """Compares the names and shapes of a model's tensors with its config."""
     notes: list[str] = []
+    if model.is_packed:
+        check_lengths(model.config, longest_sequence=0, longest_row=longest_row)
     if model.quantization is not None:
         model.architecture  # noqa: B018  # builds the model on the meta device
         tensors: dict[str, Tensor] | str = "they are quantised, or will be"
@@ -491,10 +471,9 @@ def _check_tensors(model: ModelFacts, device: torch.device, key: str) -> Iterato
     seen = f"its {len(tensors):,} tensors are there"
     if isinstance(tensors, str):
         seen = f"its tensors were not compared with its config ({tensors})"
-    yield f"{key}: {model.label}, {model.config.model_type}; {seen}"
-    yield from (f"  {note}" for note in notes)
-    if model.adapter is not None:
-        yield from unknown_settings(model.adapter)
+    settings = [] if model.adapter is None else unknown_settings(model.adapter)
+    head = f"{key}: {model.label}, {model.config.model_type}; {seen}"
+    return [head, *(f"  {note}" for note in notes), *settings]
 
 
 def load_judge_files(
@@ -507,25 +486,51 @@ def load_judge_files(
     return config, load_tokenizer(path, revision=None, chat_template=None, **options)
 
 
+def _check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, models: dict[str, ModelFacts], is_given: bool
+) -> list[str]:
+    lines, policy = [f"tokenizer: {len(tokenizer):,} tokens"], models.get("model.path")
+    if policy is not None and is_given:
+        lines += [f"  {warning}" for warning in [_tokenizer_warning(policy, tokenizer)] if warning]
+    if policy is not None and policy.processor is not None and policy.processor.gives_template(tokenizer):
+        lines.append(f"  {PROCESSOR_TEMPLATE}")
+    if "reference.path" in models:
+        check_vocabulary(models["reference.path"], tokenizer)
+    return lines
+
+
 def _check_rows(
-    label: str,
-    rows: LoadedSource,
-    max_new_tokens: int,
-    models: Iterable[ModelFacts],
+    source: SourceRecipe,
+    key: str,
+    data: DataRecipe,
+    max_new_tokens: int | None,
+    models: Collection[ModelFacts],
     tokenizer: PreTrainedTokenizerBase,
-) -> Iterator[str]:
-    counts, tables = rows.store.summary, [PairTable.of([rows.store])]
-    kept = next(name for name in ("pairs", "prompts") if f"{name}_kept" in counts)
-    which = "all" if rows.reads_all else "the first"
-    others = "" if rows.reads_all else "(no others were read) "
-    yield (
-        f"{label}, format {counts['format']}, {which} {counts['rows_read']:,} rows {others}have "
-        f"{counts[f'{kept}_kept']:,} {kept}"
+) -> list[str]:
+    """Reads the first rows of a source."""
+    rows = load_source(
+        source,
+        key,
+        data=data,
+        tokenizer=tokenizer,
+        tokenizer_key="",
+        cache_dir=default_cache_directory(),
+        images=next((model.processor for model in models), None),
+        max_new_tokens=max_new_tokens,
+        max_rows=CHECKED_ROWS,
     )
-    for note in (*source_notes(counts), columns_sentence(rows.columns_read, counts["columns_not_read"])):
-        yield f"  {note}"
-    longest = longest_sequence(tables) + max_new_tokens
+    counts, tables = rows.store.summary, [PairTable.of([rows.store])]
+    longest = longest_sequence(tables) + (max_new_tokens or 0)
     for model in models:
         longest_row = 2 * longest if model.is_packed else None
         check_lengths(model.config, longest_sequence=longest, longest_row=longest_row)
         check_tokens(model, tokenizer, tables)
+    which = "all" if rows.reads_all else "the first"
+    others = "" if rows.reads_all else "(no others were read) "
+    kept = "pairs" if max_new_tokens is None else "prompts"
+    head = (
+        f"{key}: {source.path}, format {counts['format']}, {which} {counts['rows_read']:,} rows {others}have "
+        f"{counts[f'{kept}_kept']:,} {kept}"
+    )
+    notes = (*source_notes(counts), columns_sentence(rows.columns_read, counts["columns_not_read"]))
+    return [head, *(f"  {note}" for note in notes)]
