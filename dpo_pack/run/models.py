@@ -184,10 +184,8 @@ def load_and_prove(
             )
             return replace(loaded, not_compiled=next(filter(None, obstacles))), outcome
     begun = time.monotonic()
-    memo_path, key = (
-        model.cache_dir / "proofs.json",
-        _proof_key(model, loaded, device, strategy, adds_adapter),
-    )
+    memo_path = model.cache_dir / "proofs.json"
+    key = _proof_key(model, loaded, device, strategy, adds_adapter)
     shape = dict[str, tuple[Proof, ...]]
     remembered = None if again else ranks.first_says((read_json(memo_path, shape) or {}).get(key))
     proofs = remembered or tuple(prove(loaded.scorer, device))
@@ -209,7 +207,7 @@ def _proof_key(
     on_cpu = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
     setting = {
         "model": model.namespace,
-        "lora": [str(model.settings.lora), model.seed] if adds_adapter else None,
+        "lora": [str(model.settings.lora), model.seed] if adds_adapter and model.settings.lora else None,
         "attention": loaded.attention.name,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu,
         "code": own_code(),
