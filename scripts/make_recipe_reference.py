@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from dpo_pack.recipe.changes import COMPARING_KEYS, EARLY_STOPPING_KEYS, NEUTRAL_KEYS, ROW_LAYOUT_KEYS
+from dpo_pack.recipe.changes import COMPARING_KEYS, EARLY_STOPPING_KEYS, NEUTRAL_KEYS
 from dpo_pack.recipe.load import default_in_yaml
 from dpo_pack.recipe.mistakes import nested_sections
 from dpo_pack.recipe.peers.peer_tables import PEERS, PeerKey, as_word, read_table, rows_of
@@ -192,9 +192,8 @@ def _table(prefix: str, section: type[BaseModel], *, without_sections: bool = Fa
 
 
 def _running_again() -> str:
-    layout, stopping, comparing = (
-        ", ".join(f"`{key}`" for key in keys)
-        for keys in (ROW_LAYOUT_KEYS, EARLY_STOPPING_KEYS, COMPARING_KEYS)
+    stopping, comparing = (
+        ", ".join(f"`{key}`" for key in keys) for keys in (EARLY_STOPPING_KEYS, COMPARING_KEYS)
     )
     sections: dict[str, list[str]] = {}
     for key in NEUTRAL_KEYS:
@@ -213,7 +212,6 @@ Free to change (a section stands for all its keys):
 {neutral}
 - a judge's `max_new_tokens`, `retries` and `endpoint`, except the endpoint's `model`
 - the `name` of a source, and `data.eval` unless it is a fraction of the training pairs
-- {layout}
 
 With `train.early_stopping`, {stopping} and `data.eval` are not free, because they say when the run
 ends. With `train.early_stopping` or `checkpoint.load_best`, {comparing} is not free, because

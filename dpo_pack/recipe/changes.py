@@ -10,10 +10,11 @@ from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.text import Tree
 
 # A run may be resumed with other values of these keys, because they do not change training. (If a run could
-# start with data.on_bad_row: error, there are no bad rows.)
+# start with data.on_bad_row: error, there are no bad rows. What shares a row changes rounding only.)
 NEUTRAL_KEYS: tuple[str, ...] = (
     "output_dir", "model.attention", "model.gradient_checkpointing", "model.compile",
     "model.activation_offload", "model.mlp_tile_tokens", "model.unused_tensors",
+    "packing.mode", "packing.token_budget", "packing.share_prompt",
     "reference.cache_dir", "reference.token_budget", "data.on_bad_row",
     "data.num_workers", "train.eval_every_steps", "train.eval_precision", "train.stop_on_nonfinite",
     "checkpoint", "logging", "export",
@@ -25,8 +26,6 @@ NEUTRAL_KEYS: tuple[str, ...] = (
 EARLY_STOPPING_KEYS = ("checkpoint.metric", "checkpoint.eval_set", "train.eval_every_steps")
 # With train.early_stopping or checkpoint.load_best all evaluations must be comparable.
 COMPARING_KEYS = ("train.eval_precision",)
-# These keys only decide which pairs of a step share a row, that is, one forward pass.
-ROW_LAYOUT_KEYS = ("packing.mode", "packing.token_budget", "packing.share_prompt")
 
 
 def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
@@ -34,26 +33,26 @@ def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     of both recipes. What changes only the rounding of results does not count."""
     stops_early = old.train.early_stopping is not None or new.train.early_stopping is not None
     compares = stops_early or old.checkpoint.load_best or new.checkpoint.load_best
-    neutral = tuple(f"{key}." for key in (*NEUTRAL_KEYS, *ROW_LAYOUT_KEYS))
+    neutral = tuple(f"{key}." for key in NEUTRAL_KEYS)
+    counting = (*(EARLY_STOPPING_KEYS if stops_early else ()), *(COMPARING_KEYS if compares else ()))
     before, after = (_what_trains(recipe, stops_early=stops_early) for recipe in (old, new))
     return {
         key: values
         for key, values in _differences(before, after)
-        if not f"{key}.".startswith(neutral)
-        or (stops_early and key in EARLY_STOPPING_KEYS)
-        or (compares and key in COMPARING_KEYS)
+        if key in counting or not f"{key}.".startswith(neutral)
     }
 
 
 def only_goes_on(old: Recipe, new: Recipe) -> bool:
     """Whether `new` only trains for more steps, and no earlier step depends on their number."""
     optim, changed = new.optim, changed_values(old, new)
-    if not optim.schedule.startswith("constant") or (optim.warmup_steps is None and optim.warmup_ratio > 0):
-        return False
-    if new.train.early_stopping is not None or new.checkpoint.load_best:
-        return False
+    has_warmup = optim.warmup_steps is None and optim.warmup_ratio > 0
+    compares = new.train.early_stopping is not None or new.checkpoint.load_best
     are_more = all(most is None or (least is not None and most > least) for least, most in changed.values())
-    return bool(changed) and set(changed) <= {"train.epochs", "train.max_steps"} and are_more
+    depends = not optim.schedule.startswith("constant") or has_warmup or compares
+    return (
+        bool(changed) and changed.keys() <= {"train.epochs", "train.max_steps"} and are_more and not depends
+    )
 
 
 def _what_trains(recipe: Recipe, *, stops_early: bool) -> Tree:
@@ -73,14 +72,11 @@ def _what_trains(recipe: Recipe, *, stops_early: bool) -> Tree:
 
 
 def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    are_lists = isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
+    if are_lists and all(isinstance(item, dict) for item in (*old, *new)):
+        old, new = ({str(number): item for number, item in enumerate(items)} for items in (old, new))
     if isinstance(old, dict) and isinstance(new, dict):
-        for name in [*old, *(name for name in new if name not in old)]:
+        for name in {**old, **new}:
             yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif (
-        isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
-        and all(isinstance(item, dict) for item in (*old, *new))
-    ):  # fmt: skip
-        for index, (old_item, new_item) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(old_item, new_item, f"{key}.{index}")
     elif old != new:
         yield key, (old, new)

@@ -83,12 +83,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, lenient: bool = Fa
         if len(content) > MAX_RECIPE_BYTES:
             fail(f"{path}: larger than {MAX_RECIPE_BYTES:,} bytes, so it is not a recipe; {begin}")
         text = content.decode("utf-8-sig")
-    except FileNotFoundError:
-        fail(f"{path}: no such recipe; {begin}")
     except UnicodeDecodeError as error:
         fail(f"{path}: not UTF-8 (byte {error.object[error.start]:#04x} at {error.start}); save it as UTF-8")
     except OSError as error:
-        fail(f"{path}: cannot read the recipe: {error.strerror}")
+        fail(f"{path}: cannot read the recipe: {error.strerror}; {begin}")
     tree = read_yaml(text, where=str(path))
     if not isinstance(tree, dict):
         fail(f"{path}: a recipe is a mapping of 'key: value' lines, not {show(tree)}; {begin}")

@@ -10,7 +10,7 @@ import pytest
 from support.tiny_recipe import KEYS, SMALLEST, changed_keys, load, message_of
 
 from dpo_pack.recipe import load as loading
-from dpo_pack.recipe.changes import NEUTRAL_KEYS, ROW_LAYOUT_KEYS
+from dpo_pack.recipe.changes import NEUTRAL_KEYS
 from dpo_pack.recipe.data import EvalFraction, SourceRecipe
 from dpo_pack.recipe.load import load_recipe, recipe_defaults, recipe_schema, source_names
 from dpo_pack.recipe.training import LOSSES
@@ -257,5 +257,5 @@ def test_evaluations_that_are_compared_keep_their_precision(compares: str) -> No
 
 
 def test_every_key_named_as_neutral_exists() -> None:
-    for key in (*NEUTRAL_KEYS, *ROW_LAYOUT_KEYS):
+    for key in NEUTRAL_KEYS:
         assert key in KEYS

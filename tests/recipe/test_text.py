@@ -126,7 +126,9 @@ def test_a_file_that_is_no_recipe_is_refused_with_its_place(text: str, place: st
 
 
 def test_a_file_that_cannot_be_read_is_refused_with_its_name(tmp_path: Path) -> None:
-    assert "missing.yaml: no such recipe" in message_of(lambda: load_recipe(tmp_path / "missing.yaml"))
+    assert "missing.yaml: cannot read the recipe: No such file" in message_of(
+        lambda: load_recipe(tmp_path / "missing.yaml")
+    )
     assert "no run, as it has no run.json" in message_of(lambda: load_recipe(tmp_path))
     path = tmp_path / "latin.yaml"
     path.write_bytes(b"seed: 1\n# caf\xe9\n")

@@ -11,18 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from rich.console import Console
 from support.refusals import refusal
 from support.run_files import timeless
-from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
 
-from dpo_pack.model import parallel
-from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.setup import prepare
 from dpo_pack.system.errors import RecipeError
@@ -115,24 +110,17 @@ def test_what_accelerate_s_file_asks_for_and_the_recipe_does_not_is_refused(
     assert re.search(message, found), found
 
 
-@pytest.mark.parametrize(
-    ("variables", "name"),
-    [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP 1"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP 1"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "a parallelism_config"),
-    ],
-)
-def test_other_kinds_of_sharding_are_refused_by_name(
-    variables: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_kinds_of_sharding_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where `accelerate launch` has started one process."""
-    for variable, value in (ONE_RANK | variables).items():
-        monkeypatch.setenv(variable, value)
-    found = refusal(lambda: on_every_rank("auto", None, {}).__enter__(), RecipeError)
-    assert f"asks for {name}, which" in found
+    for variable, name in {
+        "ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+        "ACCELERATE_USE_FSDP": "FSDP 1", "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+    }.items():  # fmt: skip
+        with monkeypatch.context() as patch:
+            for each, value in {**ONE_RANK, variable: "true"}.items():
+                patch.setenv(each, value)
+            found = refusal(lambda: on_every_rank("auto", None, {}).__enter__(), RecipeError)
+        assert f"asks for {name}, which" in found
 
 
 def _chosen(directory: Path, *overrides: str) -> str:
@@ -151,16 +139,3 @@ def test_fsdp2_of_accelerate_selects_fsdp2_and_does_not_contradict_the_recipe(tm
     assert set(run_on_ranks(_chosen, tmp_path)) == {"fsdp2 on 2 processes (accelerate's configuration)"}
     for refused in run_on_ranks(_chosen, tmp_path, "distributed.strategy=ddp"):
         assert refused.startswith("distributed.strategy: accelerate's configuration asks for FSDP2, but")
-
-
-def _devices_of_copies() -> list[object]:
-    accelerator = Accelerator(cpu=True)
-    AcceleratorState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    scorer = CompletionLogps(tiny_model("llama"), backend=None, autocast=None)
-    copies: Any = parallel._copies(scorer, accelerator)
-    return [copies.device_ids, copies.output_device]
-
-
-@pytest.mark.multiprocess
-def test_ddp_takes_the_device_on_which_the_weights_are_whatever_its_number_on_the_node() -> None:
-    assert run_on_ranks(_devices_of_copies) == [[None, None]] * 2

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 from support.marks import slow
 from support.tiny_models import tiny_model
-from support.tiny_online import online_recipe
 from support.tiny_run import tiny_run
 from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -84,43 +83,14 @@ def start(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     train(recipe, Console(quiet=True))
 
 
-SETTINGS: dict[str, tuple[str, ...]] = {
-    "full fine-tuning": (),
-    "a new adapter": ("model.lora={r: 2}",),
-    "padded": ("packing.mode=padded",),
-    "a reference that follows": ("reference.sync={every_steps: 2, mixup: 0.5}",),
-    "no reference": ("loss.type=simpo",),
-}
-
-
-@pytest.mark.parametrize(
-    "setting", [*list(SETTINGS)[::3], *slow(*(s for i, s in enumerate(SETTINGS) if i % 3))]
-)
+@pytest.mark.parametrize("setting", ["model.lora={r: 2}", *slow("packing.mode=padded", "loss.type=simpo")])
 def test_a_run_starts_with_one_config_one_meta_build_and_one_plan_an_epoch(
     setting: str, recipe_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(load_recipe(recipe_path, SETTINGS[setting]), monkeypatch)
+    start(load_recipe(recipe_path, [setting]), monkeypatch)
     assert calls.configs == {"model": 1} and calls.builds == {"llama": 1}
     assert calls.of_budget(128) == [1]
     assert max(calls.plans.values()) == 1  # the report's other budgets included
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_resolves_nothing_twice(
-    recipe_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = load_recipe(recipe_path, ["checkpoint.every_steps=1"])
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train_module.Trainer, "finish", killed)
-        train(recipe, Console(quiet=True))
-    for counter in (calls.configs, calls.builds, calls.plans):
-        counter.clear()
-    train(recipe, Console(quiet=True))
-    assert calls.configs == {"model": 1} and calls.builds == {"llama": 1} and calls.of_budget(128) == [1]
-
-
-def killed(session: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def test_a_reference_of_its_own_is_resolved_once_as_well(
@@ -129,14 +99,6 @@ def test_a_reference_of_its_own_is_resolved_once_as_well(
     start(load_recipe(recipe_path, ["reference.path=${recipe_dir}/other"]), monkeypatch)
     assert calls.configs == {"model": 1, "other": 1} and calls.builds == {"llama": 1, "qwen3": 1}
     assert calls.of_budget(128) == [1]
-
-
-def test_an_online_run_starts_with_one_config_and_one_meta_build(
-    recipe_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start(online_recipe(recipe_path.parent, recipe_path.parent / "run"), monkeypatch)
-    assert calls.configs == {"model": 1} and calls.builds == {"llama": 1}
-    assert not calls.plans  # its pairs do not exist yet
 
 
 QUIET = Console(quiet=True)
