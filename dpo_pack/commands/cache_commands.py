@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -26,24 +25,20 @@ def list_namespaces(
     cache_dir: CacheDir = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """List models with cached log-probs, and how many."""
-    from dpo_pack.reference.cache import default_cache_directory
     from dpo_pack.reference.maintenance import find_namespaces
 
-    directory = cache_dir or default_cache_directory()
-    found = find_namespaces(directory)
+    found = find_namespaces(cache_dir)
     if as_json:
-        print(json.dumps([asdict(namespace) for namespace in found], indent=2, default=str))
+        print(json.dumps(found, indent=2))
         return
-    for namespace in found:
-        precision = namespace.parameters + (f" + {namespace.autocast}" if namespace.autocast else "")
-        last_used = datetime.fromtimestamp(namespace.last_used)
-        say(f"{namespace.namespace[:12]}  {', '.join(namespace.models) or 'unknown model'}")
+    for one in found:
+        say(f"{one['namespace'][:12]}  {', '.join(one['models']) or 'unknown model'}")
         say(
-            f"{'':12}  {precision}; {namespace.sequences:,} sequences; "
-            f"{namespace.size_bytes / 1e6:,.1f} MB; last used {last_used:%Y-%m-%d %H:%M}"
+            f"{'':12}  {one['parameters']}{' + ' + one['autocast'] if one['autocast'] else ''}; "
+            f"{one['sequences']:,} sequences; {one['size_bytes'] / 1e6:,.1f} MB; "
+            f"last used {datetime.fromtimestamp(one['last_used']):%Y-%m-%d %H:%M}"
         )
-    total_bytes = sum(namespace.size_bytes for namespace in found)
-    say(f"{len(found)} namespace{'s' * (len(found) != 1)}, {total_bytes / 1e6:,.1f} MB, in {directory}")
+    say(f"{len(found)} namespaces, {sum(one['size_bytes'] for one in found) / 1e6:,.1f} MB")
 
 
 @cache_app.command()
@@ -58,11 +53,9 @@ def export(
 
     `dpopack cache import` reads this file, here or on another machine.
     """
-    from dpo_pack.reference.cache import default_cache_directory
     from dpo_pack.reference.maintenance import export_namespace
 
-    num_sequences = export_namespace(cache_dir or default_cache_directory(), namespace, file)
-    say(f"{num_sequences:,} sequences written to {file}")
+    say(f"{export_namespace(cache_dir, namespace, file):,} sequences written to {file}")
 
 
 @cache_app.command("import")
@@ -87,11 +80,11 @@ def import_file(
     from dpo_pack.run.setup import prepare
     from dpo_pack.system.console import make_console
 
-    prepared = prepare(loaded, make_console(), runs_models=False)
-    facts = prepared.reference_facts
+    setup = prepare(loaded, make_console(), runs_models=False)
+    facts = setup.reference_facts
     cache = ReferenceCache(facts.cache_dir, facts.namespace, used_by=facts.label)
-    num_added = import_logps(file, cache, prepared.tables)
-    work = find_work(cache, prepared.tables)
+    num_added = import_logps(file, cache, setup.tables)
+    work = find_work(cache, setup.tables)
     num_sequences = int(work.sides.sum())
     say(
         f"{file}: {num_added:,} sequences added; the cache now has "
@@ -115,26 +108,17 @@ def prune(
     Even without an option, removes damaged parts that a run has moved aside, and temporary files of killed
     runs. Does not remove files that dpopack has not written.
     """
-    from dpo_pack.reference.cache import default_cache_directory
     from dpo_pack.reference.maintenance import prune_cache
 
-    verb, total_bytes = "would remove" if dry_run else "removing", 0
-    for name, num_bytes, reason in prune_cache(
-        cache_dir or default_cache_directory(),
-        older_than_seconds=None if older_than is None else _seconds(older_than),
-        most_bytes=None if max_size is None else parse_bytes(max_size, "--max-size", "20GB, 500MB or 0B"),
-        dry_run=dry_run,
-    ):
-        say(f"{verb} {num_bytes / 1e6:,.1f} MB of {name}: {reason}")
-        total_bytes += num_bytes
-    say(f"{total_bytes / 1e6:,.1f} MB in all{'; nothing was removed' if dry_run else ''}")
-
-
-def _seconds(age: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", age)
-    if match is None:
-        raise RecipeError(f"--older-than: {age!r} is not an age; write it as 90d, 12h, 30m or 2w")
-    return float(match[1]) * {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}[match[2]]
+    seconds = None
+    if older_than is not None:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", older_than)
+        if match is None:
+            raise RecipeError(f"--older-than: {older_than!r} is not an age; write it as 90d, 12h, 30m or 2w")
+        seconds = float(match[1]) * {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}[match[2]]
+    most = None if max_size is None else parse_bytes(max_size, "--max-size", "20GB, 500MB or 0B")
+    for line in prune_cache(cache_dir, older_than_seconds=seconds, most_bytes=most, dry_run=dry_run):
+        say(f"{'would remove' if dry_run else 'removing'} {line}")
 
 
 def parse_bytes(size: str, option: str, forms: str) -> int:

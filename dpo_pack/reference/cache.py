@@ -10,7 +10,7 @@ values of one model in one precision are in one directory, a namespace (`model/f
         key          16 bytes, `sequence_key` of data/store.py
         logps_sum    float64, nats
         num_tokens   int32, tokens of the completion
-        token_logps  list of float32, one for each token; only if a loss needed them
+        token_logps  only in parts of earlier releases: nobody reads it
 
 Jobs only add whole parts, which are written under a temporary name, synced and renamed. So any number of jobs
 can read and write at the same time without locks. A part whose bytes do not match the sha256 in its name, or

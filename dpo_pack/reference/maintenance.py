@@ -1,7 +1,7 @@
 """The work of `dpopack cache`: lists and prunes reference caches, exports and imports log-probs.
 
-Only files that dpo-pack has written, known by their names, are changed or deleted. An exported file has the
-columns of a part, see cache.py.
+Only files that dpo-pack has written, known by their names, are deleted. An exported file has the columns of a
+part, see cache.py. `cache_dir`: None is the default directory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dpo_pack.data.store import PairTable
-from dpo_pack.packing.lengths import Bools, FloatArray, IntArray
 from dpo_pack.reference.cache import (
-    KEY,
     NAMESPACE_FILE,
     NUM_TOKENS,
     PART_NAME,
     SUM,
     USED_FILE,
     KeyIndex,
-    Keys,
     ReferenceCache,
     UsedTimes,
+    default_cache_directory,
     find_leftovers,
     is_namespace,
     keys_of,
@@ -48,82 +45,62 @@ _OURS = re.compile(rf"{NAMESPACE_FILE}|{USED_FILE}|{PART_NAME}")
 _LARGEST_LOGP = 1e-3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Namespace:
-    """The log-probs of one model in one precision on disk. `cache list --json` prints these fields."""
-
-    namespace: str  # the name of the directory
-    directory: Path
-    models: tuple[str, ...]  # paths of the models that used it, the latest first
-    parameters: str  # dtype of the model's parameters
-    autocast: str | None
-    sequences: int  # in all parts; one that is in several parts counts in each
-    parts: int
-    damaged_parts: int  # parts that were renamed because of damage
-    size_bytes: int
-    last_used: float  # seconds since 1970
+def find_namespaces(cache_dir: Path | None) -> list[dict[str, Any]]:
+    """Returns what `cache list --json` prints of each namespace, the latest used first."""
+    paths = ((cache_dir or default_cache_directory()) / "reference").glob("*")
+    found = [_describe(path) for path in paths if is_namespace(path) and not path.is_symlink()]
+    return sorted(found, key=lambda one: -float(one["last_used"]))
 
 
-def find_namespaces(cache_dir: Path) -> list[Namespace]:
-    """Returns all namespaces of a cache directory, the latest used first. Raises CacheError."""
-    root = cache_dir / "reference"
-    try:
-        paths = sorted(root.iterdir()) if root.is_dir() else []
-    except OSError as error:
-        raise CacheError(f"cannot read {root}: {error.strerror}; correct its permissions") from error
-    found = [_namespace_at(path) for path in paths if is_namespace(path) and not path.is_symlink()]
-    return sorted(found, key=lambda namespace: -namespace.last_used)
-
-
-def _namespace_at(directory: Path) -> Namespace:
+def _describe(directory: Path) -> dict[str, Any]:
     described = read_json(directory / NAMESPACE_FILE) or {}
     times = read_json(directory / USED_FILE, UsedTimes) or {}
     used = {model: seconds for model, seconds in times.items() if 0 <= seconds <= time.time()}
-    parts = sorted(directory.glob("part-*.parquet"))
-    num_sequences = 0
-    for part in parts:  # only their footers are read
+    files, num_sequences = _our_files(directory), 0
+    for part in directory.glob("part-*.parquet"):  # only their footers are read
         with contextlib.suppress(OSError, pa.ArrowException):  # a run will set it aside
             num_sequences += pq.read_metadata(part).num_rows
-    files = _our_files(directory)
-    newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-    return Namespace(
-        namespace=directory.name,
-        directory=directory,
-        models=tuple(sorted(used, key=lambda model: -used[model])),
-        parameters=str(described.get("parameters")),
-        autocast=described.get("autocast"),
-        sequences=num_sequences,
-        parts=len(parts),
-        damaged_parts=sum(file.suffix == ".damaged" for file in files),
-        size_bytes=sum(map(_size, files)),
-        last_used=max([newest, *used.values()]),
-    )
+    return {
+        "namespace": directory.name,
+        "directory": str(directory),
+        "models": sorted(used, key=lambda model: -used[model]),  # paths of models, the latest used first
+        "parameters": str(described.get("parameters")),
+        "autocast": described.get("autocast"),
+        "sequences": num_sequences,  # one that is in several parts counts in each
+        "parts": sum(file.suffix == ".parquet" for file in files),
+        "damaged_parts": sum(file.suffix == ".damaged" for file in files),
+        "size_bytes": _size(files),
+        "last_used": max([*(file.stat().st_mtime for file in files if file.exists()), *used.values()]),
+    }
 
 
 def prune_cache(
-    cache_dir: Path, *, older_than_seconds: float | None, most_bytes: int | None, dry_run: bool
-) -> Iterator[tuple[str, int, str]]:
+    cache_dir: Path | None, *, older_than_seconds: float | None, most_bytes: int | None, dry_run: bool
+) -> Iterator[str]:
     """Deletes files of killed processes; namespaces that no run has used for `older_than_seconds`; then the
-    longest unused ones, until the rest has at most `most_bytes`; and damaged parts. Yields before: of what,
-    how many bytes, and why. With `dry_run` it deletes nothing. Raises CacheError."""
-    deletions = [(str(cache_dir), find_leftovers(cache_dir), "leftovers of killed runs")]
+    longest unused ones, until the rest has at most `most_bytes`; and damaged parts. Yields before how many
+    bytes, of what and why. With `dry_run` it deletes nothing. Raises CacheError."""
+    cache_dir = cache_dir or default_cache_directory()
     namespaces = find_namespaces(cache_dir)
-    kept_bytes = sum(namespace.size_bytes for namespace in namespaces)
-    for namespace in reversed(namespaces):
-        age, files = time.time() - namespace.last_used, _our_files(namespace.directory)
+    kept_bytes = sum(one["size_bytes"] for one in namespaces)
+    deletions = [(f"{cache_dir}: leftovers of killed runs", find_leftovers(cache_dir))]
+    for one in reversed(namespaces):
+        age, files = time.time() - one["last_used"], _our_files(Path(one["directory"]))
         if older_than_seconds is not None and age > older_than_seconds:
             reason = f"not used for {age / 86400:.0f} days"
         elif most_bytes is not None and kept_bytes > most_bytes:
             reason = "unused for the longest time, and the cache is larger than the limit"
         else:
             reason, files = "damaged parts", [file for file in files if file.suffix == ".damaged"]
-        kept_bytes -= namespace.size_bytes if reason != "damaged parts" else 0
-        name = f"{namespace.namespace} ({', '.join(namespace.models) or 'unknown model'})"
+        kept_bytes -= 0 if reason == "damaged parts" else one["size_bytes"]
         # namespace.json goes last, so that an interrupted deletion can be found and repeated.
-        deletions.append((name, sorted(files, key=lambda file: file.name == NAMESPACE_FILE), reason))
-    for name, files, reason in deletions:
+        files.sort(key=lambda file: file.name == NAMESPACE_FILE)
+        deletions.append(
+            (f"{one['namespace']} ({', '.join(one['models']) or 'unknown model'}): {reason}", files)
+        )
+    for what, files in deletions:
         if files:
-            yield name, sum(map(_size, files)), reason
+            yield f"{_size(files) / 1e6:,.1f} MB of {what}"
         for file in () if dry_run else files:
             discard(file)
             if file.exists():
@@ -137,29 +114,30 @@ def _our_files(directory: Path) -> list[Path]:
     return [file for file in files if _OURS.fullmatch(file.name)]
 
 
-def _size(path: Path) -> int:
-    """Returns the bytes of a file, or of the files in a directory; 0 if another job has just deleted it."""
+def _size(paths: Sequence[Path]) -> int:
+    """Returns the bytes of files, and of the files in directories; 0 of one that another job has deleted."""
     with contextlib.suppress(OSError):
-        return sum(file.lstat().st_size for file in (path, *path.rglob("*")) if not file.is_dir())
+        files = (file for path in paths for file in (path, *path.rglob("*")))
+        return sum(file.lstat().st_size for file in files if not file.is_dir())
     return 0
 
 
-def export_namespace(cache_dir: Path, prefix: str, target: Path) -> int:
+def export_namespace(cache_dir: Path | None, prefix: str, target: Path) -> int:
     """Writes all log-probs of the one namespace that begins with `prefix`; returns their number. Of a
     sequence in several parts the last one counts, as in a run. Raises CacheError, also for a damaged part."""
-    found = [n.directory for n in find_namespaces(cache_dir) if n.namespace.startswith(prefix)]
+    found = [one["directory"] for one in find_namespaces(cache_dir) if one["namespace"].startswith(prefix)]
     if len(found) != 1:
         raise CacheError(
-            f"{cache_dir} has {len(found)} namespaces whose names begin with {prefix!r}; name one with "
-            "--namespace (`dpopack cache list`)"
+            f"--namespace: {len(found)} names begin with {prefix!r}; `dpopack cache list` prints all names"
         )
-    parts = sorted(found[0].glob("part-*.parquet"))
-    tables: list[Any] = [read_part(part) for part in reversed(parts)]  # of equal keys the first row counts
+    directory = Path(found[0])
+    # Of equal keys the first row counts.
+    tables: list[Any] = [read_part(part) for part in sorted(directory.glob("part-*.parquet"), reverse=True)]
     if not tables or any(table is None for table in tables):
-        raise CacheError(f"{found[0]} has no log-probs to export, or is being changed; try again")
+        raise CacheError(f"{directory} has no log-probs to export, or is being changed; try again")
     table = pa.concat_tables(tables)
     table = table.take(pa.array(np.sort(KeyIndex.of(keys_of(table)).first)))
-    metadata = {"dpo_pack.namespace": json.dumps(read_json(found[0] / NAMESPACE_FILE))}
+    metadata = {"dpo_pack.namespace": json.dumps(read_json(directory / NAMESPACE_FILE))}
     with written_aside(target) as temporary:
         pq.write_table(table.replace_schema_metadata(metadata), temporary, write_page_checksum=True)
     return len(table)
@@ -184,25 +162,19 @@ def import_logps(file: Path, cache: ReferenceCache, tables: Sequence[PairTable])
             f"{file} holds log-probs of another model or precision than the recipe's reference; import it "
             "with the recipe of that model"
         )
-    for problem, is_wrong in _problems(keys, sums, num_tokens, tables):
+    known = KeyIndex.of(np.concatenate([k for t in tables for k in (t.chosen_keys, t.rejected_keys)]))
+    lengths = np.concatenate([n for t in tables for n in (t.chosen_scored, t.rejected_scored)])[known.first]
+    places, own = known.find(keys), KeyIndex.of(keys)
+    is_other = (num_tokens < 1) | ((places >= 0) & (num_tokens != lengths[places]))
+    for problem, is_wrong in (
+        (f"{SUM} must be a finite number, at most 0", ~(np.isfinite(sums) & (sums <= _LARGEST_LOGP))),
+        (f"{NUM_TOKENS} must be the number of scored tokens of the completion", is_other),
+        (f"another row has another {SUM} for the same key", sums != sums[own.first][own.inverse]),
+    ):
         if is_wrong.any():
             raise CacheError(f"{file} row {is_wrong.argmax() + 1}: {problem}; nothing was imported")
-    rows = KeyIndex.of(keys).first
-    rows = rows[np.isnan(cache.lookup(keys[rows]))]
-    added = sequence_table(keys[rows], sums[rows], num_tokens[rows])
-    cache.append(added, {"origin": f"imported from {file.name}"})
+    rows = own.first[np.isnan(cache.lookup(keys[own.first]))]
+    cache.append(
+        sequence_table(keys[rows], sums[rows], num_tokens[rows]), {"origin": f"imported from {file.name}"}
+    )
     return len(rows)
-
-
-def _problems(
-    keys: Keys, sums: FloatArray, num_tokens: IntArray, tables: Sequence[PairTable]
-) -> Iterator[tuple[str, Bools]]:
-    """Yields what may be wrong, and in which rows it is. A test is only valid if those before it passed."""
-    yield f"{SUM} must be a finite number, at most 0", ~(np.isfinite(sums) & (sums <= _LARGEST_LOGP))
-    index = KeyIndex.of(np.concatenate([s for t in tables for s in (t.chosen_keys, t.rejected_keys)]))
-    lengths = np.concatenate([s for t in tables for s in (t.chosen_scored, t.rejected_scored)])
-    places = index.find(keys)
-    is_other = (num_tokens < 1) | ((places >= 0) & (num_tokens != lengths[index.first][places]))
-    yield f"{NUM_TOKENS} must be the number of scored tokens of the completion", is_other
-    own = KeyIndex.of(keys)
-    yield f"another row has another {SUM} for the same {KEY}", sums != sums[own.first][own.inverse]
