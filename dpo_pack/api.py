@@ -150,8 +150,8 @@ def precompute_ref(
 ) -> dict[str, Any]:
     """Computes the reference log-probs that the cache lacks.
 
-    Returns `num_cached` and `num_computed` (different sequences), and `rows`: of each pair its set (train, or
-    a held-out set), its row in its source, and its log-probs in nats under TRL's names.
+    Returns `num_cached` and `num_computed` (different sequences), and `sets`: for train and each held-out set
+    the rows of its pairs in their source, and their log-probs in nats under TRL's names, as lists.
     """
     with _on_every_rank(recipe, overrides, command, quiet=quiet, verbose=verbose) as (loaded, console):
         from dpo_pack.run.pairs import prepare_reference
@@ -164,14 +164,16 @@ def precompute_ref(
             raise RecipeError("loss.type: this loss needs no reference, so there is nothing to precompute")
         done = prepare_reference(setup)
         console.print(f"Cache: {done.cache.directory}")
-        rows = [
-            {"set": name, "row": row, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-            for name, table in zip(("train", *setup.data.eval), setup.tables, strict=True)
-            for row, (chosen, rejected) in zip(
-                table.row_numbers.tolist(), done.values.of(table).tolist(), strict=True
-            )
-        ]
-        return {"num_cached": done.num_cached, "num_computed": done.num_computed, "rows": rows}
+        values = [(table.row_numbers, done.values.of(table)) for table in setup.tables]
+        sets = {
+            name: {
+                "row": rows.tolist(),
+                "ref_chosen_logps": logps[:, 0].tolist(),
+                "ref_rejected_logps": logps[:, 1].tolist(),
+            }
+            for name, (rows, logps) in zip(("train", *setup.data.eval), values, strict=True)
+        }
+        return {"num_cached": done.num_cached, "num_computed": done.num_computed, "sets": sets}
 
 
 def evaluate(

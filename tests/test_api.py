@@ -43,8 +43,10 @@ def test_a_run_from_python_is_the_run_of_the_command(
     assert capsys.readouterr() == ("", "") and quiet.metrics[-1]["step"] == run.metrics[-1]["step"]
     reference = dpo_pack.precompute_ref(recipe)
     assert (reference["num_cached"], reference["num_computed"]) == (44, 0)
-    assert {row["set"] for row in reference["rows"]} == {"train", *run.evaluation}
-    assert len(reference["rows"]) == 22 and all(row["ref_chosen_logps"] < 0 for row in reference["rows"])
+    assert reference["sets"].keys() == {"train", *run.evaluation}
+    assert reference["sets"]["train"]["row"] == list(range(1, 17))
+    for found in reference["sets"].values():
+        assert max(found["ref_chosen_logps"] + found["ref_rejected_logps"]) < 0
     assert api.report(run.path, output=run.path / "page.html") == run.path / "page.html"
     assert (run.path / "page.html").read_text() == run.report_path.read_text()
     capsys.readouterr()
