@@ -105,7 +105,10 @@ def train(
 def check(recipe: AnyRecipe, *, quiet: bool = False, **overrides: Any) -> list[str]:
     """Takes the steps of a run on the first rows of each source, without weights, and prints what is in
     order. Returns what is wrong: an empty list if a run would start."""
-    loaded = load(recipe, overrides, trains=True)
+    try:
+        loaded = load(recipe, overrides, trains=True)
+    except RecipeError as error:
+        return list(error.problems or [str(error)])
     with many_imports():
         from dpo_pack.run.setup import check_recipe
 
