@@ -44,8 +44,7 @@ class Reference(Protocol):
 
     def known(self, table: PairTable) -> FloatArray | None:
         """Returns [P, (chosen, rejected)] sums of held-out or online pairs, in nats; None: `score` adds them,
-        or none are needed.
-        (The builder of offline training rows has them from the beginning.)"""
+        or none are needed. (The builder of offline training rows has them from the beginning.)"""
 
     def score(self, row: PairRow) -> PairRow:
         """Returns the row with the reference's log-probs in it."""
@@ -198,39 +197,26 @@ def check_start(
     num_tokens = np.stack((table.chosen_scored[pairs], table.rejected_scored[pairs]), axis=1)
     noise = ALLOWED_ROUNDING * rounding(sums, torch.from_numpy(num_tokens).to(sums.device), dtype)
     # A sharded policy computes on all ranks or on none, so all ranks continue if one finds a difference.
-    if not all(every_rank_says(bool(((sums - row.reference).abs() <= noise).all()))):
-        _explain_difference(policy, builder, pairs, row, sums, noise)
-
-
-def _explain_difference(
-    policy: Callable[[Row], RowLogps], builder: RowBuilder, pairs: IntArray, row: PairRow, sums: Tensor,
-    noise: Tensor,
-) -> None:  # fmt: skip
-    """Computes the row again, which tells dropout from noise. Because routers can choose other experts, ten
-    times the change when the pairs stand in reverse order is allowed."""
+    if all(every_rank_says(bool(((sums - row.reference).abs() <= noise).all()))):
+        return
+    # The row again tells dropout from noise. Because routers can choose other experts, ten times the change
+    # when the pairs stand in reverse order is allowed.
     again = policy(row.row).sums.view(-1, 2)
-    reverse_row = builder.build(pairs[::-1].copy())
-    in_reverse = policy(reverse_row.row).sums.view(-1, 2).flip(0)
-    if worst := _worst_excess((again - sums).nan_to_num(0.0), noise):  # NaN is not caused by dropout
+    in_reverse = policy(builder.build(pairs[::-1].copy()).row).sums.view(-1, 2).flip(0)
+    change = (again - sums).nan_to_num(0.0).abs()  # NaN is not caused by dropout
+    if bool((change > noise).any()):
         raise RunError(
-            f"the policy is not repeatable: a log-prob of the first row differs by {worst[0]:.3g} nats when "
-            f"it is computed again, and rounding explains only {worst[1]:.2g}; dropout or router noise "
-            "is on: set it to zero in the model's config.json"
+            f"the policy is not repeatable: a log-prob of the first row differs by {float(change.max()):.3g} "
+            "nats when it is computed again; dropout or router noise is on: set it to zero in the model's "
+            "config.json"
         )
     noise = torch.maximum(noise, ALLOWED_ROUNDING * (in_reverse - sums).abs().max())
-    if worst := _worst_excess(sums - row.reference, noise):
+    difference = (sums - row.reference).abs()
+    if not bool((difference <= noise).all()):
         raise RunError(
-            f"the policy at step 0 is not its cached reference: a log-prob differs by {worst[0]:.3g} nats, "
-            f"and rounding explains only {worst[1]:.2g}; likely causes: the model or its adapter "
-            "changed on disk while it was read, policy and reference ran in different dtypes or autocast, "
-            "or another release filled the cache (set another reference.cache_dir to compute the "
-            "reference again)"
+            f"the policy at step 0 is not its cached reference: a log-prob differs by "
+            f"{float(difference.max()):.3g} nats, and rounding explains only {float(noise.max()):.2g}; "
+            "likely causes: the model or its adapter changed on disk while it was read, policy and reference "
+            "ran in different dtypes or autocast, or another release filled the cache (set another "
+            "reference.cache_dir to compute the reference again)"
         )
-
-
-def _worst_excess(differences: Tensor, noise: Tensor) -> tuple[float, float] | None:
-    differences = differences.abs()
-    if bool((differences <= noise).all()):
-        return None
-    worst = int((differences - noise).nan_to_num(torch.inf).argmax())
-    return float(differences.flatten()[worst]), float(noise.flatten()[worst])
