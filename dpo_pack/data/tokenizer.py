@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import os.path
 import re
-import resource
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -23,91 +20,23 @@ from dpo_pack.data.formats import BadRow, Message, Pair, check_last_turn
 from dpo_pack.packing.lengths import Bools
 from dpo_pack.system.errors import ModelError, first_line
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    Tokenizer: TypeAlias = PreTrainedTokenizerBase
+else:
+    Tokenizer = Any
+
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
-_TEMPLATE_SECONDS = 5.0  # CPU time to render one row
-_TEMPLATE_BYTES = 1 << 30
 # The end of a turn is among so many last tokens, because a template may write a line break after it.
 TURN_END_TOKENS = 3
-_STATM = "/proc/self/statm"  # on Linux; the first number is the process's size in pages
-
-
-class _TemplateRuns(BaseException):
-    """A template ran too long. A BaseException, so that neither the template nor transformers catches it."""
-
-
-class Tokenizer(Protocol):
-    """The attributes and methods of a transformers tokenizer that dpo-pack uses."""
-
-    @property
-    def name_or_path(self) -> str: ...
-    @property
-    def eos_token(self) -> str | None: ...
-    @property
-    def eos_token_id(self) -> int | None: ...
-    @property
-    def bos_token_id(self) -> int | None: ...
-    @property
-    def unk_token_id(self) -> int | None: ...
-    @property
-    def chat_template(self) -> str | dict[str, str] | None: ...
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
-    @property
-    def special_tokens_map(self) -> Mapping[str, Any]: ...
-    @property
-    def split_special_tokens(self) -> bool: ...
-    @property
-    def is_fast(self) -> bool: ...
-    @property
-    def backend_tokenizer(self) -> Any: ...
-    def get_chat_template(self, chat_template: str | None, tools: Any) -> str: ...
-    def save_pretrained(self, save_directory: str) -> Any: ...
-    def __len__(self) -> int: ...
-    def __hash__(self) -> int: ...
-    def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]: ...
-    def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
-    def decode(self, token_ids: list[int], **options: Any) -> Any: ...
-
-
-@contextmanager
-def bounded_template(remedy: str) -> Iterator[None]:
-    """Stops a chat template, a program that came with the model, if it runs too long (in the main thread) or
-    takes much memory (on Linux). Raises ModelError, which ends with `remedy`."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    try:
-        with suppress(FileNotFoundError):  # `open` is much faster than Path.read_text
-            with open(_STATM, "rb", buffering=0) as file:
-                num_pages = int(file.read(64).split()[0])
-            most = num_pages * resource.getpagesize() + _TEMPLATE_BYTES
-            most = most if before[0] == resource.RLIM_INFINITY else min(most, before[0])
-            resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
-        if in_main_thread:
-            signal.signal(signal.SIGVTALRM, _stop_template)
-            # Repeats every second, because Python drops an exception that is raised in a destructor.
-            signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_SECONDS, 1.0)
-        yield
-    except (_TemplateRuns, MemoryError) as error:
-        what = f"does not end within {_TEMPLATE_SECONDS:g} seconds"
-        if isinstance(error, MemoryError):
-            what = f"takes more than {_TEMPLATE_BYTES >> 20:,} MiB"
-        raise ModelError(f"the chat template {what} for a row; {remedy}") from None
-    finally:
-        if in_main_thread:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def _stop_template(signum: int, frame: object) -> None:
-    raise _TemplateRuns
 
 
 @contextmanager
 def rendering() -> Iterator[None]:
     """Context in which the chat template renders a row. Raises BadRow if the template raises any error."""
     try:
-        with bounded_template("mend it, or use another one (of the policy: tokenizer.chat_template)"):
-            yield
+        yield
     except (ModelError, BadRow):
         raise
     except Exception as error:  # a template is a program that came with the model: it may raise any error
@@ -123,12 +52,10 @@ def apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Token
     goes_on = check_last_turn(pair, continues=True)
     end = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
     wholes = [_joined(prompt, part) if goes_on and part else prompt + part for part in completions]
+    render: Any = tokenizer.apply_chat_template
     try:
         with rendering():
-            return (
-                tokenizer.apply_chat_template(prompt, **end, **options),
-                *(tokenizer.apply_chat_template(messages, **options) for messages in wholes),
-            )
+            return render(prompt, **end, **options), *(render(messages, **options) for messages in wholes)
     except BadRow as bad:
         messages = [message for part in (prompt, *completions) for message in part]
         if "content" not in bad.detail or all(m.get("content") is not None for m in messages):
@@ -183,7 +110,7 @@ def scored_tokens(pair: Pair, texts: Sequence[str], tokenizer: Tokenizer) -> lis
         messages = _joined(prompt, completion) if goes_on and completion else prompt + completion
         with rendering():
             if _MARK.search(tokenizer.get_chat_template(None, options.get("tools"))):
-                encoding = tokenizer.apply_chat_template(
+                encoding: Any = tokenizer.apply_chat_template(
                     messages, return_dict=True, return_assistant_tokens_mask=True, **options
                 )
                 of_sides.append(np.array(encoding["assistant_masks"], dtype=np.bool_))

@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import resource
 import signal
-import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -17,14 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.file_operations import in_forks
-from support.limits import memory_limit
 from support.refusals import refusal
 from support.rows import assistant, said, user
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from dpo_pack.data import tokenization
-from dpo_pack.data import tokenizer as tokenizer_module
 from dpo_pack.data.formats import BadRow
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.store import PairTable, TokenStore, join_pairs, open_store, sequence_key, write_store
@@ -40,7 +36,6 @@ from dpo_pack.data.tokenization import (
     tokenizing,
     truncate,
 )
-from dpo_pack.data.tokenizer import bounded_template
 from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import CacheError, DataError, ModelError, RecipeError
 
@@ -220,51 +215,6 @@ def test_a_row_that_cannot_be_tokenised_is_dropped_with_its_reason_and_the_other
     batch = tokenize([good, {**good, **change}, good], format, CHAT_TOKENIZER)
     assert [(number, bad.reason) for number, bad in batch.dropped] == ([(2, reason)] if reason else [])
     assert batch.pairs.records["row_number"].tolist() == ([1, 3] if reason else [1, 2, 3])
-
-
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        (
-            "{% for i in range(9 ** 5) %}{% for j in range(9 ** 5) %}{% endfor %}{% endfor %}",
-            "within 0.1 s",
-        ),
-        ("{{ 9 ** (9 ** 9) }}", "within 0.1 s"),
-        ("{{ 'a' * 30000000000 }}", "more than 64 MiB"),
-        (
-            "{% set s = namespace(x='a') %}{% for i in range(99) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
-            "more than 64 MiB",
-        ),
-    ],
-)
-def test_a_template_that_never_ends_or_takes_memory_without_bound_is_refused(
-    template: str, problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizer_module, "_TEMPLATE_SECONDS", 0.1)
-    monkeypatch.setattr(tokenizer_module, "_TEMPLATE_BYTES", 64 << 20)
-    endless = tiny_tokenizer(chat_template=True)
-    endless.chat_template = template
-    tracemalloc.start()
-    try:
-        with memory_limit(1 << 30), pytest.raises(ModelError, match=f"chat template .*{problem}.*mend it"):
-            tokenize(CHAT_ROWS, "conversational", endless)
-        # Memory that earlier tests have freed counts as taken already, so a template may use it as well.
-        assert tracemalloc.get_traced_memory()[1] < 512 << 20
-    finally:
-        tracemalloc.stop()
-    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
-    assert len(bytes(128 << 20)) == 128 << 20  # the limit on the memory is lifted
-
-
-def test_a_template_may_take_one_gib_but_no_more_than_the_process_may() -> None:
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    with bounded_template("mend it"):
-        most = resource.getrlimit(resource.RLIMIT_AS)[0] - taken
-    assert most == pytest.approx(1 << 30, rel=0.1)  # as docs/data.md says
-    with memory_limit(256 << 20):  # less than a template may take
-        own = resource.getrlimit(resource.RLIMIT_AS)
-        with bounded_template("mend it"):
-            assert resource.getrlimit(resource.RLIMIT_AS) == own
 
 
 def test_a_batch_has_fewer_rows_if_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
