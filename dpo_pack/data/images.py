@@ -230,8 +230,6 @@ def decode(raw: bytes, name: str = "an image") -> Any:
     def refused(reason: str, why: str) -> BadRow:
         return BadRow(reason, f"{name} {why}")
 
-    if not raw:
-        raise refused("broken_image", "is empty")
     try:
         with warnings.catch_warnings(action="ignore"):  # of sizes; the size is checked below
             picture: Any = Image.open(io.BytesIO(raw), formats=_FORMATS)
@@ -429,14 +427,10 @@ class StoredImages:
         content = self.content_of(image)
         return pixels_of(ReadImage(bytes(key), width, height, content, changed, file_size, False))
 
-    def have_changed(self, folders: dict[str, int]) -> bool:
-        """Returns True if a file is not as it was: all files are compared of a folder that has another time
-        of change than in `folders`, else _CHECKED_STAMPS files."""
+    def have_changed(self) -> bool:
+        """Returns True if one of _CHECKED_STAMPS files is not as it was."""
         files = np.flatnonzero(self.records["changed"] >= 0)
-        changed = {folder for folder, time in folders.items() if _stamp(folder)[0] != time}
         drawn = np.random.default_rng(0).permutation(files)[:_CHECKED_STAMPS].tolist()
-        if changed:
-            drawn += [file for file in files.tolist() if os.path.dirname(str(self.path_of(file))) in changed]
         stamps = self.records[["changed", "file_size"]]
         return any(_stamp(str(self.path_of(file))) != stamps[file].item() for file in drawn)
 
@@ -448,7 +442,6 @@ class ImageJoiner:
         self.content, self.fingerprint = content, fingerprint
         self.records: list[NDArray[np.void]] = []
         self.pairs: list[NDArray[np.void]] = []
-        self.folders: dict[str, int] = {}  # when each folder changed
         self._found: dict[tuple[bytes, bytes], int] = {}
 
     def add(self, images: StoredImages, num_tokens: int) -> None:
@@ -468,16 +461,13 @@ class ImageJoiner:
             record["offset"] = self.content.tell()
             self.records.append(record)
             self.content.write(content)
-            folder = os.path.dirname(os.fsdecode(content)) if is_file else ""
-            if is_file and folder not in self.folders:
-                self.folders[folder] = _stamp(folder)[0]
         return self._found[name]
 
     def write(self, directory: Path) -> dict[str, Any]:
         """Writes what is not in `content`, and returns what the store's summary has of images."""
         np.array(self.records, dtype=_RECORD_DTYPE).tofile(directory / RECORDS)
         np.concatenate(self.pairs).tofile(directory / PAIRS)
-        return {"image_processor": self.fingerprint, "image_folders": self.folders}
+        return {"image_processor": self.fingerprint}
 
 
 def _stamp(path: str) -> tuple[int, int]:

@@ -385,7 +385,7 @@ def open_store(directory: Path) -> TokenStore | None:
         return None
     except OSError as error:
         raise CacheError(f"cannot read {directory}: {error.strerror}; check its permissions") from error
-    if store.images is not None and store.images.have_changed(summary["image_folders"]):
+    if store.images is not None and store.images.have_changed():
         return None
     return store if manifest.get("checksum") == checksum else None
 

@@ -221,7 +221,7 @@ JPEG = encoded(picture(1, 100, 60), "JPEG", quality=90)
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "half": (lambda: in_row(JPEG[: len(JPEG) // 2]), "broken_image", "cannot be decoded"),
     "truncated by two bytes": (lambda: in_row(JPEG[:-2]), "broken_image", "truncated"),
-    "empty": (lambda: in_row(b""), "broken_image", "is empty"),
+    "empty": (lambda: in_row(b""), "broken_image", "is none of"),
     "a text": (lambda: in_row(b"hello" * 10), "broken_image", "none of JPEG, PNG"),
     "a page": (lambda: in_row(b"<html>404</html>"), "broken_image", "none of JPEG, PNG"),
     "EPS, which runs a program": (lambda: in_row(encoded(FIRST, "EPS")), "broken_image", "none of JPEG"),
@@ -472,18 +472,6 @@ def test_a_picture_replaced_under_its_path_is_noticed_at_the_start(tmp_path: Pat
     assert second.report["rows_tokenized"] == 2
     assert keys(second)[0] != keys(first)[0] and keys(second)[1] == keys(first)[1]
     np.testing.assert_array_equal(read(second)[0], np.asarray(picture(8)))
-
-
-def test_of_many_files_all_are_compared_where_the_folder_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dpo_pack.data.images._CHECKED_STAMPS", 0)
-    save(tmp_path / "img" / "a.png", FIRST)
-    load_rows(tmp_path, trl_row(["img/a.png"]))
-    save(tmp_path / "img" / "new.png", FIRST)  # another file changes the folder, and no image
-    assert load_rows(tmp_path, trl_row(["img/a.png"])).report["rows_tokenized"] == 0
-    os.replace(save(tmp_path / "other" / "a.png", picture(8)), tmp_path / "img" / "a.png")
-    assert load_rows(tmp_path, trl_row(["img/a.png"])).report["rows_tokenized"] == 1
 
 
 def test_a_picture_that_changes_while_a_run_goes_on_is_an_error_with_file_and_row(tmp_path: Path) -> None:
