@@ -211,12 +211,6 @@ def test_the_lines_of_the_docs_read_a_popular_data_set(
     assert ("be kind" in prompt) == ("be kind" in json.dumps(row))
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if not documented().get(name, {}).get("columns")])
-def test_a_row_of_a_popular_data_set_has_one_reading(name: str, tmp_path: Path) -> None:
-    row, format, _ = ROWS[name]
-    assert loaded(tmp_path, [row], {}).report["train"]["sources"][0]["format"] == format
-
-
 # ---- One format taken for another
 
 
@@ -263,11 +257,6 @@ def test_a_column_that_the_recipe_names_decides_between_readings() -> None:
     assert possible_formats(row, {"prompt": "question"}) == ["preference"]
     assert possible_formats(row, {"instruction": "question"}) == ["alpaca"]
     assert possible_formats(row, {"prompt": None}) == ["preference"]
-
-
-def test_a_row_with_chosen_and_rejected_is_read_by_them_also_beside_rankings(tmp_path: Path) -> None:
-    row = {**NECTAR, **HELPSTEER_2, "prompt": "why ", "chosen": "good", "rejected": "bad"}
-    assert loaded(tmp_path, [row], {}).report["train"]["sources"][0]["format"] == "preference"
 
 
 @pytest.mark.parametrize(
@@ -340,14 +329,3 @@ def test_prompts_of_these_formats_are_read_for_online_runs(name: str, tmp_path: 
 def test_keys_of_the_hub_are_refused_for_local_sources(key: str, tmp_path: Path) -> None:
     message = refusal(lambda: loaded(tmp_path, [TURNS], {key: "x"}), RecipeError)
     assert re.search(rf"data\.train\.0\.{key}: .*leave {key} out", message)
-
-
-def test_a_config_that_is_missing_is_refused_with_its_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load_dataset(path: str, **options: Any) -> datasets.Dataset:
-        raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['a', 'b']")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    message = refusal(lambda: load(tmp_path, {"path": "owner/pairs"}), DataError)
-    assert "configs: ['a', 'b']" in message and "data.train.0.path, .split or .config" in message

@@ -16,7 +16,6 @@ from dpo_pack.data.formats import (
     BadRow,
     Pair,
     is_media_name,
-    possible_formats,
 )
 from dpo_pack.data.ingest import _TRUNCATION_REASONS
 
@@ -117,11 +116,6 @@ def test_what_a_row_of_a_format_says(
     format: str, row: dict[str, Any], expected: tuple[Any, Any, Any]
 ) -> None:
     assert parts(FORMATS[format].pair(row)) == expected
-
-
-def test_nulls_do_not_hide_the_prompt_of_an_online_run() -> None:
-    row = {"prompt": [user("a")], **WITH_NULLS}
-    assert FORMATS["conversational"].prompt(row).prompt == [user("a")]
 
 
 def test_names_of_images_are_told_from_names_that_hold_the_word() -> None:
@@ -302,22 +296,6 @@ def test_a_bad_row_is_refused_with_its_reason(format: str, row: dict[str, Any], 
         FORMATS[format].pair(row)
     assert raised.value.reason == reason
     assert raised.value.detail and "\n" not in raised.value.detail
-
-
-@pytest.mark.parametrize(
-    ("row", "format"),
-    [
-        (TEXTS, "preference"),
-        ({"chosen": "q a", "rejected": "q b"}, "preference"),
-        (MESSAGES, "conversational"),
-        ({**MESSAGES, "prompt": "q"}, "conversational"),
-        (TURNS, "transcript"),
-        ({**TURNS, "prompt": "q"}, "preference"),
-        (IDS, "tokenized"),
-    ],
-)
-def test_the_format_is_told_from_a_row(row: dict[str, Any], format: str) -> None:
-    assert possible_formats(row, {})[0] == format
 
 
 def test_every_reason_for_a_bad_row_has_a_row_in_the_docs() -> None:

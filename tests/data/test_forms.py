@@ -290,12 +290,6 @@ def test_files_of_a_directory_that_are_in_no_split_are_told(
     assert (told in notes(tmp_path, TOKENIZER).splitlines()) == bool(unread)
 
 
-def test_template_options_on_text_are_refused(tmp_path: Path) -> None:
-    path = rows_file(tmp_path, {"prompt": "why", "chosen": " a", "rejected": " b"})
-    with pytest.raises(RecipeError, match="data.chat_template_kwargs applies to conversational data only"):
-        pairs_of(path, {"chat_template_kwargs": {"a": 1}}, chat_template_kwargs={"a": 1})
-
-
 def test_a_prompt_that_ends_with_an_answer_is_refused_or_goes_on_as_one_turn(tmp_path: Path) -> None:
     begun = {"prompt": [ASK, said("assistant", "be")], "chosen": [GOOD], "rejected": [BAD]}
     path = rows_file(tmp_path, begun)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import errno
 import os
 import struct
 import zlib
@@ -329,17 +328,6 @@ def test_texts_and_token_ids_with_placeholders_are_bad_rows(tmp_path: Path, kind
     assert data.report["train"]["sources"][0]["dropped"] == dropped
 
 
-def test_first_rows_without_an_image_do_not_settle_that_rows_are_texts(tmp_path: Path) -> None:
-    save(tmp_path / "a.png", FIRST)
-    row = {"question": "What is it?", **ANSWERS}
-    path = write_rows(tmp_path / "pairs.jsonl", [row, row, {**row, "image": "a.png"}, row])
-    data = load(tmp_path, {"path": path, "columns": {"prompt": "question"}})
-    assert data.report["train"]["sources"][0]["format"] == "pictured" and data.train.num_pairs == 4
-    assert data.train.row_numbers.tolist() == [1, 2, 3, 4]
-    assert texts(data, 2) == WANTED
-    assert texts(data, 0) == (WANTED[0].replace("<40x30>", ""), *WANTED[1:])
-
-
 def test_the_column_that_the_recipe_names_has_the_images(tmp_path: Path) -> None:
     save(tmp_path / "a.png", FIRST)
     row = {"prompt": "What is it?", **ANSWERS, "image": "COCO 17", "pics": ["a.png"]}
@@ -438,14 +426,6 @@ def test_a_text_pair_has_the_key_that_it_has_without_images(tmp_path: Path) -> N
     assert keys(with_images) == keys(load_rows(tmp_path / "text", trl_row([]), processor=None))
 
 
-def test_the_names_of_stores_without_images_are_those_of_earlier_releases(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "q", "chosen": " a", "rejected": " b"}])
-    load(tmp_path, path, processor=None)
-    plain = {store.name for store in (tmp_path / "cache" / "tokens").iterdir()}
-    load(tmp_path, {"path": path, "image_folder": None}, processor=None, max_pixels=None)
-    assert {store.name for store in (tmp_path / "cache" / "tokens").iterdir()} == plain
-
-
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_store_has_each_embedded_image_once_and_no_copy_of_files(tmp_path: Path, num_workers: int) -> None:
     raw = encoded(picture(4))
@@ -486,21 +466,6 @@ def test_a_picture_that_changes_while_a_run_goes_on_is_an_error_with_file_and_ro
     with pytest.raises(DataError, match="No such file"):
         read(data, 1)
     assert not Path(data.train.stores[0].directory or "", "manifest.json").exists()
-
-
-def test_a_store_is_not_forgotten_because_a_file_cannot_be_read_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path / "a.png", FIRST)
-    data = load_rows(tmp_path, trl_row(["a.png"]))
-
-    def read_bytes(path: Path) -> bytes:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch, pytest.raises(DataError, match="Input/output error"):
-        patch.setattr(Path, "read_bytes", read_bytes)
-        read(data)
-    assert load_rows(tmp_path, trl_row(["a.png"])).report["rows_tokenized"] == 0
 
 
 def test_a_changed_byte_of_an_embedded_image_is_noticed(tmp_path: Path) -> None:
@@ -545,17 +510,3 @@ def test_paths_may_have_a_folder_of_their_own(tmp_path: Path) -> None:
         load(tmp_path, path)
     data = load(tmp_path, {"path": path, "image_folder": str(tmp_path / "pictures")})
     np.testing.assert_array_equal(read(data)[0], np.asarray(FIRST))
-
-
-@pytest.mark.parametrize("key", ["path", "image_folder"])
-def test_the_folder_of_images_may_be_named_with_dots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    save(tmp_path / "a.png", FIRST)
-    write_rows(tmp_path / "pairs.jsonl", [trl_row(["a.png"])])
-    source = {"path": "../pairs.jsonl"}
-    if key == "image_folder":
-        source = {"path": str(tmp_path / "pairs.jsonl"), key: str(tmp_path / "work" / "..")}
-    np.testing.assert_array_equal(read(load(tmp_path, source))[0], np.asarray(FIRST))

@@ -24,13 +24,12 @@ from support.rows import load_splits as load
 from support.rows import write_rows as write
 from support.tiny_tokenizer import tiny_tokenizer
 
-from dpo_pack.data import ingest, sources
+from dpo_pack.data import sources
 from dpo_pack.data.ingest import Ingestion
 from dpo_pack.data.sources import Data, load_data, locate_source, split_by_prompt
 from dpo_pack.data.store import content_key
 from dpo_pack.recipe.load import parse_recipe
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
-from dpo_pack.run import setup
 from dpo_pack.run.setup import prepare_data
 from dpo_pack.system.errors import CacheError, DataError
 
@@ -95,27 +94,6 @@ def test_a_second_start_does_not_call_the_tokenizer(tmp_path: Path, monkeypatch:
     assert again == {key: value for key, value in first.report["train"].items() if key != "sources"}
 
 
-def test_what_does_not_change_tokens_does_not_tokenise_again(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", rows(0, 1, 2, 3))
-    load(tmp_path, path)
-    moved = tmp_path / "moved.jsonl"
-    (tmp_path / "a.jsonl").rename(moved)
-    source = {"path": str(moved), "weight": 2.0, "name": "other"}
-    again = load(tmp_path, source, seed=7, num_workers=1, shuffle=False, eval={"fraction": 0.25})
-    assert again.report["rows_tokenized"] == 0
-
-
-def test_rows_that_are_taken_for_another_format_than_before_are_tokenised_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen, rejected = (f"\n\nHuman: How?\n\nAssistant: {answer}" for answer in ("So.", "Not so."))
-    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "chosen": chosen, "rejected": rejected}])
-    load(tmp_path, path)
-    monkeypatch.setattr(ingest, "possible_formats", lambda row, columns: ["transcript"])
-    again = load(tmp_path, path).report
-    assert again["rows_tokenized"] == 1 and again["train"]["sources"][0]["format"] == "transcript"
-
-
 def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_one_that_changes_no_token(
     tmp_path: Path,
 ) -> None:
@@ -143,15 +121,6 @@ def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_one_that_ch
             "system_prompt": None,
         }
     )
-
-
-def test_another_system_prompt_is_tokenised_anew(tmp_path: Path) -> None:
-    answers = [[assistant(content)] for content in "ab"]
-    row = {"prompt": [user("q")], "chosen": answers[0], "rejected": answers[1]}
-    path, tokenizer = write(tmp_path / "a.jsonl", [row]), tiny_tokenizer(chat_template=True)
-    loads = [load(tmp_path, path, tokenizer, system_prompt=text) for text in (None, "Be kind.", "Be brief.")]
-    assert len({splits.fingerprint for splits in loads}) == 3
-    assert "Be brief." in tokenizer.decode(loads[2].train.group(0).context)
 
 
 def test_changed_rows_and_changed_tokenizers_are_tokenised_anew(tmp_path: Path) -> None:
@@ -213,13 +182,6 @@ def test_skipped_rows_are_counted_and_listed_by_reason(tmp_path: Path) -> None:
     }
 
 
-def test_a_hundred_rows_are_listed_for_a_reason_and_all_are_counted(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [*rows(0), *[{"prompt": "q", "chosen": "a", "rejected": " "}] * 150])
-    source = load(tmp_path, path, on_bad_row="skip").report["train"]["sources"][0]
-    dropped = source["dropped"]["empty_completion"]
-    assert (dropped["rows"], dropped["line_numbers"]) == (150, list(range(2, 102)))
-
-
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 def test_a_column_that_a_whole_file_lacks_always_stops(tmp_path: Path, on_bad_row: str) -> None:
     (tmp_path / "a.csv").write_text("prompt,chosen,rejected\nq,a,b\n")
@@ -248,20 +210,6 @@ def test_too_long_pairs_are_dropped_counted_and_listed_or_stop_the_run(tmp_path:
     assert "line 2: " in message and "data.max_length is 40; too_long: 1 of 2 rows; raise" in message
     cut = load(tmp_path, path, max_length=40, truncation="completion_right").report["train"]["sources"][0]
     assert (cut["dropped"], cut["completions_truncated"], cut["eos_lost"]) == ({}, 1, 1)
-
-
-def test_completions_that_are_equal_or_become_so_are_counted_apart(tmp_path: Path) -> None:
-    equal = {"prompt": "equal", "chosen": "same", "rejected": "same"}
-    cut = {"prompt": "cut", "chosen": " word" * 50 + "a", "rejected": " word" * 50 + "b"}
-    path = write(tmp_path / "b.jsonl", [equal, cut, {"prompt": "p", "chosen": "a", "rejected": "b"}])
-    splits = load(tmp_path, path, max_length=20, truncation="completion_right", on_bad_row="skip")
-    dropped = splits.report["train"]["sources"][0]["dropped"]
-    assert dropped == {
-        "identical_after_truncation": {"rows": 1, "line_numbers": [2]},
-        "identical_completions": {"rows": 1, "line_numbers": [1]},
-    }
-    message = refused(tmp_path, path, max_length=20)
-    assert "line 1: chosen and rejected are the same" in message
 
 
 QUESTIONS: list[dict[str, Any]] = [
@@ -352,17 +300,6 @@ def test_a_misspelt_column_is_named_and_not_taken_for_one_that_is_not_there(tmp_
     assert "missing_column: 33 of 33 rows; name the column in data.train.0.columns" in message
 
 
-def test_the_question_is_proposed_before_a_system_prompt_that_all_rows_have(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"system": "Be kind.", **row} for row in QUESTIONS])
-    message = refused(tmp_path, path)
-    assert "'question' or 'system' may be it" in message and "{prompt: question}, or" in message
-
-
-def test_a_column_that_begins_late_is_named(tmp_path: Path) -> None:
-    late = write(tmp_path / "b.jsonl", [*rows(*range(120)), {**rows(0)[0], "note": "late"}])
-    assert load(tmp_path, late).report["train"]["sources"][0]["columns_not_read"] == ["note"]
-
-
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 def test_beginnings_that_most_rows_do_not_have_are_not_prompts(tmp_path: Path, on_bad_row: str) -> None:
     answers = [{column: row[column] for column in ("chosen", "rejected")} for row in QUESTIONS]
@@ -372,12 +309,6 @@ def test_beginnings_that_most_rows_do_not_have_are_not_prompts(tmp_path: Path, o
     assert "skip" not in message
     declared = {"path": path, "columns": {"prompt": None}}
     assert load(tmp_path, declared, on_bad_row="skip").train.num_pairs == 3
-
-
-def test_beginnings_that_half_of_the_rows_have_are_prompts(tmp_path: Path) -> None:
-    content = [{"chosen": "q1 yes", "rejected": "q1 no"}, {"chosen": "a", "rejected": "b"}]
-    path = write(tmp_path / "a.jsonl", content)
-    assert load(tmp_path, path, on_bad_row="skip").train.num_pairs == 1
 
 
 SKIP = {"on_bad_row": "skip"}
@@ -426,12 +357,6 @@ def test_rows_that_stop_a_run_are_told_with_what_mends_them(
     assert re.search(message, refused(tmp_path, write(tmp_path / "a.jsonl", content), **settings))
 
 
-def test_a_row_without_the_prompt_that_other_rows_have_is_left_out(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [*rows(0, 1), *IMPLICIT[:1]])
-    source = load(tmp_path, path, on_bad_row="skip").report["train"]["sources"][0]
-    assert source["dropped"] == {"missing_column": {"rows": 1, "line_numbers": [3]}}
-
-
 def test_columns_of_another_format_and_columns_that_are_replaced_are_named_as_not_read(
     tmp_path: Path,
 ) -> None:
@@ -451,19 +376,6 @@ def test_a_columnar_source_with_images_is_refused_without_advice_to_skip(tmp_pat
     assert "media: 2 of 2 rows" in message and "skip" not in message
     skipped = refused(tmp_path, str(tmp_path / "a.parquet"), on_bad_row="skip")
     assert "no pairs left of 2 rows (media 2)" in skipped
-
-
-def test_rows_with_images_are_left_out_and_counted_where_others_have_none(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "a.jsonl",
-        [
-            *({**row, "images": []} for row in rows(0, 1)),
-            {**rows(2)[0], "images": ["cat.png"], "num_images": 1},
-        ],
-    )
-    assert "line 3: column 'images' has images, " in refused(tmp_path, path)
-    source = load(tmp_path, path, on_bad_row="skip").report["train"]["sources"][0]
-    assert source["dropped"] == {"media": {"rows": 1, "line_numbers": [3]}}
 
 
 def test_a_start_prints_what_is_left_out_and_not_read_of_training_and_of_held_out_sources(
@@ -537,16 +449,6 @@ def test_the_format_is_detected_past_bad_rows_and_reported(tmp_path: Path) -> No
     assert "line 1: no column 'chosen'" in refused(tmp_path, path)
 
 
-def test_a_first_row_that_cannot_be_read_does_not_decide_the_format(tmp_path: Path) -> None:
-    question = user("q")
-    dialogues = [[question, assistant(answer)] for answer in "ab"]
-    row = {"chosen": dialogues[0], "rejected": dialogues[1]}
-    path = write(tmp_path / "a.jsonl", [{**row, "chosen": None}, row])
-    splits = load(tmp_path, path, tiny_tokenizer(chat_template=True), on_bad_row="skip")
-    source = splits.report["train"]["sources"][0]
-    assert (source["format"], source["pairs_kept"]) == ("conversational", 1)
-
-
 @pytest.mark.slow
 def test_real_transcripts_lose_exactly_their_known_bad_rows(tmp_path: Path, shared_dir: Path) -> None:
     path = shared_dir / "data" / "hh_harmless_base_test.jsonl.gz"
@@ -587,11 +489,6 @@ def test_lengths_are_summarised_in_tokens(tmp_path: Path) -> None:
     assert lengths["longest_sequence"]["mean"] == pytest.approx(longest.mean())
     # Of 10 lengths, half are no longer than the fifth.
     assert lengths["chosen"]["p50"] == np.sort(splits.train.chosen_lengths)[4]
-
-
-def test_the_report_can_be_written_as_json(tmp_path: Path) -> None:
-    report = load(tmp_path, write(tmp_path / "a.jsonl", rows(*range(8))), eval={"fraction": 0.3}).report
-    assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 
 def test_eval_sets_are_named_after_their_sources(tmp_path: Path) -> None:
@@ -686,17 +583,6 @@ def test_no_prompt_is_on_both_sides_of_a_held_out_fraction(tmp_path: Path, case:
     assert report["train_prompts_in_eval"] == report["train"]["prompts"] >= 8
 
 
-def test_a_split_that_is_not_by_prompt_is_said(tmp_path: Path) -> None:
-    content = [{"chosen": f"q{number} yes", "rejected": f"q{number} no"} for number in range(20)]
-    path = write(tmp_path / "a.jsonl", content)
-    held_out: dict[str, Any] = {"eval": {"fraction": 0.1}}
-    for settings, said in ((held_out, True), ({}, False)):
-        console = Console(file=io.StringIO(), width=300)
-        setup._print_data(load(tmp_path, path, **settings), console, "assistant", seconds=0.0)
-        printed = console.file.getvalue()  # type: ignore[attr-defined]
-        assert ("no column has the prompts: pairs with the same first 2 characters" in printed) == said
-
-
 def test_one_source_without_prompts_is_enough_to_split_all_by_their_beginnings(tmp_path: Path) -> None:
     bare = [{"chosen": f"{number} q yes", "rejected": f"{number} q no"} for number in range(20)]
     paths = [write(tmp_path / "a.jsonl", rows(*range(20))), write(tmp_path / "b.jsonl", bare)]
@@ -730,14 +616,6 @@ def test_inferred_prompts_that_begin_too_long_alike_are_not_split(tmp_path: Path
     content = [{"chosen": f"{header}q{n} yes", "rejected": f"{header}q{n} no"} for n in range(20)]
     message = refused(tmp_path, write(tmp_path / "a.jsonl", content), eval={"fraction": 0.1})
     assert "begin with the same 64 characters; name the column in data.train.*.columns.prompt" in message
-
-
-def test_a_held_out_part_has_no_second_name(tmp_path: Path, console: Console) -> None:
-    path, settings = write(tmp_path / "a.jsonl", rows(*range(20))), {"model": {"path": "unused"}}
-    recipe = {"output_dir": "unused", **settings, "data": {"train": path, "eval": {"fraction": 0.2}}}
-    prepare_data(parse_recipe(recipe), TOKENIZER, console)
-    assert isinstance(console.file, io.StringIO)
-    assert " pairs to train on, " in console.file.getvalue() and " held out; " in console.file.getvalue()
 
 
 def test_progress_tells_rows_done_of_how_many(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.rows import assistant, load_splits, said, user, write_rows
+from support.rows import assistant, load_splits, user, write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -37,12 +37,6 @@ def prompts(
 
 def train_prompts(splits: Data) -> tuple[Prompt, ...]:
     return splits.prompts
-
-
-def test_weights_that_leave_no_prompt_of_an_epoch_are_refused(tmp_path: Path) -> None:
-    source = {"path": str(tmp_path / "prompts.jsonl"), "weight": 0.1}
-    with pytest.raises(DataError, match="weights an epoch has no pair"):
-        prompts(tmp_path, [{"prompt": "ask me"}], train=[source])
 
 
 @pytest.mark.parametrize(
@@ -82,12 +76,6 @@ def test_an_eos_that_the_tokenizer_adds_does_not_end_a_prompt(tmp_path: Path) ->
     assert tokenizer("ask me")["input_ids"] == [*words, tokenizer.eos_token_id]
     (prompt,) = train_prompts(prompts(tmp_path, [{"prompt": "ask me"}], tokenizer=tokenizer))
     assert prompt.ids.tolist() == words
-
-
-def test_a_system_prompt_begins_conversations_that_have_none(tmp_path: Path) -> None:
-    own = [said("system", "own"), *USER]
-    first, second = train_prompts(prompts(tmp_path, [{"prompt": USER}, {"prompt": own}], system_prompt="be"))
-    assert first.text.startswith("<s>system\nbe</s>") and second.text.startswith("<s>system\nown</s>")
 
 
 def test_a_columnar_source_needs_a_prompt_column_only(tmp_path: Path) -> None:
@@ -142,17 +130,3 @@ def test_prompts_in_a_column_of_another_name_are_refused_with_the_key_that_names
         prompts(tmp_path, rows, on_bad_row="skip")
     source = {"path": str(tmp_path / "prompts.jsonl"), "columns": {"prompt": "question"}}
     assert train_prompts(prompts(tmp_path, train=[source]))[1].text == "how are you, Bob"
-
-
-def test_prompts_that_are_cut_to_the_same_tokens_are_still_different_prompts(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{number // 2} asks " + "again " * 40} for number in range(20)]
-    splits = prompts(tmp_path, rows, eval={"fraction": 0.3}, truncation="prompt_left")
-    kept, held_out = splits.prompts, splits.eval_prompts["held_out"]
-    assert len({p.ids.tobytes() for p in kept}) == 1 and splits.report["train"]["distinct_prompts"] == 7
-    assert {(p.row_number - 1) // 2 for p in kept}.isdisjoint((p.row_number - 1) // 2 for p in held_out)
-
-
-def test_the_fingerprint_names_the_prompts(tmp_path: Path) -> None:
-    first = prompts(tmp_path, [{"prompt": "one"}, {"prompt": "two"}]).fingerprint
-    assert prompts(tmp_path).fingerprint == first
-    assert prompts(tmp_path, [{"prompt": "one"}, {"prompt": "three"}]).fingerprint != first

@@ -181,17 +181,6 @@ def test_ranges_give_what_one_store_gives(tmp_path: Path, make: Callable[[Path],
     assert_same(again, one)
 
 
-@pytest.mark.parametrize("make", [jsonl, parquet], ids=lambda make: make.__name__)
-def test_the_first_pairs_are_those_of_one_store(tmp_path: Path, make: Callable[[Path], str]) -> None:
-    settings: dict[str, Any] = {
-        "train": {"path": make(tmp_path / "set"), "max_pairs": 100},
-        "on_bad_row": "skip",
-    }
-    data = load(tmp_path / "cache", **settings)
-    assert data.train.num_pairs == 100 and len(ranges_of(data)) > 3
-    assert_same(data, as_one_store(tmp_path / "one", **settings))
-
-
 def tokenized_rows(monkeypatch: pytest.MonkeyPatch, *, most: int | None = None) -> list[int]:
     """The numbers of rows that are tokenised from now on. More than `most` kill the process."""
     numbers: list[int] = []
@@ -328,29 +317,6 @@ def test_damage_of_a_range_that_has_grown_is_told_with_the_row_of_the_source_and
     with pytest.raises(CacheError, match=f"is damaged: its token ids of row {row} have changed"):
         load(tmp_path / "cache", path)
     assert_same(load(tmp_path / "cache", path), as_one_store(tmp_path / "one", path))
-
-
-def test_equal_rows_of_two_sources_are_tokenised_once(tmp_path: Path) -> None:
-    first, second = write(tmp_path / "a.jsonl", TEXTS[:200]), write(tmp_path / "b.jsonl", TEXTS[:300])
-    assert load(tmp_path / "cache", [first, second]).report["rows_tokenized"] == 300
-
-
-def test_few_wanted_pairs_need_no_rows_far_behind_them(tmp_path: Path) -> None:
-    whole = gzip.compress("\n".join(json.dumps(row) for row in TEXTS).encode(), mtime=0)
-    (tmp_path / "rows.jsonl.gz").write_bytes(whole[: len(whole) * 3 // 4])
-    for wanted in (4, 60):  # below a range, and a few ranges
-        data = load(tmp_path / str(wanted), {"path": str(tmp_path / "rows.jsonl.gz"), "max_pairs": wanted})
-        assert data.train.num_pairs == wanted
-
-
-def test_a_row_of_another_kind_is_a_bad_row_wherever_a_pass_begins(tmp_path: Path) -> None:
-    path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
-    other = {"prompt": "Is it?", "completion": " Yes.", "label": True}
-    load(cache, write(path, TEXTS[:30]), on_bad_row="skip")
-    write(path, [*TEXTS[:30], other, *TEXTS[30:35]])
-    grown = load(cache, str(path), on_bad_row="skip")
-    assert_same(grown, load(tmp_path / "other", str(path), on_bad_row="skip"))
-    assert grown.train.num_pairs == 35
 
 
 @pytest.mark.parametrize("num_rows", [5, 200])  # one store, and ranges

@@ -16,10 +16,10 @@ from support.limits import memory_limit
 from support.refusals import refusal
 from support.rows import assistant, user
 
-from dpo_pack.data import readers, store
+from dpo_pack.data import readers
 from dpo_pack.data.formats import FORMATS, BadRow, Pair
 from dpo_pack.data.ingest import LocatedSource
-from dpo_pack.data.readers import ColumnNames, NumberedRow, OpenRows, data_suffix, open_files
+from dpo_pack.data.readers import ColumnNames, NumberedRow, OpenRows, open_files
 from dpo_pack.data.sources import locate_source
 from dpo_pack.recipe.schema import SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
@@ -128,14 +128,6 @@ def test_a_line_that_is_no_json_object_is_a_bad_row_and_the_next_is_read(
     assert isinstance(bad, BadRow) and number == 2
     assert bad.reason == reason
     assert detail in bad.detail and "\n" not in bad.detail
-
-
-def test_a_mapped_column_missing_in_a_json_row_is_a_bad_row_that_names_it(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(json_lines([{"question": "q"}, {"answer": "a"}]))
-    (_, first), (_, second) = read(tmp_path / "a.jsonl", prompt="question")
-    assert first == {"question": "q", "prompt": "q"}
-    assert isinstance(second, BadRow) and second.reason == "missing_column"
-    assert "'question', which data.train.0.columns.prompt names (there are: answer)" in second.detail
 
 
 @pytest.mark.parametrize("chunk_chars", [1, 2, 7, 64])
@@ -258,12 +250,6 @@ def test_csv_rows_of_another_width_are_bad_rows(tmp_path: Path) -> None:
     assert "2 fields for 3 columns (it ends on line 4)" in str(rows[1][1])
 
 
-def test_csv_fields_may_be_long(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text(f"prompt,chosen,rejected\nq,{'a' * 200_000},b\n")
-    ((_, row),) = read(tmp_path / "a.csv")
-    assert isinstance(row, dict) and len(row["chosen"]) == 200_000
-
-
 @pytest.mark.parametrize("name", ["a.parquet", "file.arrow"])
 def test_missing_columns_are_refused_with_those_there_are_and_the_key_that_names_them(
     tmp_path: Path, name: str
@@ -321,13 +307,6 @@ def test_what_is_no_source_of_rows_is_refused(
     (tmp_path / "empty").mkdir()
     with pytest.raises(error, match=message):
         locate(tmp_path / name, tmp_path, **settings)
-
-
-@pytest.mark.parametrize(
-    ("name", "suffix"), [("a.jsonl", ".jsonl"), ("a.v1.2.jsonl.gz", ".jsonl.gz"), ("b.c.PARQUET", ".parquet")]
-)
-def test_dots_in_the_name_of_a_file_do_not_change_its_kind(name: str, suffix: str) -> None:
-    assert data_suffix(Path(name)) == suffix
 
 
 @pytest.fixture
@@ -470,15 +449,6 @@ def test_a_hub_id_is_loaded_by_datasets(tmp_path: Path, monkeypatch: pytest.Monk
     assert source.fingerprint
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(path: str, split: str) -> datasets.Dataset:
-        raise ConnectionError("Couldn't reach the Hub\nand a traceback")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    message = refusal(lambda: locate("owner/pairs", tmp_path), DataError)
-    assert re.search("Couldn't reach the Hub.*correct data.train.0.path", message)
-
-
 def test_the_fingerprint_of_a_file_is_its_content(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_bytes(json_lines(ROWS))
@@ -493,27 +463,3 @@ def test_an_unchanged_file_is_not_hashed_again(tmp_path: Path, monkeypatch: pyte
     first = locate(tmp_path / "a.jsonl", tmp_path).fingerprint
     monkeypatch.delattr("hashlib.file_digest")
     assert locate(tmp_path / "a.jsonl", tmp_path).fingerprint == first
-
-
-def test_a_directory_of_many_files_reads_and_writes_its_memo_of_hashes_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, memo, calls = tmp_path / "files", tmp_path / "memo.json", list[str]()
-    directory.mkdir()
-    for number in range(20):
-        (directory / f"{number}.jsonl").write_text(str(number))
-
-    def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*given: Any) -> Any:
-            calls.append(name)
-            return function(*given)
-
-        return counted
-
-    for name in ("read_json", "add_to_json"):
-        monkeypatch.setattr(store, name, count(name, getattr(store, name)))
-    first = store.path_hash(directory, memo)
-    assert store.path_hash(directory, memo) == first
-    assert calls == ["read_json", "add_to_json", "read_json"]
-    (directory / "7.jsonl").write_text("other")
-    assert store.path_hash(directory, memo) != first

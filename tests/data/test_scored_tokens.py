@@ -13,8 +13,6 @@ from support.refusals import refusal
 from support.rows import assistant, said, user
 from support.rows import load_splits as load
 from support.rows import write_rows as write
-from support.tiny_recipe import changed_keys
-from support.tiny_recipe import load as load_recipe
 from support.tiny_tokenizer import CHAT_TEMPLATE, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -136,11 +134,6 @@ def test_only_what_the_assistant_says_is_scored_and_its_ends_of_turns_are(tmp_pa
     assert scored_text(tmp_path, CHAT_TEMPLATE, scored_turns="all")[0] == whole
 
 
-def test_a_generation_prompt_that_the_whole_text_lacks_does_not_hide_the_turn(tmp_path: Path) -> None:
-    template = CHAT_TEMPLATE.replace("add_generation_prompt and thinking", "add_generation_prompt")
-    assert scored_text(tmp_path, template) == ["call</s>\nIt is sunny.</s>\n", "rain</s>\n"]
-
-
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_remedy(tmp_path: Path) -> None:
     path = write(tmp_path / "chat.jsonl", [SIMPLE, SIMPLE, AGENT])
     with pytest.raises(DataError) as error:
@@ -209,16 +202,12 @@ def test_a_line_says_on_how_many_pairs_the_scored_turns_matter(tmp_path: Path) -
         )
 
 
-def test_other_scored_turns_are_a_change_that_changes_training() -> None:
-    assert changed_keys(load_recipe(), load_recipe("data.scored_turns=all")) == ["data.scored_turns"]
-
-
 def test_a_start_says_what_show_knows_also_from_the_cache(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": part} for part in ("the sky", "of today?")]
     row = {
         **SIMPLE,
         "prompt": [{"role": "developer", "content": parts}],
-        "tools": [{"function": {"name": "f"}}],
+        "tools": [{"function": {"name": "weather"}}],
     }
     recipe = parse_recipe(
         {

@@ -1,7 +1,6 @@
 """Token ids are TRL's; truncation does what it says; a store is whole or absent."""
 
 import hashlib
-import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -23,7 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from dpo_pack.data import tokenization
 from dpo_pack.data.formats import BadRow
 from dpo_pack.data.readers import NumberedRow
-from dpo_pack.data.store import PairTable, TokenStore, join_pairs, open_store, sequence_key, write_store
+from dpo_pack.data.store import PairTable, TokenStore, open_store, sequence_key, write_store
 from dpo_pack.data.tokenization import (
     TokenizationSettings,
     TokenizedBatch,
@@ -217,14 +216,6 @@ def test_a_row_that_cannot_be_tokenised_is_dropped_with_its_reason_and_the_other
     assert batch.pairs.records["row_number"].tolist() == ([1, 3] if reason else [1, 2, 3])
 
 
-def test_a_batch_has_fewer_rows_if_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenization, "_BATCH_BYTES", 1000)
-    rows = [{**TEXT_ROWS[0], "more": "x" * 400}] * 10
-    with tokenizing(settings(), TOKENIZER) as submit:
-        batches = tokenize_rows(stream(rows, limit=2), submit, num_workers=0, max_pairs=None)
-        assert next(batches).num_rows == 2
-
-
 def test_a_tokenizer_must_have_what_the_format_needs() -> None:
     with pytest.raises(ModelError, match="no chat template.*tokenizer.chat_template"):
         check_tokenizer(TOKENIZER, settings("conversational"), "pairs.jsonl")
@@ -240,13 +231,6 @@ def test_a_system_prompt_is_refused_where_no_template_could_show_it() -> None:
     for format in ("preference", "transcript", "tokenized"):
         with pytest.raises(RecipeError, match="data.system_prompt applies to conversational data only"):
             check_tokenizer(TOKENIZER, settings(format, system_prompt="Be kind."), "pairs.jsonl")
-
-
-def test_a_system_prompt_is_rendered() -> None:
-    kind = settings("conversational", system_prompt="Be kind.")
-    batch = tokenize_batch(numbered(CHAT_ROWS), kind, CHAT_TOKENIZER)
-    prompts = [CHAT_TOKENIZER.decode(prompt) for prompt, _, _ in ids_of(batch.pairs)]
-    assert ["Be kind." in prompt for prompt in prompts] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -399,12 +383,6 @@ def test_a_store_gives_back_each_pair_s_tokens_lengths_and_keys(tmp_path: Path) 
         assert table.prompt_keys[pair].tobytes() == sequence_key(ids[0], ids[0][:0])
 
 
-def test_a_store_cannot_be_written_through_its_maps(tmp_path: Path) -> None:
-    table = PairTable.of([written(tmp_path / "store", some_pairs())])
-    with pytest.raises(ValueError, match="read-only"):
-        table.group(0).context[0] = 1
-
-
 def test_fingerprints_name_pairs_and_order_not_batches(tmp_path: Path) -> None:
     batches = some_pairs(), [tokenize(TEXT_ROWS, "preference").pairs], some_pairs()[:1]
     table, other_batches, fewer = (
@@ -433,15 +411,6 @@ def test_of_two_processes_that_write_the_same_store_the_first_one_s_stays(tmp_pa
     store = open_store(tmp_path / "store")
     assert store is not None and store.summary["writer"] == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
-
-
-@pytest.mark.parametrize("name", ["tokens.bin", "records.bin", "manifest.json"])
-def test_a_damaged_store_counts_as_absent_and_is_written_again(tmp_path: Path, name: str) -> None:
-    written(tmp_path / "store", some_pairs())
-    damaged = tmp_path / "store" / name
-    damaged.write_bytes(damaged.read_bytes()[:-3])
-    assert open_store(tmp_path / "store") is None
-    assert len(written(tmp_path / "store", some_pairs()).records) == len(TEXT_ROWS)
 
 
 def flipped(file: Path) -> Iterator[int]:
@@ -482,22 +451,6 @@ def test_a_changed_bit_of_the_tokens_is_found_by_whoever_reads_them_and_the_stor
         assert open_store(tmp_path / "store") is None
         if position // 4 - table.offsets[pair] < table.prompt_lengths[pair]:
             refusal(partial(table.group, pair, (False, False)), CacheError)
-
-
-def test_a_damaged_store_that_cannot_be_marked_is_for_the_user_to_remove(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = PairTable.of([written(tmp_path / "store", some_pairs())])
-
-    def refuse(path: Path, missing_ok: bool) -> None:
-        raise PermissionError(f"{path}: the cache is there to be read only")
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    next(flipped(tmp_path / "store" / "tokens.bin"))
-    for _ in range(2):
-        told = refusal(lambda: table.group(0).context, CacheError)
-        assert f"{tmp_path / 'store'} is damaged" in told
-        assert "remove this directory and run the same command again" in told
 
 
 def stream(rows: list[dict[str, Any]], limit: int) -> Iterator[NumberedRow]:
@@ -560,7 +513,3 @@ def test_ctrl_c_ends_no_process_that_tokenises_before_its_parent_asks() -> None:
         return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
     assert in_forks([handler]) == [True]
-
-
-def test_joined_pairs_of_nothing_are_empty() -> None:
-    assert json.dumps(join_pairs([], [], []).records.tolist()) == "[]"
