@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,16 +20,43 @@ from dpo_pack.data.formats import BadRow, Message, Pair, check_last_turn
 from dpo_pack.packing.lengths import Bools
 from dpo_pack.system.errors import ModelError, first_line
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    Tokenizer: TypeAlias = PreTrainedTokenizerBase
-else:
-    Tokenizer = Any
-
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
 # The end of a turn is among so many last tokens, because a template may write a line break after it.
 TURN_END_TOKENS = 3
+
+
+class Tokenizer(Protocol):
+    """The attributes and methods of a transformers tokenizer that dpo-pack uses."""
+
+    @property
+    def name_or_path(self) -> str: ...
+    @property
+    def eos_token(self) -> str | None: ...
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def unk_token_id(self) -> int | None: ...
+    @property
+    def chat_template(self) -> str | dict[str, str] | None: ...
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]: ...
+    @property
+    def split_special_tokens(self) -> bool: ...
+    @property
+    def is_fast(self) -> bool: ...
+    @property
+    def backend_tokenizer(self) -> Any: ...
+    def get_chat_template(self, chat_template: str | None, tools: Any) -> str: ...
+    def save_pretrained(self, save_directory: str) -> Any: ...
+    def __len__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __call__(self, text: list[str], **options: Any) -> Mapping[str, Any]: ...
+    def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
+    def decode(self, token_ids: list[int], **options: Any) -> Any: ...
 
 
 @contextmanager
