@@ -70,13 +70,11 @@ from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_lin
 from dpo_pack.system.files import write_json_atomically
 from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
-from dpo_pack.system.machine import release_memory
 from dpo_pack.training.balancing import ExpertBalance
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.metrics import averages, column, join_values, pair_values
 from dpo_pack.training.optim import clip_gradients
 from dpo_pack.training.step_loss import pair_losses
-from dpo_pack.training.throughput import PhaseClock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +149,9 @@ class Trainer:
             self.policy = self.balance.policy
         self.state = inputs.state  # weights, optimizer, schedule, counters: all that a checkpoint holds
         self.source = self.state.source  # of global batches
-        self.clock = PhaseClock(device=setup.device)
         self.log = RunLog(
             setup,
             run,
-            self.clock,
             inputs.loaded,
             inputs.planned,
             num_steps=self.source.num_steps,
@@ -163,6 +159,7 @@ class Trainer:
             begun=inputs.begun,
         )
         self.log.reference_seconds = inputs.reference_seconds
+        self.clock = self.log.clock  # of the phases of a step
         self.sampler = Sampler(setup, self.state.scorer, run.samples)
         self.saver = Saver(
             setup=setup,
@@ -190,7 +187,6 @@ class Trainer:
             ranks.require_shared(self.run.root, "output_dir")
         if self.recipe.logging.trackers:
             self.log.begin_tracking(self.state.step)
-        release_memory()
         self.log.startup_seconds = time.monotonic() - self.log.begun - self.log.reference_seconds
 
     def write_first_files(self) -> None:

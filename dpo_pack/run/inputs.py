@@ -89,6 +89,8 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
     policy = distribute_policy(loaded.scorer, setup.strategy, setup.accelerator, stays_gathered=gathers_once)
     moves = reference.moving is not None
     identity = run_identity(setup, loaded, source, criterion, moves=moves, frozen=frozen)
+    metrics_offset = _resume(run, state, identity, console)
+    release_memory()
     return Inputs(
         setup=setup,
         planned=planned,
@@ -100,7 +102,7 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
         criterion=criterion,
         state=state,
         identity=identity,
-        metrics_offset=_resume(run, state, identity, console),
+        metrics_offset=metrics_offset,
         begun=begun,
         reference_seconds=seconds,
     )

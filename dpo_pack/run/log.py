@@ -41,7 +41,6 @@ class RunLog:
         self,
         setup: Setup,
         run: RunDir,
-        clock: PhaseClock,
         loaded: LoadedModel,
         planned: OfflineSource | None,
         *,
@@ -52,7 +51,8 @@ class RunLog:
         """`offset`: the bytes of metrics.jsonl that an earlier process wrote and that stay. `begun`:
         time.monotonic() at the start of the run. `planned`: None for an online run."""
         recipe, train, balance = setup.recipe, setup.data.train, setup.policy_facts.balance
-        self.setup, self.run, self.clock, self.offset, self.begun = setup, run, clock, offset, begun
+        self.setup, self.run, self.offset, self.begun = setup, run, offset, begun
+        self.clock = PhaseClock(device=setup.device)
         self.startup_seconds = self.reference_seconds = self.eval_seconds = 0.0
         self.file: MetricsLog | None = None  # in a `writing` block
         self.lines = TrainingLines(setup.console, num_steps=num_steps)

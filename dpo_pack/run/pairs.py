@@ -212,12 +212,9 @@ def prepare_reference(
     tables: Sequence[PairTable] | None = None,
     in_float32: bool = False,
 ) -> ReferencePass:
-    """Computes every reference log-prob that the cache lacks for the recipe's pairs (or for `tables`).
-
-    If the starting policy is the reference and the caller has loaded it, the caller passes it as `loaded`.
-    Otherwise this function loads the reference if something is missing, and frees it before it returns.
-    With `in_float32` it computes in fp32, under keys of its own. Raises CacheError if the cache loses one.
-    """
+    """Computes every reference log-prob that the cache lacks for the pairs (or for `tables`); in fp32,
+    under keys of their own, with `in_float32`. A reference that is not `loaded` is loaded if something is
+    missing, and freed. Raises CacheError if the cache loses a value."""
     facts, console = setup.reference_facts, setup.console
     if facts is not setup.policy_facts:
         check_data(setup, facts)
@@ -230,8 +227,7 @@ def prepare_reference(
     has_all = all(ranks.every_rank_says(not np.isnan(sums).any()))
     # All ranks use the list of rank 0. A rank that looks later could find more sequences in the cache.
     is_missing = np.zeros(0, dtype=np.bool_) if has_all else ranks.first_says(np.isnan(sums))
-    todo = int(is_missing.sum())
-    num_cached = len(index.keys) - todo
+    num_cached = len(index.keys) - (todo := int(is_missing.sum()))
     console.print(
         f"Reference log-probs of {sum(table.num_pairs for table in tables):,} "
         f"{'held-out pairs in float32' if in_float32 else 'pairs'}: "

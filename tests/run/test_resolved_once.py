@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,9 @@ from support.tiny_tokenizer import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import dpo_pack.trainer as train_module
-from dpo_pack.api import inspect_packing
 from dpo_pack.model import loading
 from dpo_pack.packing.plan import plan_epoch
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.evaluate import evaluate_models
-from dpo_pack.run.pairs import prepare_reference
-from dpo_pack.run.setup import prepare
 from dpo_pack.trainer import train
 from dpo_pack.training import batches
 
@@ -91,35 +86,3 @@ def test_a_run_starts_with_one_config_one_meta_build_and_one_plan_an_epoch(
     assert calls.configs == {"model": 1} and calls.builds == {"llama": 1}
     assert calls.of_budget(128) == [1]
     assert max(calls.plans.values()) == 1  # the report's other budgets included
-
-
-def test_a_reference_of_its_own_is_resolved_once_as_well(
-    recipe_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start(load_recipe(recipe_path, ["reference.path=${recipe_dir}/other"]), monkeypatch)
-    assert calls.configs == {"model": 1, "other": 1} and calls.builds == {"llama": 1, "qwen3": 1}
-    assert calls.of_budget(128) == [1]
-
-
-QUIET = Console(quiet=True)
-COMMANDS: dict[str, tuple[Callable[[Recipe], object], dict[str, int], int]] = {  # with configs and plans
-    "precompute-ref": (lambda recipe: prepare_reference(prepare(recipe, QUIET)), {"model": 1}, 0),
-    "inspect-packing": (
-        lambda recipe: inspect_packing(recipe, ranks=[1, 8], budgets=[128, 256], quiet=True),
-        {"model": 1},
-        1,
-    ),
-    "evaluate": (
-        lambda recipe: evaluate_models(recipe, [str(recipe.output_dir.parent / "other")], QUIET),
-        {"model": 1, "other": 1},
-        0,
-    ),
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_resolve_nothing_twice(command: str, recipe_path: Path, calls: Calls) -> None:
-    run, configs, num_plans = COMMANDS[command]
-    run(load_recipe(recipe_path))
-    assert calls.configs == configs and calls.builds.total() == len(configs)
-    assert calls.of_budget(128) == [1] * num_plans and (not calls.plans or max(calls.plans.values()) == 1)

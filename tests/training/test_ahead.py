@@ -96,13 +96,6 @@ def test_the_batch_made_ahead_does_not_count_as_handed_out() -> None:
     assert pairs_of(next(iter(resumed))) == pairs_of(next(batches))
 
 
-def test_a_batch_made_ahead_is_forgotten_when_the_source_goes_elsewhere() -> None:
-    source, fourth = make_source(), [pairs_of(batch) for batch in make_source()][3]
-    source.prepare_next()
-    source.load_state_dict({"next_step": 3})
-    assert pairs_of(next(iter(source))) == fourth
-
-
 def test_the_rows_of_a_step_come_largest_first() -> None:
     sizes = [[row.row.num_tokens for row in batch.rows] for batch in make_source(num_pairs=40)]
     assert all(of_step == sorted(of_step, reverse=True) for of_step in sizes)
@@ -150,21 +143,6 @@ def test_a_pass_that_reads_a_row_behind_fills_the_cache_bit_for_bit(
     run_pass(behind, tables, scorer)
     assert all_sums(behind, tables).tobytes() == all_sums(at_once, tables).tobytes()
     assert find_work(behind, tables).missing.sum() == 0
-
-
-def test_a_row_is_read_when_the_next_one_is_queued(
-    one_behind: None, model_path: Path, tmp_path: Path
-) -> None:
-    scorer = SmallMemory(load_scorer(model_path), most_tokens=1000)
-    queued: list[int] = []
-    tables = [make_table(random_pairs(10))]
-    run_pass(
-        ReferenceCache(tmp_path, NAMESPACE),
-        tables,
-        scorer,
-        progress=lambda row: queued.append(len(scorer.rows)),
-    )
-    assert len(queued) > 3 and queued == [*range(2, len(queued) + 1), len(queued)]
 
 
 def test_behind_as_well_an_interrupted_pass_keeps_what_was_read_and_a_full_memory_loses_nothing(
@@ -247,22 +225,3 @@ def test_on_cuda_a_row_of_more_than_3072_tokens_waits_for_nothing(tmp_path: Path
     scorer(row).sums.sum().backward()
     with waiting_is_an_error():
         scorer(row).sums.sum().backward()
-
-
-@pytest.mark.gpu
-def test_on_cuda_memory_is_flat_over_steps(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record, allocated = train_module.Trainer.step_record, []
-
-    def step_record(session: Any, batch: GlobalBatch, outcome: Any) -> dict[str, Any]:
-        line = record(session, batch, outcome)
-        allocated.append(torch.cuda.max_memory_allocated())
-        torch.cuda.reset_peak_memory_stats()
-        return line
-
-    monkeypatch.setattr(train_module.Trainer, "step_record", step_record)
-    overrides = ["train.epochs=20", "data.shuffle=false", "model.compile=false"]
-    train(load_recipe(tiny_run(tmp_path), overrides), console)
-    first, later = allocated[2:4], allocated[4:]  # two steps an epoch, the same ones; the first make state
-    assert len(later) == 36 and max(later) <= 1.02 * max(first)
