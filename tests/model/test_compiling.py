@@ -110,18 +110,6 @@ def test_a_layer_with_torch_s_own_kernel_is_one_graph(
     assert counters["stats"]["unique_graphs"] == 2  # the last layer computes what is scored
 
 
-@pytest.mark.slow
-def test_a_model_that_is_loaded_later_leaves_attention_outside_of_compiled_code(model_path: Path) -> None:
-    """As an online run's reward model is, behind the policy."""
-    scorer = load_scorer(model_path)
-    assert_as_before(scorer, [make_row(seed) for seed in range(2)], backend="eager")
-    num_compiled = counters["stats"]["unique_graphs"]
-    load_scorer(model_path)
-    for seed in range(2, 5):
-        logps_and_gradient(scorer, make_row(seed))
-    assert counters["stats"]["unique_graphs"] == num_compiled
-
-
 def test_a_layer_that_was_compiled_wrongly_is_found_by_the_proofs(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,14 +200,8 @@ def test_a_family_is_refused_with_a_transformers_that_passes_no_layout_on_to_its
 def test_a_vision_language_model_trains_its_text_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, Gemma3Config
 
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
     config = Gemma3Config(text_config=tiny_config("gemma3_text").to_dict(), vision_config=vision)
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

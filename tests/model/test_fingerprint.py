@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from safetensors.torch import load_file, save_file
 from support.loading import facts_of
@@ -20,7 +19,6 @@ from support.tiny_models import tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
-from dpo_pack.data.store import file_hashes
 from dpo_pack.model import fingerprint
 from dpo_pack.model.facts import without_weights
 from dpo_pack.model.fingerprint import files_fingerprint, weight_files
@@ -284,19 +282,6 @@ def test_an_adapter_is_part_of_the_namespace_by_its_content(
         digest(model, adapter=renamed)
 
 
-def test_the_order_of_an_adapter_s_keys_and_modules_does_not_matter(model: Path, adapter: Path) -> None:
-    file = adapter / "adapter_config.json"
-    config = json.loads(file.read_text())
-    digests = []
-    for modules in (["q_proj", "v_proj"], ["v_proj", "q_proj"], ["q_proj"], "all-linear"):
-        lists = {"target_modules": modules, "modules_to_save": modules, "exclude_modules": None}
-        file.write_text(json.dumps({**config, **lists}))
-        digests.append(digest(model, adapter=adapter))
-        file.write_text(json.dumps(dict(reversed({**config, **lists}.items()))))
-        assert digest(model, adapter=adapter) == digests[-1]
-    assert digests[0] == digests[1] and len(set(digests)) == 3
-
-
 def test_a_renamed_touched_or_resharded_directory_is_the_same_model(model: Path, tmp_path: Path) -> None:
     before = digest(model)
     renamed = model.rename(tmp_path / "renamed")
@@ -350,27 +335,6 @@ def test_of_a_repository_only_the_weights_that_are_loaded_are_asked_for(
     monkeypatch.setattr(fingerprint, "snapshot_download", snapshot)
     assert fingerprint.model_directory("org/model", None) == tmp_path
     assert asked == weights[:num_asked]
-
-
-def test_a_snapshot_that_lacks_weights_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def incomplete(*arguments: object, **options: object) -> str:
-        raise LocalEntryNotFoundError("2 file(s) are missing\nand so on")
-
-    monkeypatch.setattr(fingerprint, "snapshot_download", incomplete)
-    with pytest.raises(ModelError, match=r"org/model: 2 file\(s\) are missing;"):
-        fingerprint.model_directory("org/model", None)
-
-
-@pytest.mark.parametrize("content", ["[1]", '{"cut sho', '{"key": 1}', '{"key": {"stamp": 1}}'])
-def test_a_memo_with_other_content_is_forgotten(content: str, model: Path) -> None:
-    memo, hashes = model.parent / "model_hashes.json", model.parent / "hashes.json"
-    tensors, whole = digest(model), file_hashes([model / "model.safetensors"], hashes)[0]
-    for path in (memo, hashes):
-        key = next(iter(json.loads(path.read_text())))
-        path.write_text(content.replace("key", key))
-    assert digest(model) == tensors
-    assert file_hashes([model / "model.safetensors"], hashes)[0] == whole
-    assert json.loads(memo.read_text())
 
 
 def test_a_model_that_was_hashed_before_is_not_hashed_again(
