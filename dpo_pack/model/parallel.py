@@ -213,6 +213,25 @@ def _send_as_cast(layer: Any, dtype: torch.dtype) -> None:
     """Makes ranks send the weights of a layer's linear modules, which autocast rounds anyway, in its `dtype`.
     torch looks for a shard's two functions in `_init_extensions`; without it, weights are sent as they are.
     """
+
+    # torch counts the parameters that are not given, so all five have names. Each rank must send as much.
+    def send(
+        shard: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        sent = shard.new_zeros((-(-outer_size[0] // mesh.size(-1)), *outer_size[1:]), dtype=dtype)
+        sent[: len(shard)] = shard
+        return (sent,), None
+
+    def receive(gathered: Any, metadata: None, wide: torch.dtype, *, out: Tensor | None = None) -> Any:
+        """Writes the gathered weight to `out`. If `out` is None, returns (the weight, tensors to free)."""
+        whole: Tensor = gathered[0]
+        widened = whole.to(wide) if out is None else None
+        if out is not None:
+            with torch.no_grad(), _unsafe_preserve_version_counter(out):
+                out.copy_(whole[: len(out)])
+        whole.untyped_storage().resize_(0)
+        return None if widened is None else (widened, (widened,))
+
     linear = [module for module in layer.modules() if type(module) is nn.Linear]
     cast = {id(parameter) for module in linear for parameter in module.parameters(recurse=False)}
     state = layer._get_fsdp_state()
@@ -222,39 +241,9 @@ def _send_as_cast(layer: Any, dtype: torch.dtype) -> None:
         is_wider = parameter.dtype.itemsize > dtype.itemsize
         if id(parameter) in cast and is_wider and hasattr(shard, "_init_extensions"):
             local: Any = parameter._local_tensor
-            local.fsdp_pre_all_gather = functools.partial(_cast_shard, local, dtype)
-            local.fsdp_post_all_gather = _widen_gathered
+            local.fsdp_pre_all_gather = functools.partial(send, local)
+            local.fsdp_post_all_gather = receive
             shard._init_extensions()
-
-
-def _cast_shard(
-    shard: Tensor,
-    dtype: torch.dtype,
-    mesh: DeviceMesh,
-    outer_size: torch.Size,
-    outer_stride: tuple[int, ...],
-    module: nn.Module,
-    mp_policy: Any,
-) -> tuple[tuple[Tensor, ...], None]:
-    """Returns this rank's shard in `dtype`, filled up with zeros because all ranks must send equal sizes.
-    torch counts the parameters that are not given, so all five have names."""
-    num_lines = -(-outer_size[0] // mesh.size(-1))
-    sent = shard.new_zeros((num_lines, *outer_size[1:]), dtype=dtype)
-    sent[: len(shard)] = shard
-    return (sent,), None
-
-
-def _widen_gathered(
-    gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
-) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """Writes the gathered weight to `out`. If `out` is None, returns (weight in `dtype`, tensors to free)."""
-    (whole,) = gathered
-    wide = whole.to(dtype) if out is None else None
-    if out is not None:
-        with torch.no_grad(), _unsafe_preserve_version_counter(out):
-            out.copy_(whole[: len(out)])
-    whole.untyped_storage().resize_(0)
-    return None if wide is None else (wide, (wide,))
 
 
 def _free_outside_layers(scorer: Any) -> None:
