@@ -29,7 +29,7 @@ from transformers import (
 from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.lora import Adapter, attach_adapter, read_adapter
 from dpo_pack.model.saving import save_model
-from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import proof_groups
 from dpo_pack.proofs.start_up import prove
@@ -239,6 +239,19 @@ def test_a_new_adapter_depends_on_the_seed_alone(bases: Callable[[str], Path]) -
         return next(p for p in model.scorer.parameters() if p.requires_grad).detach()
 
     assert torch.equal(first(3), first(3)) and not torch.equal(first(3), first(4))
+
+
+def test_a_new_adapter_starts_as_its_bfloat16_base_to_the_bit(tmp_path: Path) -> None:
+    """The head as well, whose weight is the base's in bfloat16 plus a delta of zeros in fp32."""
+    tiny_model("llama").bfloat16().save_pretrained(tmp_path)
+    precision = Precision(parameters=torch.bfloat16, autocast=None)
+    loaded = load_usual(tmp_path, precision=precision, adapter=settings("q_proj", "lm_head"))
+    trained = {parameter.dtype for parameter in loaded.scorer.parameters() if parameter.requires_grad}
+    row = row_of(proof_groups(VOCABULARY), packed=True)
+    with torch.no_grad():
+        adapted = loaded.scorer(row).token_logps
+        with loaded.as_reference():
+            assert torch.equal(loaded.scorer(row).token_logps, adapted) and trained == {torch.float32}
 
 
 def test_dropout_draws_only_where_gradients_are_wanted(bases: Callable[[str], Path]) -> None:

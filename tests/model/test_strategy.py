@@ -92,31 +92,26 @@ def test_auto_copies_what_fits_and_shards_what_does_not(
         (("model.autocast=bfloat16",), 18),
         (("model.autocast=bfloat16", "model.gradient_checkpointing=true"), 16),
         (("model.dtype=bfloat16",), 14),
+        ((), None),  # a tower, which is frozen
     ],
 )
-def test_auto_counts_a_reference_that_moves_and_the_casts_of_weights(
+def test_auto_counts_a_reference_that_moves_the_casts_of_weights_and_a_tower_as_frozen(
     overrides: tuple[str, ...],
-    parameter_bytes: int,
+    parameter_bytes: int | None,
     two: None,
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    needed = parameter_bytes * num_parameters(directory)
+    recipe = load_recipe(directory / "recipe.yaml", overrides)
+    facts = resolve_model(recipe, CPU)
+    needed = (parameter_bytes or 0) * num_parameters(directory)
+    if parameter_bytes is None:
+        facts = replace(facts, config=vision_config("llava"))
+        assert 0 < facts.tower_parameters < facts.num_parameters
+        needed = 16 * (facts.num_parameters - facts.tower_parameters) + 4 * facts.tower_parameters
     for spare, name in ((9, "ddp"), (-9, "fsdp2")):
-        memory = int(needed / 0.6) + spare
-        monkeypatch.setattr(strategies, "available_memory", lambda device: memory_of(memory))  # noqa: B023
-        assert chosen(directory, *overrides).name == name
-
-
-def test_auto_counts_a_tower_as_frozen(two: None, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load_recipe(directory / "recipe.yaml")
-    facts = replace(resolve_model(recipe, CPU), config=vision_config("llava"))
-    towers = facts.tower_parameters
-    assert 0 < towers < facts.num_parameters
-    needed = 16 * (facts.num_parameters - towers) + 4 * towers
-    for spare, name in ((9, "ddp"), (-9, "fsdp2")):
-        memory = int(needed / 0.6) + spare
-        monkeypatch.setattr(strategies, "available_memory", lambda device: memory_of(memory))  # noqa: B023
+        memory = memory_of(int(needed / 0.6) + spare)
+        monkeypatch.setattr(strategies, "available_memory", lambda device: memory)  # noqa: B023
         assert choose_strategy(recipe, facts, CPU).name == name
 
 
