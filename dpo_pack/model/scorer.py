@@ -90,7 +90,7 @@ class CompletionLogps(nn.Module):
         self.is_compiled = False  # whether torch.compile has compiled the layers and `head_passes`
         self.transform = head_transform(model.config)
         # Computes the calls of recurrent layers' functions. Proofs set another.
-        self.recurrence: Callable[[RecurrentCall], Any] = RecurrentCall.run_fast
+        self.recurrence: Callable[[RecurrentCall], Any] = RecurrentCall.run
         # Functions of other packages for recurrent layers, by names in `KERNELS`. A proof adds them.
         self.recurrent_kernels: dict[str, Callable[..., Any]] = {}
 
@@ -194,12 +194,10 @@ class CompletionLogps(nn.Module):
         """In this context the scorer computes in fp32: no autocast, no TF32, no kernels that round more.
         Parameters in 16 bits, but not quantised ones, are cast while they are needed. The weights must not be
         in shards."""
-        is_usual = self.recurrence is RecurrentCall.run_fast
         exact = self.replaced(
             autocast=None,
             gather_dtype=torch.float32,
             backend=self.backend and BACKENDS["sdpa"],
-            recurrence=RecurrentCall.run if is_usual else self.recurrence,
             recurrent_kernels={},
         )
         layers = outermost_layers(self.model)

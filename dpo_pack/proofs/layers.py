@@ -90,8 +90,7 @@ def take_kernels(scorer: CompletionLogps, device: torch.device) -> list[str]:
     if scorer.backend is None or not num_recurrent_calls(scorer.model.config):
         return []
     lines = []
-    # Without a kernel that they need, layers are slow, but they tell what they call.
-    with random_groups(scorer, device) as groups, scorer.replaced(recurrence=RecurrentCall.run):
+    with random_groups(scorer, device) as groups:
         calls = Recorded(scorer, proof_row(scorer, groups, device), scorer).recurrent.values()
         for name in dict.fromkeys(call.name for call in calls):
             kernel = KERNELS[name]

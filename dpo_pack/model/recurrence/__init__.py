@@ -29,16 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from dpo_pack.model.recurrence.kernels import DELTA_CHUNK, KERNELS, MAMBA2_CHUNK
-from dpo_pack.system.errors import UnsupportedModelError
 
 RowFunction = Callable[..., Any]
 
 # A function that computes a whole layer. It would mix the sequences of a row, and ignore an adapter of the
 # output projection, whose weight it reads. A row's layers act as if its package were not installed.
 _WHOLE_LAYER = "mamba2_split_conv1d_scan_combined"
-# transformers' own takes half a minute for a layer's 6,000 tokens on a CPU, so packed rows need its kernel.
-_NEEDS_KERNEL = "chunk_kimi_delta_attention"
-_KIMI_CHUNK = 64  # tokens of a chunk in that kernel
+_KIMI_CHUNK = 64  # tokens of a chunk in flash-linear-attention's kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +51,6 @@ class RecurrentCall:
     def run(self) -> Any:
         function, is_torch = self.kernel or self.stock, self.kernel is None
         return KERNELS[self.name].compute(function, is_torch, *self.arguments, **self.options)
-
-    def run_fast(self) -> Any:
-        """As `run`; but raises UnsupportedModelError if that would take too long."""
-        if self.name == _NEEDS_KERNEL and self.kernel is None:
-            needed = KERNELS[self.name]
-            raise UnsupportedModelError(
-                f"rows of this model need {needed.name} of {needed.package}, which is not used on this "
-                "device; use packing.mode: padded"
-            )
-        return self.run()
 
 
 def recurrence_sizes(module: nn.Module) -> tuple[float, float]:
@@ -81,7 +68,7 @@ def recurrence_sizes(module: nn.Module) -> tuple[float, float]:
     if "torch_chunk_gated_delta_rule" in names:
         heads, keys, values = sizes["num_v_heads"], sizes["head_k_dim"], sizes["head_v_dim"]
         factor, kept = 3, 12 * keys + 5 * values + keys * values / DELTA_CHUNK + 5 * DELTA_CHUNK
-    elif _NEEDS_KERNEL in names:
+    elif "chunk_kimi_delta_attention" in names:
         heads, keys, values = sizes["num_heads"], sizes["head_dim"], sizes["head_dim"]
         factor, kept = 3, 5 * keys + 2 * _KIMI_CHUNK
     elif "mamba2_chunk_scan" in names:
@@ -148,7 +135,7 @@ def _with_row_functions(forward: types.FunctionType) -> RowFunction:
 def _seam(name: str, stock: RowFunction) -> RowFunction:
     def seam(
         *arguments: Any,
-        row_recurrence: Callable[[RecurrentCall], Any] = RecurrentCall.run_fast,
+        row_recurrence: Callable[[RecurrentCall], Any] = RecurrentCall.run,
         row_kernels: Mapping[str, RowFunction] = MappingProxyType({}),
         **options: Any,
     ) -> Any:
