@@ -53,7 +53,7 @@ from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.model.vision import VisionInputs, vision_family
 from dpo_pack.system import ranks
-from dpo_pack.system.errors import ModelError, UnsupportedModelError
+from dpo_pack.system.errors import ModelError
 
 
 def load_model(
@@ -104,11 +104,6 @@ def _load(
         model, notes = _read_model(facts, config, weights_on, tensors)
     if routes_tokens(config):
         cast_experts()
-    if any(getattr(module, "is_causal", True) is False for module in text_model(model).modules()):
-        raise UnsupportedModelError(
-            f"{facts.recipe_key}: {settings.path}: {type(model).__name__} attends to later tokens of a "
-            "prompt as well, as PaliGemma and embedding models do; give a causal model"
-        )
     if config.get_text_config() is not config:
         for parameter in tower_parameters(model):
             parameter.requires_grad_(False)
@@ -183,7 +178,7 @@ def _read_model(
     if settings.quantize is not None:
         options["quantization_config"] = quantization_settings(settings.quantize)
     source = f"{facts.recipe_key}: {settings.path}"
-    auto = auto_class(config, source)
+    auto = auto_class(config)
     if weights_on.type == "meta":
         with init_empty_weights(include_buffers=False):
             model = auto.from_config(config, **options)

@@ -89,10 +89,8 @@ class ModelFacts:
     @functools.cached_property
     def architecture(self) -> PreTrainedModel:
         """The model on the meta device, without weights and adapters. Raises ModelError."""
-        path, trusts = self.settings.path, self.settings.trust_remote_code
-        with load_errors(path, self.recipe_key):
-            source = f"{self.recipe_key}: {path}"
-            return without_weights(self.config, trust_remote_code=trusts, source=source)
+        with load_errors(self.settings.path, self.recipe_key):
+            return without_weights(self.config, trust_remote_code=self.settings.trust_remote_code)
 
     @functools.cached_property
     def num_parameters(self) -> int:
@@ -146,13 +144,10 @@ class ModelFacts:
         return namespace
 
 
-def without_weights(
-    config: PretrainedConfig, *, trust_remote_code: bool = False, source: str = "model"
-) -> PreTrainedModel:
-    """Builds the architecture on the meta device. `source`: recipe key and checkpoint, for errors."""
+def without_weights(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Builds the architecture on the meta device."""
     with quiet_transformers(), torch.device("meta"):
-        auto = auto_class(config, source)
-        model = auto.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
     assert isinstance(model, PreTrainedModel)
     return model
 

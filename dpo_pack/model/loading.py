@@ -20,7 +20,6 @@ from unittest import mock
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -109,21 +108,13 @@ def load_tokenizer(
     return tokenizer
 
 
-def auto_class(config: PretrainedConfig, source: str) -> Any:
-    """Returns transformers' class that builds a causal LM; of a vision checkpoint, all of it. `source`:
-    recipe key and checkpoint. Raises ModelError if there is no such class."""
+def auto_class(config: PretrainedConfig) -> Any:
+    """Returns transformers' class that builds a causal LM; of a vision checkpoint, all of it."""
     kind, values = type(config), config.to_dict()
     has_own_code = "AutoModelForCausalLM" in (values.get("auto_map") or {})
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
     has_towers = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and "text_config" in values
-    if has_own_code or kind.model_type in _TEXT_ONLY or (causal is not None and not has_towers):
-        return AutoModelForCausalLM
-    if has_towers and not config.is_encoder_decoder:
-        return AutoModelForImageTextToText
-    raise ModelError(
-        f"{source}: transformers has no causal language model for the config of a {kind.model_type} model; "
-        "give a checkpoint of a language model"
-    )
+    is_text = has_own_code or kind.model_type in _TEXT_ONLY or not has_towers or config.is_encoder_decoder
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
 @contextlib.contextmanager

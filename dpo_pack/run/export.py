@@ -212,7 +212,7 @@ def job_to_verify(
     autocast = scorer.autocast or scorer.gather_dtype
     return {
         "directory": str(directory),
-        "auto_class": auto_class(loaded.model.config, "model.path").__name__,
+        "auto_class": auto_class(loaded.model.config).__name__,
         "base": None if loaded.adapter is None else loaded.adapter.base,
         "revision": facts.settings.revision,
         "trust_remote_code": facts.settings.trust_remote_code,
@@ -334,7 +334,7 @@ def usage_section(
     """Returns the card's section with an example. transformers loads an adapter with its base, if peft is
     installed. An upload replaces the line of `model_id`."""
     trusts = ", trust_remote_code=True" if trusts_code else ""
-    auto = auto_class(loaded.model.config, "model.path").__name__
+    auto = auto_class(loaded.model.config).__name__
     question = "How do I learn a language?"
     inputs = f'inputs = tokenizer("{question}", return_tensors="pt")'
     if tokenizer.chat_template is not None:

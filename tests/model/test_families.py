@@ -288,8 +288,6 @@ def test_what_no_row_can_have_is_refused_by_its_attention() -> None:
     assert row_attention(nn.Module(), states, states, states, None, **layout)[0].shape[1] == row.num_tokens
     with pytest.raises(UnsupportedModelError, match="does not pass keyword arguments.*padded"):
         row_attention(nn.Module(), states, states, states, None)
-    with pytest.raises(UnsupportedModelError, match="dropout"):
-        row_attention(nn.Module(), states, states, states, None, dropout=0.1, **layout)
     # A prefix of keys, or keys compressed from others.
     with pytest.raises(UnsupportedModelError, match="45 keys in a row of 42 tokens.*padded"):
         row_attention(nn.Module(), states, more, more, None, **layout)

@@ -21,7 +21,7 @@ from dpo_pack.model.loading import load_config, load_errors, load_tokenizer
 from dpo_pack.model.lora import read_adapter
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.proofs.start_up import prove
-from dpo_pack.system.errors import ModelError, UnsupportedModelError
+from dpo_pack.system.errors import ModelError
 
 
 def test_a_model_that_does_not_fit_into_memory_is_not_called_a_wrong_path() -> None:
@@ -46,13 +46,6 @@ class NotATensor:
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return print, ("code of a stranger",)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_model_that_reads_prompts_in_both_directions_is_refused(packed: bool, tmp_path: Path) -> None:
-    tiny_model("gemma", use_bidirectional_attention=True).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="attends to later tokens"):
-        load_usual(tmp_path, packed=packed)
 
 
 @pytest.mark.parametrize("reads", ["weights", "hashes"])

@@ -60,7 +60,6 @@ def row_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -80,9 +79,6 @@ def row_attention(
     elif getattr(module, "is_causal", True) is False:  # some families have no such attribute
         obstacle = "attends to later tokens as well, so it would see the next sequence of a row"
         remedy = "use a causal model"
-    elif dropout > 0.0:
-        obstacle = f"runs with attention dropout {dropout}, but packed rows are exact only without dropout"
-        remedy = "set it to 0 in the model's config.json"
     elif query.shape[0] != 1 or attention_mask is not None:
         obstacle = f"called attention with a batch of {query.shape[0]} rows or with its own mask"
     elif key.shape[2] != query.shape[2]:
