@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_cuda import CUDA, Compiled, fake_cuda, has_fake_driver, inductor_without_a_gpu, row_of
+from support.fake_cuda import CUDA, fake_cuda, has_fake_driver, inductor_without_a_gpu, row_of
 from torch._inductor.codecache import PyCodeCache
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
@@ -48,7 +48,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     register_attention()
     groups = proof_groups(1000)  # drawn by torch, here from a true generator
     monkeypatch.setattr("dpo_pack.proofs.rows.proof_groups", lambda vocabulary: groups)
@@ -69,7 +69,7 @@ def compiled_scorer(config: PretrainedConfig, *, dtype: torch.dtype = torch.floa
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_what_the_start_tries_is_what_trains_rows_of_all_lengths(name: str, compiled: Compiled) -> None:
+def test_what_the_start_tries_is_what_trains_rows_of_all_lengths(name: str, compiled: list[str]) -> None:
     """Guards on the number of tokens would compile everything again, in the middle of a run."""
     scorer = compiled_scorer(CONFIGS[name])
     assert compiling_obstacle(scorer, CUDA) is None
@@ -87,7 +87,7 @@ def test_what_the_start_tries_is_what_trains_rows_of_all_lengths(name: str, comp
     assert set(new.values()) == {0}, new
 
 
-def run_flex(compiled: Compiled, options: AttentionOptions, *, head_dim: int, rows: int) -> None:
+def run_flex(compiled: list[str], options: AttentionOptions, *, head_dim: int, rows: int) -> None:
     for number in range(rows):
         lengths = [300 + number, 500, 90]
         segments = make_segments(lengths, [300 + number, 700, 200], CUDA)
@@ -100,7 +100,7 @@ def run_flex(compiled: Compiled, options: AttentionOptions, *, head_dim: int, ro
 
 
 @pytest.mark.parametrize("special", ["softcap", "sinks"])
-def test_flex_is_compiled_for_rows_of_all_lengths(special: str, compiled: Compiled) -> None:
+def test_flex_is_compiled_for_rows_of_all_lengths(special: str, compiled: list[str]) -> None:
     """Gemma 2's softcap, and the sinks of gpt-oss."""
     sinks = torch.zeros(8, device=CUDA) if special == "sinks" else None
     softcap = 50.0 if special == "softcap" else None
@@ -124,7 +124,7 @@ def test_every_generated_kernel_becomes_machine_code(capability: tuple[int, int]
         options = AttentionOptions(scale=0.0625, window=64, softcap=50.0, sinks=None)
         run_flex(codes, options, head_dim=128, rows=1)
         num_kernels = 0
-        for _, code, _ in codes:
+        for code in codes:
             for name, source in re.findall(
                 r"async_compile\.triton\('(\w+)', '''(.*?)''', device", code, re.S
             ):
@@ -132,4 +132,4 @@ def test_every_generated_kernel_becomes_machine_code(capability: tuple[int, int]
                 fits = [kernel._precompile_config(config) for config in kernel.configs]
                 assert fits, name
                 num_kernels += 1
-        assert num_kernels == codes.num_kernels() > 20
+        assert num_kernels == sum(code.count("async_compile.triton('") for code in codes) > 20
