@@ -45,7 +45,6 @@ from dpo_pack.recipe.data import DATA_FILE_SUFFIXES
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import CacheError, DataError, RecipeError
-from dpo_pack.system.hub import instead_of_url
 
 HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
 DEFAULT_SPLIT = "train"
@@ -461,8 +460,7 @@ def locate_source(
 def _find_on_hub(path: Path, split: str, names: ColumnNames, options: Mapping[str, Any]) -> LocatedSource:
     label, key = names.label, names.key
     if data_suffix(path) in DATA_FILE_SUFFIXES or label.startswith((".", "/", "~")) or label.count("/") > 1:
-        remedy = instead_of_url(label) or f"; correct {key}.path"
-        raise DataError(f"{label}: no such file or directory in {Path.cwd()}{remedy}")
+        raise DataError(f"{label}: no such file or directory in {Path.cwd()}; correct {key}.path")
     theirs = {_HUB_KEYS[name]: value for name, value in options.items()}
     dataset = _load_dataset(label, split, names, **theirs)
     fingerprint, open_source = str(dataset._fingerprint), partial(_open_dataset, dataset, names)

@@ -33,7 +33,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from dpo_pack.system.errors import DpoPackError, ModelError, first_line, is_out_of_memory
-from dpo_pack.system.hub import is_adapter, is_on_hub, refuse_url
+from dpo_pack.system.hub import is_adapter, is_on_hub
 from dpo_pack.system.machine import install_command
 
 # Vision checkpoints of which only the text model is built: the base model of the whole has the head, too.
@@ -53,7 +53,6 @@ def load_config(
     path: str, *, revision: str | None, trust_remote_code: bool, recipe_key: str
 ) -> PretrainedConfig:
     """Loads a model's config.json. Raises ModelError."""
-    refuse_url(path, recipe_key)
     if is_adapter(path):
         raise ModelError(f"{recipe_key}: {path} is an adapter; merge it into its base, and give that model")
     with load_errors(path, recipe_key):
@@ -72,7 +71,6 @@ def load_config(
 
 def load_processor(path: str, *, revision: str | None, trust_remote_code: bool, recipe_key: str) -> Any:
     """Loads transformers' processor of images and text (model.images). Raises ModelError."""
-    refuse_url(path, recipe_key)
     given: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with load_errors(path, recipe_key):
         processor = AutoProcessor.from_pretrained(path, **given)
@@ -86,7 +84,6 @@ def load_tokenizer(
     path: str, *, revision: str | None, trust_remote_code: bool, chat_template: Path | None, recipe_key: str
 ) -> PreTrainedTokenizerBase:
     """Loads a tokenizer. The file `chat_template` replaces its template. Raises ModelError."""
-    refuse_url(path, recipe_key)
     given: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with load_errors(path, recipe_key):
         tokenizer = AutoTokenizer.from_pretrained(path, **given)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
@@ -112,9 +113,10 @@ def round_weights(model: PreTrainedModel, dtype: torch.dtype, *, keeps_type: boo
 
 
 def find_beyond(state: dict[str, Tensor], dtype: torch.dtype) -> str | None:
-    """Returns the name of the first tensor with a finite value that is infinite in `dtype`."""
+    """Returns the name of the first tensor with a finite value (on this rank) that is infinite in `dtype`."""
     most = torch.finfo(dtype).max
     for name, tensor in state.items():
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         is_number = tensor.is_floating_point() and len(tensor.shape)
         if is_number and bool(((tensor.abs() > most) & tensor.isfinite()).any()):
             return name

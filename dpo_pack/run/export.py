@@ -23,7 +23,6 @@ import torch
 from huggingface_hub import ModelCardData
 from rich.console import Console
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 import dpo_pack
@@ -131,10 +130,8 @@ def exported_dtype(setup: Setup, loaded: LoadedModel, console: Console) -> torch
         stored = stored_dtype(facts.settings.path, facts.settings.revision)
         dtype = stored if stored.itemsize < trained.itemsize else None
     if dtype == torch.float16:
-        tensors = loaded.model.state_dict().items()
-        own = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors}
-        beyond = next(filter(None, ranks.every_rank_says(find_beyond(own, dtype))), None)
-        if beyond is not None:
+        every = ranks.every_rank_says(find_beyond(loaded.model.state_dict(), dtype))
+        if (beyond := next(filter(None, every), None)) is not None:
             console.print(
                 f"Warning: export.dtype: {beyond} has values beyond float16, so the model is written in "
                 "float32; export.dtype: bfloat16 writes two bytes a weight"

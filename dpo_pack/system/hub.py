@@ -2,14 +2,13 @@
 
 import contextlib
 import logging
-import os
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dpo_pack.system.errors import ModelError, RunError, first_line
+from dpo_pack.system.errors import RunError, first_line
 from dpo_pack.system.files import read_json
 
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
@@ -22,12 +21,6 @@ _HUB_URL = re.compile(
 _MODEL_ID_LINE = re.compile(r'^model_id = ".*"$', re.MULTILINE)
 # Files that loaders prefer. If an earlier upload left one, it would be loaded in place of the new model.
 _OLD_WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
-
-
-def refuse_url(path: str, recipe_key: str) -> None:
-    """Raises ModelError if `path` is a URL or a pattern in place of a directory or a hub id."""
-    if not os.path.exists(path) and (remedy := instead_of_url(path)):
-        raise ModelError(f"{recipe_key}: no directory and no hub id: {path}{remedy}")
 
 
 def instead_of_url(path: str) -> str:
