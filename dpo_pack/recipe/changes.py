@@ -58,8 +58,6 @@ def only_goes_on(old: Recipe, new: Recipe) -> bool:
 def _what_trains(recipe: Recipe, *, stops_early: bool) -> Tree:
     tree = recipe.model_dump(mode="json")
     tree["loss"]["type"] = [{"type": name, "weight": weight} for name, weight in recipe.loss.terms]
-    # 0 and null differ for mixtures of experts only, and the checkpoint of a mixture says which it was.
-    tree["loss"]["router_aux_coef"] = tree["loss"]["router_aux_coef"] or None
     for source in tree["data"]["train"]:
         del source["name"]
     for judge in (tree["online"] or {"judges": ()})["judges"]:
