@@ -194,7 +194,7 @@ def inspect_packing(
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
-    """Preview rows, fill, savings and memory, without model weights."""
+    """Preview rows, savings and memory, without weights."""
     from dpo_pack.reports.tables import parse_numbers
 
     report = api.inspect_packing(

@@ -214,10 +214,8 @@ def test_commands_that_do_not_train_need_no_tracker(
         importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name)
     )
     wandb = "logging.trackers=[wandb]"
-    assert_refused(dpopack("train", recipe, wandb), r"logging\.trackers: 'wandb' is not installed")
-    assert_refused(
-        dpopack("recipe", "--check", recipe, wandb), r"logging\.trackers: 'wandb' is not installed"
-    )
+    for command in (["train"], ["recipe", "--check"]):
+        assert_refused(dpopack(*command, recipe, wandb), r"logging\.trackers: .*wandb")
     assert dpopack("show", recipe, wandb).status == 0
     recipe.write_text(recipe.read_text().replace("samples: null", "samples: null\n  trackers: [wandb]"))
     asked = dpopack("sample", recipe.parent / "model", recipe, "--num", "1")
