@@ -430,17 +430,10 @@ def test_a_trainer_is_named_in_capitals_too_and_an_unknown_one_is_refused(tmp_pa
         translate("TRL", tmp_path / "absent.yaml")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("echo hello", "no command line of `trl dpo`"),
-        ("trl dpo --config absent.yaml", "absent.yaml"),
-        ("trl dpo --beta 'x", "cannot be read"),
-    ],
-)
-def test_a_file_without_a_command_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=message):
-        translated(tmp_path, "trl", text, "run.sh")
+def test_a_file_without_a_command_is_refused(tmp_path: Path) -> None:
+    for text in ("echo hello", "trl dpo --config absent.yaml", "trl dpo --beta 'x"):
+        with pytest.raises(RecipeError, match=r"run\.sh: "):
+            translated(tmp_path, "trl", text, "run.sh")
 
 
 # ------------------------------------------------------------------------------------- what TRL and we have
