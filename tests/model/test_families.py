@@ -313,4 +313,4 @@ def test_dropout_and_routers_noise_are_off_in_training(
     loaded: LoadedModel = load_usual(tmp_path, packed=True, gradient_checkpointing=checkpointing)
     row = make_row(GROUPS, "shared")
     assert torch.equal(loaded.scorer(row).sums, loaded.scorer(row).sums)
-    assert loaded.replaced == dropout
+    assert dropout.items() <= loaded.replaced.items()
