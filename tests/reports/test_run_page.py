@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ import pytest
 import yaml
 from support.browser import run_browser
 from support.outline import Outline
-from support.processor import slowness
 from support.rows import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.store import join_pairs, write_store
 from dpo_pack.packing.lengths import Group
 from dpo_pack.reports import run_files
-from dpo_pack.reports.pages import run_page, write_run_page
+from dpo_pack.reports.pages import run_page
 from dpo_pack.reports.run_files import lowest_margins, read_metrics, read_runs
 from dpo_pack.system.errors import RunError
 
@@ -133,19 +131,6 @@ def test_the_page_has_curves_evaluations_warnings_and_files(run: Path) -> None:
     assert page.count('class="chart"') == len(data["charts"])
 
 
-@pytest.mark.slow
-def test_a_page_of_2000_steps_and_100_long_pairs_is_below_one_and_a_half_megabytes(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", num_steps=2000)
-    write_pairs(run, [float(number) for number in range(300)])
-    keep_tokens(run, [" moon" * 400] * 300)
-    begun = time.process_time()
-    write_run_page([run], run / "report.html")
-    # About 1 s on a quiet core; the bound only finds what grows with the square.
-    assert time.process_time() - begun < 20 * slowness()
-    assert (run / "report.html").stat().st_size < 1_500_000
-    assert (run / "report.html").read_text(encoding="utf-8").count("characters ...]") == 300
-
-
 def test_more_than_2000_lines_become_means_of_successive_lines_and_the_page_says_so(tmp_path: Path) -> None:
     long = write_run(tmp_path / "run", num_steps=4100)
     assert "Each point is the mean of" in said(run_page([write_run(tmp_path / "short"), long]))
@@ -174,7 +159,7 @@ def test_of_many_evaluations_and_notes_some_are_kept(run: Path, monkeypatch: pyt
 @pytest.mark.slow
 def test_the_page_of_a_run_ten_times_as_long_is_as_large_and_needs_as_much_memory(tmp_path: Path) -> None:
     sizes, peaks = [], []
-    for num_steps in (5_000, 50_000):
+    for num_steps in (4_000, 40_000):
         run = write_run(tmp_path / str(num_steps), num_steps=num_steps)
         (run / "console.log").write_text("step 1\n" * num_steps)
         write_rows(
@@ -186,7 +171,7 @@ def test_the_page_of_a_run_ten_times_as_long_is_as_large_and_needs_as_much_memor
         sizes.append(len(run_page([run])))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert sizes[1] < 1.2 * sizes[0] and peaks[1] < 1.3 * peaks[0]
+    assert max(sizes) < 500_000 and sizes[1] < 1.2 * sizes[0] and peaks[1] < 1.3 * peaks[0]
 
 
 def test_nothing_from_a_run_can_end_the_script_or_become_markup(run: Path) -> None:
@@ -238,12 +223,13 @@ def keep_tokens(run: Path, prompts: list[str]) -> None:
 def test_the_pairs_with_the_lowest_mean_margins_come_first_with_their_text(run: Path) -> None:
     nan = float("nan")
     write_pairs(run, [1.0, -7.0, nan, -5.0], [-3.0, 1.0, nan, nan])
-    keep_tokens(run, ["red moon", "blue sun", "one", "two <b>"])
+    keep_tokens(run, ["red moon" * 400, "blue sun", "one", "two <b>"])
     found = lowest_margins(read_runs([run])[0])
     assert [[pair[key] for key in ("row", "margin", "num_times", "last_step")] for pair in found] == [
         [4, -5, 1, 1], [2, -3, 2, 2], [1, -1, 2, 2]
     ]  # fmt: skip
     assert found[1]["texts"]["prompt"].strip() == "blue sun"
+    assert re.search(r"moon\n\[... [0-9,]+ characters ...\]\n", found[2]["texts"]["prompt"])
     text = said(run_page([run]))
     assert "pairs row 4: margin -5, times trained: 1, last at step 1" in text and "two <b>" in text
 
@@ -263,7 +249,7 @@ def test_several_runs_lie_over_each_other_with_the_keys_in_which_they_differ(tmp
     assert (
         "a, step 30 b, step 30 c, step 30 measured on 7 pairs 7 pairs 7 pairs reward accuracy 0.750" in text
     )
-    assert "output_dir" not in text.split("recipe.yaml of")[0] and "different losses" not in text
+    assert "output_dir" not in text.split("recipe.yaml of")[0]
     assert [curve["label"] for curve in curves(page, "Loss")] == ["a", "b", "c"]
     assert [(curve["run"], curve["label"]) for curve in curves(page, "Rewards")][:3] == [
         (0, "a chosen"), (0, "a rejected"), (1, "b chosen")
@@ -271,34 +257,22 @@ def test_several_runs_lie_over_each_other_with_the_keys_in_which_they_differ(tmp
     assert [curve["label"] for curve in curves(page, "Loss, held out")][2] == "c held<out>"
 
 
-def write_online_run(root: Path) -> Path:
-    write_run(root)
+def test_the_page_of_an_online_run_has_win_rates_and_scores_and_nothing_empty(run: Path) -> None:
     online = {"online/win_rate": 0.6, "online/scores": 0.25, "online/score_gain": 0.125}
-    lines: list[Row] = []
-    for step in range(1, 4):
-        numbers = {"online/scores": 0.1 * step, "online/total_ties": 3.0 * step, "loss": 0.5}
-        lines.append({"split": "train", "step": step, "epoch": step / 3, **numbers})
-        intervals = {name: [value, value] for name, value in online.items()}
-        ask = {"split": "eval", "source": "ask", "step": step, "prompts": 7}
-        lines.append({**ask, **online, "intervals": intervals})
-    write_rows(root / "metrics.jsonl", lines)
-    recipe = {"output_dir": str(root), "model": {"path": "m"}, "online": {"max_new_tokens": 8}}
-    (root / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    write_pairs(root, [2.0, -3.0])
-    return root
-
-
-def test_the_page_of_an_online_run_has_win_rates_and_scores_and_nothing_empty(tmp_path: Path) -> None:
-    page = run_page([write_online_run(tmp_path / "run")])
+    intervals = {name: [value, value] for name, value in online.items()}
+    ask = {"split": "eval", "source": "ask", "prompts": 7, **online, "intervals": intervals}
+    step = {"split": "train", "online/scores": 0.1, "online/total_ties": 3.0, "loss": 0.5}
+    write_rows(run / "metrics.jsonl", [{**line, "step": n} for n in (1, 2) for line in (step, ask)])
+    page = run_page([run])
     shown = said(page).split(" Files recipe.yaml")[0]
     for part in (
         "wins against the start 0.600 (0.600 to 0.600)", "7 prompts", "score above the start's",
         "Scores of completions", "left out so far",
     ):  # fmt: skip
         assert part in shown, part
-    for part in ("reward accuracy", "online/", "Prompts so far"):
+    for part in ("reward accuracy", "online/", "Prompts so far", "lowest margins"):
         assert part not in shown, part
-    assert curves(page, "Wins against the start, held out")[0]["values"] == [[0.6] * 3] * 3
+    assert curves(page, "Wins against the start, held out")[0]["values"] == [[0.6] * 2] * 3
 
 
 # ---- What is not there
