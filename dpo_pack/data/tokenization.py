@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -354,13 +354,11 @@ def _check_options(pair: Pair, tokenizer: Tokenizer) -> None:
 
 
 def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
-    for part, ids in (("prompt", pair.prompt), ("chosen", pair.chosen), ("rejected", pair.rejected)):
-        for token in ids:
-            assert isinstance(token, int)
-            if not 0 <= token < vocabulary_size:
-                last = vocabulary_size - 1
-                detail = f"{part}_ids has the token id {token}; the tokenizer's ids are 0 to {last}"
-                raise BadRow("token_id_out_of_range", detail)
+    for part in ("prompt", "chosen", "rejected"):
+        if wrong := [token for token in getattr(pair, part) if not 0 <= token < vocabulary_size]:
+            last = vocabulary_size - 1
+            detail = f"{part}_ids has the token id {wrong[0]}; the tokenizer's ids are 0 to {last}"
+            raise BadRow("token_id_out_of_range", detail)
 
 
 def _whole_prompt_key(row: ReadRow) -> bytes:
@@ -571,19 +569,14 @@ def tokenize_rows(
         yield tokenized
 
 
+@contextmanager
 def tokenizing(
     settings: TokenizationSettings, tokenizer: Tokenizer, num_workers: int = 0
-) -> AbstractContextManager[Submit]:
-    """Gives a function that starts to tokenise a batch and returns a function that waits for the result."""
-    if num_workers > 1:
-        return _tokenizing_workers(settings, tokenizer, num_workers)
-    return nullcontext(lambda batch: partial(tokenize_batch, batch, settings, tokenizer))
-
-
-@contextmanager
-def _tokenizing_workers(
-    settings: TokenizationSettings, tokenizer: Tokenizer, num_workers: int
 ) -> Iterator[Submit]:
+    """Gives a function that starts to tokenise a batch and returns a function that waits for the result."""
+    if num_workers <= 1:
+        yield lambda batch: partial(tokenize_batch, batch, settings, tokenizer)
+        return
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks of the tokenizer's threads
