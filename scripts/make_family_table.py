@@ -133,9 +133,9 @@ INTRODUCTION = """\
 <!-- Written by scripts/make_family_table.py; edit dpo_pack/model/config.py or the script instead. -->
 
 Any causal language model that transformers builds can be tried: before a run the
-[start-up proofs](proofs.md) decide. For the families below the outcome is known. Each was measured on a tiny
-random model (2 layers, windows shorter than the sequences, softcaps that bend) in fp32 on CPU with
-torch {torch} and transformers {transformers}, against the plain computation: one sequence at a time, the
+[start-up proofs](numerics.md#the-proofs-at-the-start) decide. For the families below the outcome is known.
+Each was measured on a tiny random model (2 layers, windows shorter than the sequences, softcaps that
+bend) in fp32 on CPU with torch {torch} and transformers {transformers}, against the plain computation: one sequence at a time, the
 model's own eager attention, full logits. `tests/model/test_families.py` does so for packed rows with and
 without shared prompts and for padded batches, and prints the table; the quick tests do so for ten families,
 the slow tests for all. It fails above 1e-4 nats for a sequence's log-prob; for gradients above 1e-6
@@ -173,8 +173,8 @@ EXPERTS = """
 ## Mixtures of experts in bf16
 
 In bf16 two computations of the same thing now and then pick another expert at a near tie, so these families
-have a noise floor of their own. The [equivalence proof](proofs.md#mixtures-of-experts) measures it on the
-model at hand. Mean error a token in nats under bf16 autocast, of packed rows and of what rounding alone does
+have a noise floor of their own. The [equivalence proof](numerics.md#mixtures-of-experts) measures it on
+the model at hand. Mean error a token in nats under bf16 autocast, of packed rows and of what rounding alone does
 to the plain computation; three times the latter is the bound. `tests/model/test_families.py` proves all
 packed families, these and the dense ones, under autocast.
 
@@ -191,7 +191,8 @@ NOTES = """
   functions in torch compute the states, in fp32, on batches of padded pieces. On CUDA the kernels of
   flash-linear-attention (gated delta nets, Kimi delta attention), causal-conv1d (convolutions) and
   mamba-ssm (Mamba 2) replace them if these packages are installed. Before a run each kernel's output and
-  gradients are compared with the family's own functions, for this model's shapes, see [proofs](proofs.md).
+  gradients are compared with the family's own functions, for this model's shapes
+  ([proofs](numerics.md#the-proofs-at-the-start)).
   A kernel that is missing, raises an error or is not exact enough is not used, and a line says why. A
   function that gets padded pieces gets a step of 0 at the padding, so that it decays no state. mamba-ssm's
   kernel for whole layers is never used: it would mix sequences and ignore an adapter of `out_proj`. No GPU
