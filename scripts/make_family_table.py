@@ -174,8 +174,8 @@ EXPERTS = """
 
 In bf16 two computations of the same thing now and then pick another expert at a near tie, so these families
 have a noise floor of their own. The [equivalence proof](numerics.md#mixtures-of-experts) measures it on
-the model at hand. Mean error a token in nats under bf16 autocast, of packed rows and of what rounding alone does
-to the plain computation; three times the latter is the bound. `tests/model/test_families.py` proves all
+the model at hand. Mean error a token in nats under bf16 autocast, of packed rows and of what rounding alone
+does to the plain computation; three times the latter is the bound. `tests/model/test_families.py` proves all
 packed families, these and the dense ones, under autocast.
 
 | family | packed | rounding |
