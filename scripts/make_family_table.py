@@ -135,12 +135,12 @@ INTRODUCTION = """\
 Any causal language model that transformers builds can be tried: before a run the
 [start-up proofs](numerics.md#the-proofs-at-the-start) decide. For the families below the outcome is known.
 Each was measured on a tiny random model (2 layers, windows shorter than the sequences, softcaps that
-bend) in fp32 on CPU with torch {torch} and transformers {transformers}, against the plain computation: one sequence at a time, the
-model's own eager attention, full logits. `tests/model/test_families.py` does so for packed rows with and
-without shared prompts and for padded batches, and prints the table; the quick tests do so for ten families,
-the slow tests for all. It fails above 1e-4 nats for a sequence's log-prob; for gradients above 1e-6
-relative or twice the noise floor (their worst entry: four times), where that is higher, and above 2e-5 in any
-case.
+bend) in fp32 on CPU with torch {torch} and transformers {transformers}, against the plain computation:
+one sequence at a time, the model's own eager attention, full logits. `tests/model/test_families.py` does so
+for packed rows with and without shared prompts and for padded batches, and prints the table; the quick tests
+do so for ten families, the slow tests for all. It fails above 1e-4 nats for a sequence's log-prob; for
+gradients above 1e-6 relative or twice the noise floor (their worst entry: four times), where that is higher,
+and above 2e-5 in any case.
 
 *Noise* is the rounding of fp32 for that family: the distance between the gradients of the plain computation
 in fp32 and in float64. A smaller error is only rounding. Mixtures of experts have no further noise in
