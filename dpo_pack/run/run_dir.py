@@ -14,6 +14,7 @@ from typing import Any
 
 import dpo_pack
 from dpo_pack.data.store import content_key, file_hashes, path_hash
+from dpo_pack.model.facts import router_balance
 from dpo_pack.model.fingerprint import weights_fingerprint
 from dpo_pack.recipe.changes import changed_values, only_goes_on
 from dpo_pack.recipe.load import INFO_FILE, RECIPE_FILE, TOKENIZER_FILES, Recipe, dump_recipe, load_recipe
@@ -27,6 +28,7 @@ from dpo_pack.run.checkpoint_files import (
     saved_counters,
     step_of,
 )
+from dpo_pack.run.models import CPU, resolve_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RecipeError, RunError
 from dpo_pack.system.files import (
@@ -265,6 +267,10 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
             if isinstance(written, dict) and written.get(key) == read.get(key) is not None:
                 for same in (key, key.replace(".path", ".revision")):
                     changed.pop(same, None)
+    router = changed.get("loss.router_aux_coef", (True,))
+    # 0 and null differ for mixtures of experts only, and earlier releases had 0 as the default.
+    if not any(router) and router_balance(resolve_model(recipe, CPU).architecture, None) is None:
+        del changed["loss.router_aux_coef"]
     if changed:
         texts = {key: f" ({show(then)} then, {show(now)} now)" for key, (then, now) in changed.items()}
         keys = ", ".join(key + (text if len(text) < _MOST_SHOWN else "") for key, text in texts.items())
