@@ -78,7 +78,7 @@ def load_model(
             "cannot be in shards; set distributed.strategy: ddp"
         )
     with ranks.first_goes_first():
-        weights_on = ranks.only_first_has(torch.device("cpu")) or meta
+        weights_on = torch.device("cpu") if ranks.is_first() else meta
         loaded = _load(facts, device, weights_on, adds_adapter, None)
     shard_model(loaded.scorer, strategy, device)
     return loaded

@@ -112,8 +112,8 @@ class Sampler:
         written = read_samples(self.path)
         is_due = bool(self.prompts) and all(sample["step"] != step for sample in written)
         # Rank 0 says whether all generate: it alone knows the file, and errors of the disk.
-        chosen = ranks.first_says if is_sharded(self.scorer.model) else ranks.only_first_has
-        if not chosen(is_due):
+        sharded = is_sharded(self.scorer.model)
+        if not (ranks.first_says(is_due) if sharded else ranks.only_first_does(lambda: is_due)):
             return
         try:
             prompts, device = self.prompts, setup.device

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpo_pack.system.errors import DpoPackError, RunError, first_line
+from dpo_pack.system.errors import DpoPackError, RunError, one_line
 from dpo_pack.system.files import path_aside, writing
 from dpo_pack.system.machine import release_memory
 from dpo_pack.system.process import is_set
@@ -85,10 +85,6 @@ def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]
         outcome: tuple[Any, DpoPackError | None] = work(), None
     except DpoPackError as error:
         outcome = None, error
-    except Exception as error:
-        if hasattr(error, "on_all_ranks"):  # the others have a RunError, and take part in this exchange
-            every_rank_says((None, RunError(f"rank 0 ended: {first_line(error)}")), group)
-        raise
     outcomes = every_rank_says(outcome, group)
     for _, failure in outcomes:
         if failure is not None:
@@ -100,7 +96,7 @@ def first_does_for_all(work: Callable[[], Value]) -> Value:
     """Runs `work` on rank 0 only; all ranks return its value, or raise the DpoPackError that it raises."""
     if num_ranks() == 1:
         return work()
-    return every_rank_does(lambda: work() if is_first() else None)[0]  # type: ignore[return-value]
+    return every_rank_does(lambda: only_first_does(work))[0]  # type: ignore[return-value]
 
 
 def of_node(work: Callable[[], Value]) -> Value:
@@ -109,10 +105,8 @@ def of_node(work: Callable[[], Value]) -> Value:
     Ranks of a node share the memory of the value's large arrays, which nobody may write to: a file without a
     name holds them, in the directory for temporary files ($TMPDIR). Raises DpoPackError on all ranks.
     """
-    return work() if num_ranks() == 1 else _of_each_node(work)
-
-
-def _of_each_node(work: Callable[[], Value]) -> Value:
+    if num_ranks() == 1:
+        return work()
     directory = Path(tempfile.gettempdir())
     seen = directory.stat()  # ranks that see another directory are on another node
     nodes = every_rank_says((socket.gethostname(), seen.st_dev, seen.st_ino))
@@ -158,14 +152,9 @@ def _place(file: Any, part: bytes | pickle.PickleBuffer) -> _Place:
     return file.name, begin, file.write(part if isinstance(part, bytes) else part.raw())
 
 
-def only_first_has(value: Value) -> Value | None:
-    return value if is_first() else None
-
-
-def only_first_does(work: Callable[[], object]) -> None:
-    """Runs `work` on rank 0; the other ranks go on and do not wait."""
-    if is_first():
-        work()
+def only_first_does(work: Callable[[], Value]) -> Value | None:
+    """Runs `work` on rank 0 and returns its value there; the other ranks go on with None and do not wait."""
+    return work() if is_first() else None
 
 
 def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Value]]) -> list[Value]:
@@ -185,31 +174,27 @@ def wait_for_all() -> None:
         dist.barrier(group=host_group())
 
 
-def first_goes_first() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def first_goes_first() -> Iterator[None]:
     """Rank 0 runs the `with` block first; then the other ranks run it, or raise rank 0's DpoPackError.
 
     Of another error of rank 0 they raise a RunError, and the error has `on_all_ranks`.
     """
-    return contextlib.nullcontext() if num_ranks() == 1 else _others_behind_first()
-
-
-@contextlib.contextmanager
-def _others_behind_first() -> Iterator[None]:
-    failure: DpoPackError | None = None if is_first() else first_says(None)
-    if failure is not None:
+    if not is_first() and (failure := first_says(None)) is not None:
         raise failure
+    outcome: DpoPackError | None = None
     try:
         yield
     except DpoPackError as error:
-        failure = error
+        outcome = error
         raise
     except Exception as error:
-        failure = RunError(f"rank 0 ended: {type(error).__name__}: {first_line(error)}")
+        outcome = RunError(f"rank 0 ended: {one_line(error)}")
         error.on_all_ranks = True  # type: ignore[attr-defined]
         raise
     finally:
         if is_first():
-            first_says(failure)
+            first_says(outcome)
 
 
 def require_same(facts: Mapping[str, Any], remedy: str) -> None:
@@ -256,13 +241,8 @@ def require_shared(directory: Path, recipe_key: str) -> None:
 
 def gather_over_ranks(rows: Tensor) -> Tensor:
     """Returns the rows of all ranks, [sum of n over ranks, ...]; rows: [n, ...]. Waits for the device."""
-    return rows if num_ranks() == 1 else gather_and_place(rows)[0]
-
-
-def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
-    """Returns `gather_over_ranks(rows)`, and the slice that selects this rank's own rows in it."""
     if num_ranks() == 1:
-        return rows, slice(0, len(rows))
+        return rows
     counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(num_ranks())]
     dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
     sizes: list[int] = torch.cat(counts).tolist()  # ranks may have different numbers of rows
@@ -270,9 +250,7 @@ def gather_and_place(rows: Tensor) -> tuple[Tensor, slice]:
     padded[: len(rows)] = rows
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded)
-    first = sum(sizes[: rank()])
-    own = slice(first, first + len(rows))
-    return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)]), own
+    return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ next logs, evaluates or saves.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -196,7 +195,8 @@ class NonfiniteGuard:
             ]
             path = directory / f"nonfinite-step-{step:06d}.json"
             content = {"step": step, "grad_norm": _json_number(norm), "pairs": listed}
-            ranks.only_first_does(functools.partial(write_json_atomically, path, content))
+            if ranks.is_first():
+                write_json_atomically(path, content)
             yield (
                 f"step {step}: loss or gradient is not finite, and no update was made; lower optim.lr, "
                 f"or look at its rows of data.train ({', '.join(map(str, np.sort(rows)[:10]))}"

@@ -72,7 +72,7 @@ def _on_two(directory: Path) -> dict[str, Any]:
         with ranks.first_goes_first():
             raise ValueError("no such option")
 
-    told["library"] = "no such option" in _message(Exception, lambda: ranks.every_rank_does(library_fails))
+    told["library"] = "no such option" in _message(Exception, library_fails)
     told["failed"] = _message(DataError, lambda: ranks.first_does_for_all(fail))
     ranks.require_same({"optim.lr": 0.5, "seed": 1}, "remedy")
     told["differ"] = _message(
