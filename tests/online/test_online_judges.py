@@ -37,6 +37,7 @@ from dpo_pack.online.reward_model import (
     without_padding,
 )
 from dpo_pack.recipe.online import EndpointRecipe, JudgeRecipe
+from dpo_pack.recipe.schema import ModelRecipe
 from dpo_pack.run.rollouts import build_judge
 from dpo_pack.run.setup import check_recipe, prepare
 from dpo_pack.system.errors import ModelError, RunError
@@ -213,12 +214,11 @@ def reward_model(
     chat: bool = False,
     autocast: torch.dtype | None = None,
 ) -> RewardModelJudge:
-    judge = load_reward_model(
+    judge, _ = load_reward_model(
         str(path),
         tiny_tokenizer(chat_template=chat),
-        trust_remote_code=False,
+        settings=ModelRecipe(path="policy"),
         precision=Precision(parameters=torch.float32, autocast=autocast),
-        attention="auto",
         packed=packed,
         token_budget=token_budget,
         device=torch.device("cpu"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from dpo_pack.online.interface import Completion
-from dpo_pack.online.phases import METHODS, Pairing, make_pairs
+from dpo_pack.online.phases import Pairing, make_pairs
 from dpo_pack.recipe.online import PairingRecipe
+
+METHODS = get_args(PairingRecipe.model_fields["type"].annotation)
 
 
 def completions(*texts: str, unfinished: tuple[int, ...] = ()) -> list[Completion]:

