@@ -98,9 +98,7 @@ def score_answers(
         for draw, answer in zip(draws, answers, strict=True)
         if not isinstance(answer, Failure)
     ]
-    scores = judge.score(rollouts) if rollouts else []
-    assert len(scores) == len(rollouts)
-    remaining = iter(scores)
+    remaining = iter(judge.score(rollouts) if rollouts else [])
     return [answer if isinstance(answer, Failure) else next(remaining) for answer in answers]
 
 

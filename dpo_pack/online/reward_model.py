@@ -196,38 +196,34 @@ def load_reward_model(
 @torch.no_grad()
 def prove_reward_model(judge: RewardModelJudge, recipe_key: str) -> None:
     """Proves on small rows that packing or padding changes no score. Raises UnsupportedModelError."""
-    scorer, device = judge.backbone, judge.device
-    is_packed = scorer.backend is not None
-    with random_groups(scorer, device) as groups:
-        proofs = prove_layers(scorer, groups, device, compute=judge.row_scores) if is_packed else []
-        if all(proof.passed for proof in proofs):
-            proofs.append(_prove_scores(judge, groups))
-    proved = f"{recipe_key}: {'packed rows' if is_packed else 'padded batches'}"
-    ProofOutcome(what=proved, proofs=tuple(proofs), seconds=0.0, is_remembered=False).raise_failure()
-
-
-def _prove_scores(judge: RewardModelJudge, groups: Sequence[Group]) -> Proof:
-    """Checks that scores of one row equal transformers' of each sequence alone, see `distance_from_stock`."""
-    scorer, pad = judge.backbone, judge.backbone.model.config.get_text_config().pad_token_id
-    prompts = [
-        [without_padding(np.concatenate((group.context, ids)), pad) for ids in group.completions]
-        for group in groups
-    ]
-    inputs = [torch.from_numpy(ids).to(judge.device)[None] for prompt in prompts for ids in prompt]
+    scorer, device, is_packed = judge.backbone, judge.device, judge.backbone.backend is not None
 
     def alone() -> Tensor:  # [S]
-        with as_published(scorer.model), scorer.autocasting(judge.device):
+        with as_published(scorer.model), scorer.autocasting(device):
             scores = [scorer.model(input_ids=ids, use_cache=False).logits.flatten() for ids in inputs]
         return torch.cat(scores).double()
 
-    row = proof_row(scorer, [group for prompt in prompts for group in as_groups(prompt)], judge.device)
-    together = torch.from_numpy(judge.row_scores(row)).to(judge.device)
-    measured, passed = distance_from_stock(scorer, together, alone, torch.ones_like(together))
-    causal = "judge with a causal model that scores at the last token"
-    return Proof(
-        name="scores",
-        passed=passed,
-        numbers={name.removesuffix(" a token"): number for name, number in measured.items()},
-        bound="mean error <= 3 x rounding",
-        remedy=causal if scorer.backend is None else PADDED_REMEDY,
-    )
+    with random_groups(scorer, device) as groups:
+        proofs = prove_layers(scorer, groups, device, compute=judge.row_scores) if is_packed else []
+        if all(proof.passed for proof in proofs):
+            # Scores of one row equal transformers' of each sequence alone, see `distance_from_stock`.
+            pad = scorer.model.config.get_text_config().pad_token_id
+            prompts = [
+                [without_padding(np.concatenate((group.context, ids)), pad) for ids in group.completions]
+                for group in groups
+            ]
+            inputs = [torch.from_numpy(ids).to(device)[None] for prompt in prompts for ids in prompt]
+            row = proof_row(scorer, [group for prompt in prompts for group in as_groups(prompt)], device)
+            together = torch.from_numpy(judge.row_scores(row)).to(device)
+            measured, passed = distance_from_stock(scorer, together, alone, torch.ones_like(together))
+            causal = "judge with a causal model that scores at the last token"
+            scores = Proof(
+                name="scores",
+                passed=passed,
+                numbers={name.removesuffix(" a token"): number for name, number in measured.items()},
+                bound="mean error <= 3 x rounding",
+                remedy=PADDED_REMEDY if is_packed else causal,
+            )
+            proofs.append(scores)
+    proved = f"{recipe_key}: {'packed rows' if is_packed else 'padded batches'}"
+    ProofOutcome(what=proved, proofs=tuple(proofs), seconds=0.0, is_remembered=False).raise_failure()

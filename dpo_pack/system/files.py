@@ -52,27 +52,18 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the package tokenizers raises plain Exception
-        refusal = _refusal_of_disk(error)
-        if refusal is None:
+        rust = re.search(r"([^:]+) \(os error \d+\)", str(error))  # tokenizers, safetensors
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+        elif rust is not None:
+            reason = rust[1].strip()
+        elif isinstance(error, SafetensorError) or "inline_container" in str(error):  # torch.save
+            reason = "it could not be written in full"
+        else:
             raise
-        raise CacheError(f"cannot write {path}: {refusal}") from error
-
-
-def _refusal_of_disk(error: Exception) -> str | None:
-    """Returns the reason and the remedy; None if the disk is not the cause."""
-    rust = re.search(r"([^:]+) \(os error \d+\)", str(error))  # tokenizers, safetensors
-    is_cut = isinstance(error, RuntimeError) and "inline_container" in str(error)  # torch.save
-    if isinstance(error, OSError):
-        reason = error.strerror or str(error)
-    elif rust is not None:
-        reason = rust[1].strip()
-    elif is_cut or isinstance(error, SafetensorError):
-        reason = "it could not be written in full"
-    else:
-        return None
-    wrong_places = (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
-    remedy = f"{'' if isinstance(error, wrong_places) else 'free space or '}choose a writable directory"
-    return f"{reason}; {remedy}"
+        wrong_places = (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError)
+        remedy = f"{'' if isinstance(error, wrong_places) else 'free space or '}choose a writable directory"
+        raise CacheError(f"cannot write {path}: {reason}; {remedy}") from error
 
 
 def path_aside(path: Path) -> Path:
@@ -92,22 +83,17 @@ def put_in_place(temporary: Path, path: Path) -> None:
         if temporary.is_dir() and path.is_dir():
             path.rename(replaced)  # a rename cannot replace a directory that has files
         temporary.replace(path)
-    if temporary.exists():
-        _copy_in_place(temporary, path)
-    sync(path.parent)
-    discard(replaced)  # last, because removing a large directory takes minutes
-
-
-def _copy_in_place(temporary: Path, path: Path) -> None:
-    """The newest file is last: it is the one that says that a checkpoint or a store is whole."""
-    discard(path)
-    for part in sorted((temporary, *temporary.rglob("*")), key=lambda part: part.stat().st_mtime_ns):
-        if part.is_file():
+    if temporary.exists():  # the newest file comes last: it says that a checkpoint or a store is whole
+        discard(path)
+        files = [part for part in (temporary, *temporary.rglob("*")) if part.is_file()]
+        for part in sorted(files, key=lambda part: part.stat().st_mtime_ns):
             copy = path / part.relative_to(temporary)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(part, copy)
             sync(copy)
-    discard(temporary)
+        discard(temporary)
+    sync(path.parent)
+    discard(replaced)  # last, because removing a large directory takes minutes
 
 
 def remove_directory(path: Path) -> None:

@@ -72,24 +72,20 @@ class Interruption:
 
         If not `at_once`, several ranks exchange signals only about once in POLL_SECONDS.
         """
-        from dpo_pack.system.ranks import num_ranks  # imports torch
+        from dpo_pack.system.ranks import every_rank_says, num_ranks  # imports torch
 
-        signum = self.signum if num_ranks() == 1 else self._of_any_rank(at_once)
+        signum = self.signum or 0
+        if num_ranks() > 1:
+            self._calls += not at_once
+            if not at_once and self._calls < self._next_exchange:
+                return
+            seconds_a_call = (self.clock() - self.polled) / max(1, self._calls)
+            signum, slowest = map(max, zip(*every_rank_says((signum, seconds_a_call)), strict=True))
+            # The number is the same on all ranks, so all exchange at the same call.
+            self._next_exchange = max(1, int(POLL_SECONDS / max(slowest, 1e-6)))
+            self._calls, self.polled = 0, self.clock()
         if signum:
             raise Interrupted(signum)
-
-    def _of_any_rank(self, at_once: bool) -> int:
-        from dpo_pack.system.ranks import every_rank_says
-
-        self._calls += not at_once
-        if not at_once and self._calls < self._next_exchange:
-            return 0
-        seconds_a_call = (self.clock() - self.polled) / max(1, self._calls)
-        signum, slowest = map(max, zip(*every_rank_says((self.signum or 0, seconds_a_call)), strict=True))
-        # The number is the same on all ranks, so all exchange at the same call.
-        self._next_exchange = max(1, int(POLL_SECONDS / max(slowest, 1e-6)))
-        self._calls, self.polled = 0, self.clock()
-        return int(signum)
 
 
 @contextlib.contextmanager
@@ -105,7 +101,13 @@ def interruptible() -> Iterator[Interruption]:
 def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     def handle(signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGHUP:
-            _leave_lost_terminal()
+            # The terminal is gone. A print to it would fail and prevent the save.
+            for descriptor in (1, 2):  # stdout and stderr
+                with contextlib.suppress(OSError):  # the descriptor is closed
+                    if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                        null = os.open(os.devnull, os.O_WRONLY)
+                        os.dup2(null, descriptor)
+                        os.close(null)
         handler(signum, frame)
 
     before = {number: signal.signal(number, handle) for number in taken_signals()}
@@ -120,16 +122,6 @@ def taken_signals() -> list[signal.Signals]:
     """Returns the stop signals to handle. SIGHUP is left out if it is ignored, as under nohup."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in STOP_SIGNALS if not (number == signal.SIGHUP and is_ignored)]
-
-
-def _leave_lost_terminal() -> None:
-    """Discards output to a terminal that is gone. Otherwise a print would fail and prevent the save."""
-    for descriptor in (1, 2):  # stdout and stderr
-        with contextlib.suppress(OSError):  # the descriptor is closed
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, descriptor)
-                os.close(null)
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ from dpo_pack.system.errors import RecipeError, RunError, first_line
 from dpo_pack.system.files import leaves, text_of
 from dpo_pack.system.interrupts import Interrupted, recorded, signals_blocked
 from dpo_pack.system.machine import control_groups, package_versions
-from dpo_pack.system.process import ALONE, KEY, Placement, has_accelerate_config, is_set, placement
+from dpo_pack.system.process import ALONE, KEY, Placement, is_set, placement
 
 # The longest waits of a rank: until all ranks have started (nodes of a job start at different times), and in
 # a collective (rank 0 may be writing a large checkpoint).
@@ -70,8 +70,7 @@ def on_every_rank(
     runs the block alone. Raises RecipeError if the number of processes is wrong, RunError if the ranks
     cannot connect or differ.
     """
-    if has_accelerate_config():
-        _refuse_other_shards()
+    _refuse_other_shards()
     place = placement(os.environ)
     num_processes = 1 if place is None and command is None else wanted_processes(wanted, place)
     if place is None and command is not None and num_processes > 1:
@@ -81,11 +80,6 @@ def on_every_rank(
     if place is not None and num_processes > 1:
         _join_and_agree(place, settings)
     console = make_console(quiet=quiet or not ranks.is_first(), verbose=verbose)
-    if place is not None and wanted == "auto" and num_processes == 1 < _num_devices():
-        console.print(
-            f"Note: one of {_num_devices()} visible GPUs is used, because WORLD_SIZE=1; to use all, start a "
-            "process for each, or unset RANK, WORLD_SIZE and LOCAL_RANK"
-        )
     try:
         yield console
     except BaseException as error:
@@ -111,27 +105,15 @@ def report_failure(error: BaseException, place: Placement) -> int:
 
 def wanted_processes(wanted: int | Literal["auto"], place: Placement | None) -> int:
     """Returns `distributed.num_processes` as a number. Raises RecipeError if it is impossible here."""
-    if place is not None:
-        return _launched_processes(wanted, place)
-    # With a configuration for several processes on CPUs, `accelerate launch` starts one. It does not say
-    # how many were asked for, but only then sets the address at which they would meet.
-    if wanted == "auto" and is_set("ACCELERATE_USE_CPU") and "MASTER_PORT" in os.environ:
-        raise RecipeError(
-            f"{KEY}: accelerate's configuration asks for several processes on CPUs, "
-            "but accelerate launch starts only one; set their number here, and dpo-pack starts them"
-        )
-    num_devices = _num_devices()
-    number = max(1, num_devices) if wanted == "auto" else wanted
-    if num_devices and number > num_devices:
-        raise RecipeError(
-            f"{KEY}: {number} processes need as many GPUs, and {num_devices} are visible; lower the "
-            "number, or correct CUDA_VISIBLE_DEVICES"
-        )
-    return number
-
-
-def _launched_processes(wanted: int | Literal["auto"], place: Placement) -> int:
-    num_devices = _num_devices()
+    num_devices = torch.cuda.device_count() if ranks.uses_cuda() else 0
+    if place is None:
+        number = max(1, num_devices) if wanted == "auto" else wanted
+        if 0 < num_devices < number:
+            raise RecipeError(
+                f"{KEY}: {number} processes need as many GPUs, and {num_devices} are visible; lower the "
+                "number, or correct CUDA_VISIBLE_DEVICES"
+            )
+        return number
     if wanted not in ("auto", place.num_ranks):
         raise RecipeError(
             f"{KEY}: the recipe asks for {wanted}, but the launcher has started {place.num_ranks} "
@@ -143,10 +125,6 @@ def _launched_processes(wanted: int | Literal["auto"], place: Placement) -> int:
             "one process for each GPU"
         )
     return place.num_ranks
-
-
-def _num_devices() -> int:
-    return torch.cuda.device_count() if ranks.uses_cuda() else 0
 
 
 def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
@@ -167,11 +145,9 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
 
 
 def _refuse_other_shards() -> None:
-    refused = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP": "FSDP 1"}
-    if os.environ.get("FSDP_VERSION") == "2":
-        del refused["FSDP"]
-    for variable, name in {**refused, "PARALLELISM_CONFIG": "a parallelism_config"}.items():
-        if is_set(f"ACCELERATE_USE_{variable}"):
+    for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG", "FSDP"):
+        is_fsdp2 = name == "FSDP" and os.environ.get("FSDP_VERSION") == "2"
+        if is_set(f"ACCELERATE_USE_{name}") and not is_fsdp2:
             raise RecipeError(
                 f"distributed.strategy: accelerate's configuration asks for {name}, which dpo-pack does not "
                 "have; choose one of distributed_type: MULTI_GPU, or FSDP with fsdp_version: 2"

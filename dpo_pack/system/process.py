@@ -49,7 +49,17 @@ ALONE = Placement(rank=0, num_ranks=1, local_rank=0, num_local_ranks=1, address=
 def placement(environ: Mapping[str, str]) -> Placement | None:
     """Returns this process's place; None if no launcher started it. Raises RecipeError if variables lack."""
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        return _placement_by_torchrun(environ)
+        num_ranks = _number(environ, "WORLD_SIZE")
+        if num_ranks == 1:
+            return ALONE
+        return Placement(
+            rank=_number(environ, "RANK"),
+            num_ranks=num_ranks,
+            local_rank=_number(environ, "LOCAL_RANK"),
+            num_local_ranks=_number(environ, "LOCAL_WORLD_SIZE", num_ranks),
+            address=_value(environ, "MASTER_ADDR"),
+            port=_number(environ, "MASTER_PORT"),
+        )
     # A batch script has SLURM_PROCID and SLURM_NTASKS, too. Only srun starts a step of several tasks.
     if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _placement_by_slurm(environ)
@@ -58,20 +68,6 @@ def placement(environ: Mapping[str, str]) -> Placement | None:
             what = f"{name} is set, but dpo-pack does not read MPI's variables"
             raise RecipeError(f"{KEY}: {what}; {_LAUNCHERS}")
     return None
-
-
-def _placement_by_torchrun(environ: Mapping[str, str]) -> Placement:
-    num_ranks = _number(environ, "WORLD_SIZE")
-    if num_ranks == 1:
-        return ALONE
-    return Placement(
-        rank=_number(environ, "RANK"),
-        num_ranks=num_ranks,
-        local_rank=_number(environ, "LOCAL_RANK"),
-        num_local_ranks=_number(environ, "LOCAL_WORLD_SIZE", num_ranks),
-        address=_value(environ, "MASTER_ADDR"),
-        port=_number(environ, "MASTER_PORT"),
-    )
 
 
 def _placement_by_slurm(environ: Mapping[str, str]) -> Placement:

@@ -107,6 +107,6 @@ def test_the_package_says_nowhere_that_it_trusts_remote_code() -> None:
     found = [
         (file.name, line) for file in files for line in file.read_text().splitlines() if trusting.search(line)
     ]
-    assert [name for name, line in found if "if needs_code else" not in line] == []  # that is a card's text
+    assert [name for name, line in found if "if trusts_code else" not in line] == []  # that is a card's text
     for text in ("f(trust_remote_code=True)", '"trust_remote_code": True', "trust_remote_code: bool = True"):
         assert trusting.search(text), "the pattern finds nothing"

@@ -99,23 +99,6 @@ def test_one_process_has_at_most_a_thread_for_each_core_that_it_may_use(
     assert numbers == [3, 8]
 
 
-def test_one_process_that_a_launcher_started_says_that_it_uses_one_of_the_devices(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def told(wanted: Any) -> str:
-        with launch.on_every_rank(wanted, None, {}) as console:
-            console.print("begun")
-        return capsys.readouterr().out
-
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    with_devices(monkeypatch, 4)
-    assert told("auto").startswith("Note: one of 4 visible GPUs is used")
-    assert told(1) == "begun\n"
-    with_devices(monkeypatch, 1)
-    assert told("auto") == "begun\n"
-
-
 # ------------------------------------------------------------------------------- how ranks find each other
 
 
