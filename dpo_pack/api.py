@@ -198,7 +198,7 @@ def evaluate(
     with _on_every_rank(recipe, overrides, command, quiet=quiet, lenient=True) as (loaded, console):
         for line in loaded.dropped:
             console.print(f"Note: evaluated without {line}")
-        from dpo_pack.reports.evaluation_tables import render_evaluations
+        from dpo_pack.reports.tables import render_evaluations
         from dpo_pack.run.checkpoint import model_of
         from dpo_pack.run.evaluate import compare_models, evaluate_models
 

@@ -70,11 +70,10 @@ from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_lin
 from dpo_pack.system.files import write_json_atomically
 from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
-from dpo_pack.training.balancing import ExpertBalance
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.metrics import averages, column, join_values, pair_values
 from dpo_pack.training.optim import clip_gradients
-from dpo_pack.training.step_loss import pair_losses
+from dpo_pack.training.step_loss import ExpertBalance, pair_losses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

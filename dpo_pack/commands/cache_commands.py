@@ -25,7 +25,7 @@ def list_namespaces(
     cache_dir: CacheDir = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """List models with cached log-probs, and how many."""
-    from dpo_pack.reference.maintenance import find_namespaces
+    from dpo_pack.reference.cache import find_namespaces
 
     found = find_namespaces(cache_dir)
     if as_json:
@@ -53,7 +53,7 @@ def export(
 
     `dpopack cache import` reads this file, here or on another machine.
     """
-    from dpo_pack.reference.maintenance import export_namespace
+    from dpo_pack.reference.cache import export_namespace
 
     say(f"{export_namespace(cache_dir, namespace, file):,} sequences written to {file}")
 
@@ -74,9 +74,8 @@ def import_file(
 
     loaded = load_recipe(recipe, overrides or ())
     check_environment(loaded)
-    from dpo_pack.reference.cache import ReferenceCache
+    from dpo_pack.reference.cache import ReferenceCache, import_logps
     from dpo_pack.reference.compute import find_work
-    from dpo_pack.reference.maintenance import import_logps
     from dpo_pack.run.setup import prepare
     from dpo_pack.system.console import make_console
 
@@ -108,7 +107,7 @@ def prune(
     Even without an option, removes damaged parts that a run has moved aside, and temporary files of killed
     runs. Does not remove files that dpopack has not written.
     """
-    from dpo_pack.reference.maintenance import prune_cache
+    from dpo_pack.reference.cache import prune_cache
 
     seconds = None
     if older_than is not None:

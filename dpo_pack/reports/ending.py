@@ -9,9 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
-from dpo_pack.reports.evaluation_tables import INTERVALS, evaluation_cells, pairs_and_prompts
 from dpo_pack.reports.run_files import read_runs, sample_rows
-from dpo_pack.reports.tables import render_completions, terminal_table
+from dpo_pack.reports.tables import (
+    INTERVALS,
+    evaluation_cells,
+    pairs_and_prompts,
+    render_completions,
+    terminal_table,
+)
 from dpo_pack.training.health import what_can_be_told
 
 

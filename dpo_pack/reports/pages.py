@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dpo_pack.reports import evaluation_tables, packing_tables, pair_views, run_files
+from dpo_pack.reports import packing_tables, pair_views, run_files, tables
 from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.process import printable
 
@@ -50,7 +50,7 @@ def run_page(paths: Sequence[Path]) -> str:
         data=run_files.chart_data(runs),
         lowest=run_files.lowest_margins(runs[0]) if len(runs) == 1 else [],
         views=run_files,
-        evaluations=evaluation_tables,
+        evaluations=tables,
         asset=lambda name: (assets / name).read_text(encoding="utf-8"),
     )
 

@@ -32,8 +32,7 @@ from tokenizers import Tokenizer
 
 from dpo_pack.data.store import PairTable, open_store
 from dpo_pack.recipe.text import read_yaml
-from dpo_pack.reports.evaluation_tables import evaluation_cells, pairs_and_prompts
-from dpo_pack.reports.tables import Cells
+from dpo_pack.reports.tables import Cells, evaluation_cells, pairs_and_prompts
 from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import leaves, parse_json, read_json, text_of

@@ -1,7 +1,11 @@
-"""Tables of reports: their cells are text, for the terminal or for an HTML page. Completions side by side."""
+"""Tables of reports: their cells are text, for the terminal or for an HTML page.
+
+A record of an evaluation is a line of metrics.jsonl: means by metric, `intervals`, and the groups `by_source`
+and `by_length`. Completions stand side by side.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -10,6 +14,7 @@ from rich.text import Text
 
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.process import printable
+from dpo_pack.training.health import what_can_be_told
 
 _MOST_OF_PROMPT = 300  # characters; the end is kept, because it says what is asked
 
@@ -74,3 +79,85 @@ def parse_numbers(text: str, *, option: str, instance: str) -> tuple[int, ...]:
             f"{option} {text!r}: not positive whole numbers; write them as in {option} {instance}"
         )
     return numbers
+
+
+METRIC_NAMES = {
+    "rewards/accuracies": "reward accuracy",
+    "rewards/margins": "reward margin",
+    "loss": "loss",
+    "kl/chosen": "KL of chosen",
+    "kl/rejected": "KL of rejected",
+    "online/win_rate": "wins against the start",
+    "online/scores": "score",
+    "online/score_gain": "score above the start's",
+}
+INTERVALS = "In brackets: 95 % intervals, bootstrap over prompts"
+
+
+def render_evaluations(sets: Mapping[str, Mapping[str, Any]], console: Console, *, beta: float) -> None:
+    """Prints a model's record on each held-out set, by name; or the records of models `a` and `b` and their
+    paired `difference`."""
+    for name, found in sets.items():
+        judged, columns, told = found, {"": found}, what_can_be_told(found)
+        if "difference" in found:
+            judged, told = found["difference"], ""
+            means = {title: {**found[title.lower()], "intervals": {}} for title in ("A", "B")}
+            columns = {**means, "B - A": judged}
+            if difference := what_can_be_told(judged, without_effect=0.0):
+                told = f"B - A: {difference}"
+        title = f"{name}: {pairs_and_prompts(found.get('a', found))}"
+        console.print(terminal_table(title, evaluation_cells(columns), no_wrap=True))
+        console.print(terminal_table(f"{name}, by group", group_cells(judged), no_wrap=True))
+        if told:
+            console.print(f"{told}.")
+        if "length/prefers_longer" in found:
+            console.print(
+                f"Rewards prefer the longer completion in {found['length/prefers_longer']:.1%} of pairs, "
+                f"the data does in {found['length/chosen_longer']:.1%}"
+            )
+        for model in ("a", "b") if "difference" in found else ():
+            console.print(f"{model.upper()}: {found[model]['model']}")
+    console.print(f"{INTERVALS}. Rewards: beta {beta:g} x log-ratio to the recipe's reference")
+
+
+def evaluation_cells(columns: Mapping[str, Mapping[str, Any]]) -> Cells:
+    """Returns a column for each record, by its title, and a row for each metric that one of them has."""
+    rows = [
+        (words, *(estimate(record, metric) for record in columns.values()))
+        for metric, words in METRIC_NAMES.items()
+        if any(metric in record for record in columns.values())
+    ]
+    return Cells(("", *columns), rows)
+
+
+def group_cells(record: Mapping[str, Any]) -> Cells:
+    """Returns accuracy and margin of each group: of sources, and of lengths of chosen against rejected."""
+    groups = {**record.get("by_source", {})}
+    groups |= {group.replace("_", " "): of for group, of in record.get("by_length", {}).items()}
+    metrics = ("rewards/accuracies", "rewards/margins")
+    rows = [
+        (group, f"{of['pairs']:,}", *(estimate(of, metric) for metric in metrics))
+        for group, of in groups.items()
+    ]
+    return Cells(("", "pairs", "reward accuracy", "reward margin"), rows)
+
+
+def estimate(record: Mapping[str, Any], metric: str) -> str:
+    """Returns the mean as text, with its interval if it has one: "0.612 (0.550 to 0.670)".
+
+    The text is empty if a number is null, which metrics.jsonl has for a number that is not finite.
+    """
+    mean, bounds = record.get(metric), record.get("intervals", {}).get(metric) or ()
+    if mean is None or None in bounds:
+        return ""
+    return f"{mean:.3f}" + (f" ({bounds[0]:.3f} to {bounds[1]:.3f})" if bounds else "")
+
+
+def pairs_and_prompts(record: Mapping[str, Any]) -> str:
+    """Returns how many pairs were evaluated: of how many, if not all; and of how many prompts, if pairs share
+    prompts. Online: the number of prompts."""
+    pairs, prompts = record.get("pairs"), record.get("prompts")
+    if pairs is None:
+        return f"{prompts or 0:,} prompts"
+    whole = f" of {record['held_out_pairs']:,}" if "held_out_pairs" in record else ""
+    return f"{pairs:,}{whole} pairs" + (f", {prompts:,} prompts" if prompts not in (None, pairs) else "")

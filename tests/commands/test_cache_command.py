@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from dpo_pack.commands.cache_commands import cache_app
 from dpo_pack.data.store import sequence_key
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.reference import maintenance
+from dpo_pack.reference import cache as reference_cache
 from dpo_pack.reference.cache import (
     KEY,
     NUM_TOKENS,
@@ -197,7 +197,7 @@ def test_prune_removes_damaged_parts_of_what_stays_or_says_that_it_cannot(
     damaged = part.with_suffix(".damaged")
     damaged.write_bytes(b"x")
     with monkeypatch.context() as refusing:
-        refusing.setattr(maintenance, "discard", lambda path: None)
+        refusing.setattr(reference_cache, "discard", lambda path: None)
         assert str(damaged) in refused("prune", "--cache-dir", tmp_path)
     cache("prune", "--cache-dir", tmp_path)
     assert not damaged.exists() and part.exists()

@@ -35,12 +35,11 @@ from dpo_pack.model.quantize import compute_restored
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.recipe.training import LossRecipe
-from dpo_pack.training.balancing import ExpertBalance
 from dpo_pack.training.batches import GlobalBatch, PairRow
 from dpo_pack.training.metrics import column, join_values, pair_values
 from dpo_pack.training.optim import NonfiniteGuard, build_optimizer, clip_gradients
 from dpo_pack.training.references import LiveReference
-from dpo_pack.training.step_loss import pair_losses
+from dpo_pack.training.step_loss import ExpertBalance, pair_losses
 
 pytestmark = pytest.mark.cuda_build
 CUDA = torch.device("cuda")

@@ -193,8 +193,8 @@ def test_parts_are_written_and_read_without_pandas_and_listed_without_torch(tmp_
         "cache.append(sequence_table(keys, np.array([-1.0, -2.0, -3.0]), np.array([1, 2, 3])))\n"
         "assert cache.lookup(keys).tolist() == [-1.0, -2.0, -3.0]\n"
         "assert 'pandas' not in sys.modules, 'pandas was imported'\n"
-        "from dpo_pack.reference import maintenance\n"
-        f"(found,) = maintenance.find_namespaces(Path({str(tmp_path)!r}))\n"
+        "from dpo_pack.reference import cache\n"
+        f"(found,) = cache.find_namespaces(Path({str(tmp_path)!r}))\n"
         "assert found['sequences'] == 3\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
     )
