@@ -32,7 +32,6 @@ import numpy as np
 import typer
 from benchmarking.contenders import (
     MALLOCS,
-    SERIES_LEARNING_RATES,
     Contender,
     Measurement,
     Setting,
@@ -48,13 +47,12 @@ from benchmarking.process import (
     TimeIsUp,
     measure,
     measure_peak,
-    measure_series,
     profile,
     save_model,
     seconds_until,
     visible_devices,
 )
-from benchmarking.report import PADDED, TRL_BEST, Profile, Report, markdown
+from benchmarking.report import Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, machine, other_work
 from benchmarking.shapes import SHAPES, flops_shape, shape_config
 from benchmarking.work import Work, forward_parts, work_of
@@ -65,10 +63,6 @@ from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.machine import git_commit
 
 FEWEST_STEPS = 4  # timed steps of every run that ranks settings
-# Only for the estimate that is printed before the start: measured on these models, on two cores.
-ASSUMED_MFU = {"dpo-pack": 0.35, "trl": 0.09}
-ASSUMED_RECURRENT_MFU = {"dpo-pack": 0.1, "trl": 0.04}
-PROCESS_SECONDS, COMPILING_SECONDS = 7.0, 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +81,6 @@ class Plan:
     with_ablations: bool
     also: Sequence[str]  # more settings of dpo-pack to measure
     fewest_steps: int = FEWEST_STEPS
-    series: int = 0  # how often four runs on the same pairs are measured
-    targets: dict[str, float] = field(default_factory=dict)  # contender -> our least speed-up
-    prediction: str = ""  # what was expected, written before the measurement
     # Little time: ours and its profile come first, and each part takes at most half of the time that is left.
     quick: bool = False
     stop_at: float = float("inf")  # time.monotonic(): no measurement goes on after it
@@ -155,15 +146,6 @@ def main(
     also: Annotated[
         list[str] | None, typer.Option(help="A recipe setting to measure as well: model.compile=true")
     ] = None,
-    series: Annotated[
-        int,
-        typer.Option(help="Measurements of four runs on the same pairs, of ours and of TRL's best for it."),
-    ] = 0,
-    target_trl: Annotated[float, typer.Option(help="Ours is to be so many times as fast as TRL's best.")] = 0,
-    target_padded: Annotated[float, typer.Option(help="The same of our padded mode.")] = 0,
-    prediction: Annotated[
-        Path | None, typer.Option(help="A text for the page, committed before the start: what is expected.")
-    ] = None,
     minutes: Annotated[
         float, typer.Option(help="Ends after so many minutes; the same command goes on.")
     ] = float("inf"),
@@ -223,11 +205,6 @@ def main(
             with_ablations=with_ablations,
             also=also or [],
             fewest_steps=fewest_steps,
-            series=series,
-            targets={
-                name: times for name, times in ((TRL_BEST, target_trl), (PADDED, target_padded)) if times
-            },
-            prediction="" if prediction is None else prediction.read_text(encoding="utf-8").strip(),
             quick=quick,
             stop_at=stop_at,
             compiled_seconds=compiled_seconds,
@@ -254,10 +231,7 @@ def run_plan(
     From the first run of ours on, `show` gets the report after each result.
     """
     facts = Facts.of(plan, model)
-    peak = _peak(plan, 0)["best"]
-    if plan.setting.device == "cpu":
-        minutes = estimated_minutes(plan, facts.work, peak, is_recurrent=facts.shape.kept_numbers > 0)
-        print(f"estimated: {minutes:.0f} minutes in all, on an idle machine", flush=True)
+    _peak(plan, 0)
     best_budget = best_own_budget(plan)
     own = [ours(best_budget), *(ablations(best_budget) if plan.with_ablations else ())]
     own += [ours(best_budget, setting, name=f"dpo-pack, {setting}") for setting in plan.also]
@@ -273,18 +247,14 @@ def run_plan(
             _measure_missing(_half(plan), {f"run/0/{contender.name}": contender}, plan.setting)
         if with_profile:
             _profile_missing(_half(plan), own[0])
-    selection.finalists, for_series, selection.untried = fastest_of_trl(_half(plan) if plan.quick else plan)
+    selection.finalists, selection.untried = fastest_of_trl(_half(plan) if plan.quick else plan)
     selection.is_trl_known = True
-    if plan.series:
-        selection.series = [own[0], *([for_series] if for_series else [])]
     for repeat in range(plan.repeats):
         _peak(plan, repeat)
         for contender in selection.contenders:
             _measure_missing(plan, {f"run/{repeat}/{contender.name}": contender}, plan.setting)
     if with_profile:
         _profile_missing(plan, own[0])
-    for contender in selection.series:
-        _measure_series(plan, contender)
     if f"run/0/{own[0].name}" not in plan.results:
         raise TimeIsUp  # there is nothing to report on
     return report_of(plan, facts, selection)
@@ -316,8 +286,6 @@ class Facts:
             "origin": plan.workload.origin,
             "work": work,
             "sweep_pairs": plan.sweep_pairs,
-            "targets": plan.targets,
-            "prediction": plan.prediction,
             "is_quick": plan.quick,
         }
         return cls(shape=shape, lengths=lengths, work=work, fields=fields)
@@ -332,7 +300,6 @@ class Selection:
     is_trl_known: bool  # whether TRL's sweep is over
     finalists: list[Contender] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)  # settings of TRL's that the sweep had no time for
-    series: list[Contender] = field(default_factory=list)
 
     @property
     def contenders(self) -> list[Contender]:
@@ -344,8 +311,6 @@ class Selection:
                   for repeat in range(plan.repeats) for one in self.contenders}  # fmt: skip
         if self.with_profile:
             wanted["the profile"] = "profile"
-        for repeat in range(plan.series):
-            wanted |= {f"{one.name}, four runs": f"series/{repeat}/{one.name}" for one in self.series}
         missing = [name for name, key in wanted.items() if key not in plan.results]
         missing += [] if self.is_trl_known else ["TRL"]
         return [*missing, *(f"{name}, in the sweep" for name in self.untried)]
@@ -365,20 +330,11 @@ def report_of(plan: Plan, facts: Facts, selection: Selection) -> Report:
     }
     differences, disagreements = compare_work(plan, contenders, runs)
     peaks = [results[f"peak/{repeat}"] for repeat in turns if f"peak/{repeat}" in results]
-    series: dict[str, Sequence[Sequence[Measurement]]] = {
-        one.name: [
-            [Measurement(**run) for run in results[f"series/{repeat}/{one.name}"]]
-            for repeat in range(plan.series)
-        ]
-        for one in selection.series
-        if all(f"series/{repeat}/{one.name}" in results for repeat in range(plan.series))
-    }
     return Report(
         **facts.fields,
         peaks=peaks,
         sweep=list(_sweeps(plan)),
         runs=runs,
-        series=series,
         finalists=[one.name for one in selection.finalists if one in contenders],
         differences=differences,
         disagreements=disagreements,
@@ -402,24 +358,6 @@ def profile_of(plan: Plan, facts: Facts, found: dict[str, Any] | None) -> Profil
     )
 
 
-def estimated_minutes(plan: Plan, work: Work, peak_flops: float, *, is_recurrent: bool) -> float:
-    """Of all that is planned, by assumed MFU."""
-    assumed = ASSUMED_RECURRENT_MFU if is_recurrent else ASSUMED_MFU
-    own, trl = (work.flops / (peak_flops * assumed[trainer]) for trainer in ("dpo-pack", "trl"))
-    reference = work.reference_flops / work.flops * trl
-    grouped = [size for size in plan.microbatches if size > 1]
-    mallocs = len(MALLOCS) - 1
-    num_trl = 2 * (len(plan.microbatches) + len(grouped) + 2 + mallocs) if plan.microbatches else 0
-    num_finalists = plan.finalists if plan.microbatches else 0
-    num_own = 1 + 2 * plan.with_ablations + len(plan.also)
-    sweeps = plan.sweep_pairs * (num_trl * trl + len(plan.reference_batches) * reference)
-    sweeps += plan.sweep_pairs * own * (len(plan.token_budgets) + 1 + mallocs)
-    turns = plan.repeats * plan.setting.num_pairs * (num_own * own + num_finalists * trl)
-    series = plan.series * len(SERIES_LEARNING_RATES) * plan.sweep_pairs * (own + trl)
-    processes = 4 + 4 * mallocs + plan.repeats * (2 + num_own + num_finalists) + 2 * plan.series
-    return (sweeps + turns + series + PROCESS_SECONDS * processes + 2 * COMPILING_SECONDS) / 60
-
-
 def best_own_budget(plan: Plan) -> int:
     """The token budget of ours that is fastest in a short run."""
     if len(plan.token_budgets) == 1:
@@ -439,12 +377,12 @@ def best_own_budget(plan: Plan) -> int:
     return best
 
 
-def fastest_of_trl(plan: Plan) -> tuple[list[Contender], Contender | None, list[str]]:
-    """TRL at its fastest settings in a short run, and at that which is fastest for several runs on the same
-    pairs; empty and None where it ran at none, or was not asked for. Also what there was no time to try.
+def fastest_of_trl(plan: Plan) -> tuple[list[Contender], list[str]]:
+    """(TRL at its fastest settings in a short run, none where it was not asked for; what there was no time to
+    try)
     """
     if not plan.microbatches:
-        return [], None, []
+        return [], []
     reference_batch = plan.reference_batches[0]
     if len(plan.reference_batches) > 1:
         alone = _sweep(plan, list(trl_references(plan.reference_batches)))
@@ -472,14 +410,7 @@ def fastest_of_trl(plan: Plan) -> tuple[list[Contender], Contender | None, list[
     variants = list(trl_variants(fastest, failed, device=plan.setting.device, compiled=compiled))
     rates |= _sweep(plan, variants)
     untried = [one.name for one in (*sweep, *variants) if f"sweep/{one.name}" not in plan.results]
-    finalists = sorted(rates, key=lambda contender: -rates[contender])[: plan.finalists]
-
-    def seconds_of_series(contender: Contender) -> float:
-        run = plan.results.measurement(f"sweep/{contender.name}")
-        training = run.train_seconds(warmup_steps=plan.setting.warmup_steps)
-        return len(SERIES_LEARNING_RATES) * training + run.reference_seconds
-
-    return finalists, min(rates, key=seconds_of_series, default=None), untried
+    return sorted(rates, key=lambda contender: -rates[contender])[: plan.finalists], untried
 
 
 def compare_work(
@@ -556,24 +487,11 @@ def _leaving_the_rest(plan: Plan) -> AbstractContextManager[object]:
     return suppress(TimeIsUp) if plan.quick else nullcontext()
 
 
-def _measure_series(plan: Plan, contender: Contender) -> None:
-    """Each measurement of the runs on the same pairs: as many runs as learning rates."""
-    for repeat in range(plan.series):
-        key = f"series/{repeat}/{contender.name}"
-        if key not in plan.results:
-            seconds_until(plan.stop_at)
-            runs = measure_series(contender, replace(plan.setting, num_pairs=plan.sweep_pairs))
-            plan.results.put(key, [run.to_json() for run in runs])
-            print(f"{key}: {len(runs)} runs", flush=True)
-
-
-def _peak(plan: Plan, repeat: int) -> dict[str, float]:
+def _peak(plan: Plan, repeat: int) -> None:
     key = f"peak/{repeat}"
     if key not in plan.results:
         seconds_until(plan.stop_at)
         plan.results.put(key, measure_peak(plan.setting.device, plan.compute_dtype))
-    found: dict[str, float] = plan.results[key]
-    return found
 
 
 def _check_choices(workload: str, pairs: Path | None, model: str, device: str, parameters: str) -> None:

@@ -186,19 +186,17 @@ quick_parts() {
     local sizes=(--num-pairs 160 --sweep-pairs 160 --pairs-per-step 32 --token-budgets 16384 --microbatches 2,4)
     [[ $device == cuda ]] ||
         sizes=(--num-pairs 10 --sweep-pairs 10 --pairs-per-step 2 --token-budgets 4096 --microbatches 1,2)
-    # A tenth of the time stays for the last part, and some seconds for each benchmark to end by itself. The
-    # smallest model alone says little: there the host limits a GPU.
-    local seconds=$(($(left) - minutes * 6)) model file
+    # Some seconds stay for each benchmark to end by itself. The smallest model alone says little: there the host
+    # limits a GPU.
+    local seconds=$(left) model file
     for model in "$shape" "$larger"; do
-        [[ $model == "$larger" ]] && seconds=$(($(left) - minutes * 6)) || seconds=$((seconds * 11 / 20))
+        [[ $model == "$larger" ]] && seconds=$(left) || seconds=$((seconds * 11 / 20))
         file=speed-$model
         most=$seconds part speed.txt "$model at Tulu 3 lengths, one turn, with a profile" \
             "$python" scripts/benchmark.py --device "$device" --output "$output/$file" --work "$work" \
             --workload tulu3 --model "$model" --quick --minutes "$(in_minutes $((seconds - 15)))" --repeats 1 \
             --reference-batches 2 --finalists 2 "${sizes[@]}" --no-ablations --also model.compile=true
     done
-    most=$((minutes * 12)) part reference.txt "search of the longest row with little memory" \
-        "$python" -m benchmarking.search "$work" "$device" "$shape"
 }
 
 # measure NAME ARGUMENTS...: runs one benchmark, unless its page is there, whole, and its contenders agree.

@@ -67,15 +67,6 @@ def test_other_values_name_the_version_to_raise(kind: str) -> None:
     assert f" has other values than before: raise {golden.constant} in " in complaint
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_version_that_was_raised_asks_for_new_golden_values(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    golden: Golden = KINDS[kind]
-    monkeypatch.setattr(golden.module, golden.constant, golden.version + 1)
-    assert f"{golden.constant} is {golden.version}, " in complaint_about(kind)
-
-
 @pytest.mark.slow
 def test_golden_values_are_made_anew_only_under_a_new_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,6 @@ from typing import Any
 
 BETA = 0.1
 LEARNING_RATE = 1e-4  # high, so that a difference in any update shows in the next step
-SERIES_LEARNING_RATES = (1e-4, 5e-5, 2e-5, 1e-5)  # four runs on the same pairs and reference
 LORA_RANK, LORA_ALPHA = 16, 32
 
 # Settings of glibc's malloc, by name: environment variables. dpo-pack sets the first itself at its start.
@@ -72,8 +71,6 @@ class Setting:
     lora: bool
     gradient_checkpointing: bool  # only dpo-pack's; TRL's is in its contender
     warmup_steps: int  # left out of the times: they compile kernels and grow memory pools
-    learning_rate: float = LEARNING_RATE
-    shared: str = ""  # directory of a reference cache that several runs use; empty: each run has its own
 
     @property
     def model_path(self) -> Path:

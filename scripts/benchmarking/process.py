@@ -7,7 +7,6 @@ The parent writes the job and reads results from the standard output, a line as 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -19,11 +18,11 @@ import threading
 import time
 import traceback
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarking.contenders import SERIES_LEARNING_RATES, Contender, Measurement, Setting
+from benchmarking.contenders import Contender, Measurement, Setting
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 OUT_OF_MEMORY = "out of memory"
@@ -86,15 +85,6 @@ def measure(
                 num_measured = 1
                 yield Measurement(contender=together[0].name, failure=failure)
             together = together[num_measured:]
-
-
-def measure_series(contender: Contender, setting: Setting) -> list[Measurement]:
-    """Runs on the same pairs, with SERIES_LEARNING_RATES; the first leaves its reference to the others."""
-    job = {"kind": "series", "contenders": [asdict(contender)], "setting": asdict(setting)}
-    runs: list[Measurement] = []
-    with contextlib.suppress(ProcessDied):  # the page says that a run failed
-        runs.extend(Measurement(**line) for line in _run(job, setting.device, contender.environment))
-    return runs
 
 
 def measure_peak(device: str, dtype: str) -> dict[str, float]:
@@ -202,13 +192,6 @@ def _do(job: dict[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
         except Exception:  # a page without a profile is better than none
             traceback.print_exc()
             yield {}
-        return
-    if job["kind"] == "series":
-        for number, learning_rate in enumerate(SERIES_LEARNING_RATES):
-            directory = scratch / str(number)
-            directory.mkdir()
-            again = replace(setting, learning_rate=learning_rate, shared=str(scratch / "shared"))
-            yield _measure_here(contenders[0], again, directory, None).to_json()
         return
     spawned_at = job["spawned_at"] if len(contenders) == 1 else None  # the others start in a warm process
     for number, contender in enumerate(contenders):

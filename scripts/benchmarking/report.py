@@ -7,24 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarking.contenders import SERIES_LEARNING_RATES, Measurement
+from benchmarking.contenders import Measurement
 from benchmarking.results import hardware
 from benchmarking.work import Work
 
 GIB = 2**30
-TRL_BEST, PADDED = "TRL's best", "dpo-pack, padded"  # names that a target may have
-# Why no other program that packs pairs is on a page, according to their sources.
-OTHER_PROGRAMS = """Other programs that pack pairs, and why they are not measured on a CPU:
-
-- dpo-prefix-sharing (code of arXiv 2410.20305): its attention is FlexAttention, which has no backward on a
-  CPU (torch 2.13: "FlexAttention does not support backward on CPU"). It is no package, and needs commits of
-  transformers and TRL of 2024.
-- open-instruct: it is no package on PyPI, and its repository (August 2026) needs Python 3.12, vLLM and
-  flash-attn; its packed pairs are told apart by the `cu_seq_lens` that FlashAttention takes.
-- ms-swift: `packing` and `padding_free` are refused without FlashAttention ("requires a flash attention
-  implementation"), whose kernels are for GPUs.
-- TRL itself: version 1.16 has `padding_free`, and turns it off with a warning.
-"""
 # benchmark_gpu.sh looks for these two.
 NOT_COMPARABLE = "**These times cannot be compared:**"
 NOT_WHOLE = "**Not everything is measured.**"
@@ -53,12 +40,9 @@ class Report:
     work: Work
     peaks: Sequence[dict[str, float]]  # FLOPs a second, one measurement for each repeat
     sweep: Sequence[Measurement]
-    sweep_pairs: int  # pairs in each run of the sweep and of the series
-    series: dict[str, Sequence[Sequence[Measurement]]]  # contender -> measurements of runs on the same pairs
+    sweep_pairs: int  # pairs in each run of the sweep
     runs: dict[str, Sequence[Measurement]]  # contender (dpo-pack first) -> its repeats in order
     finalists: Sequence[str]  # TRL's fastest settings; empty: TRL ran at no setting
-    targets: dict[str, float]  # TRL_BEST or PADDED -> dpo-pack must be so many times as fast
-    prediction: str  # empty: there was none
     differences: dict[str, dict[str, float]]  # contender -> its differences from dpo-pack
     disagreements: Sequence[str]  # contenders that did other work, and the proof
     profile: Profile | None
@@ -84,11 +68,10 @@ class Report:
         """Pairs a second of each repeat."""
         return [1 / run.seconds_a_pair(warmup_steps=self.warmup_steps) for run in self.runs[contender]]
 
-    def ratios(self, contender: str, other: str | None = None) -> list[float]:
-        """Of a contender's rates to those of `other` (None: TRL's best), repeat by repeat."""
-        other = other or self.best_trl
-        assert other is not None
-        return [own / its for own, its in zip(self.rates(contender), self.rates(other), strict=True)]
+    def ratios(self, contender: str) -> list[float]:
+        """Of a contender's rates to those of TRL's best, repeat by repeat."""
+        assert self.best_trl is not None
+        return [own / its for own, its in zip(self.rates(contender), self.rates(self.best_trl), strict=True)]
 
     def mfu(self, contender: str) -> float:
         """The work's FLOPs over time and the measured peak: padding and repetition earn nothing."""
@@ -108,16 +91,12 @@ def markdown(report: Report) -> str:
         _heading(report),
         _missing(report),
         _disagreements(report),
-        _prediction(report),
         _table(report),
-        _targets(report),
         _turns(report),
-        _series(report),
         _same_work(report),
         _phases(report),
         _profile(report) if report.profile else "",
         _sweep(report),
-        OTHER_PROGRAMS if report.setting["device"] == "cpu" and report.finalists else "",
     ]
     return "\n".join(section for section in sections if section)
 
@@ -214,29 +193,6 @@ def _table(report: Report) -> str:
     )
 
 
-def _prediction(report: Report) -> str:
-    if not report.prediction:
-        return ""
-    quoted = [f"> {line}".rstrip() for line in report.prediction.splitlines()]
-    return "\n".join(["Predicted, and committed before anything was measured:", "", *quoted, ""])
-
-
-def _targets(report: Report) -> str:
-    """What was to be shown, and whether the medians of the turns show it."""
-    lines = []
-    own = next(iter(report.runs))
-    for name, times in report.targets.items():
-        other = report.best_trl if name == TRL_BEST else name
-        runs = [*report.runs[own], *(report.runs.get(other, []) if other else [])]
-        if other not in report.runs or any(run.failure for run in runs):
-            found = "**not measured**"
-        else:
-            ratio = statistics.median(report.ratios(own, other))
-            found = f"{ratio:.2f}x: {'met' if ratio >= times else '**missed**'}"
-        lines.append(f"- at least {times:g}x {name}: {found}")
-    return "\n".join([f"Targets of {own}:", "", *lines, ""]) if lines else ""
-
-
 def _turns(report: Report) -> str:
     """Every measurement that the table's medians are of."""
     lines = ["Every turn, pairs/s, in the order of measuring, and CPU seconds of reference and steps:", ""]
@@ -250,45 +206,6 @@ def _turns(report: Report) -> str:
             line += f", {statistics.median(ratios):.2f} times those of dpo-pack" if runs is not own else ""
         lines.append(line)
     return "\n".join([*lines, ""])
-
-
-def _series(report: Report) -> str:
-    """Runs on the same pairs that have a reference in common."""
-    if not report.series:
-        return ""
-    lines = [
-        f"Four runs with four learning rates on the same {report.sweep_pairs} pairs, one after another: the "
-        "first computes the reference, where it is computed in advance, and the others read it. Seconds of "
-        "every measurement; ratios are medians:",
-        "",
-        "| | first run | second run | all four | ours, so many times as fast |",
-        "|---|---|---|---|---|",
-    ]
-    seconds = {
-        name: [_seconds_of_runs(runs, report) for runs in runs_] for name, runs_ in report.series.items()
-    }
-    own = next(iter(seconds.values()))
-    for name, measured in seconds.items():
-        if None in measured or None in own:
-            lines.append(f"| {name} | a run failed | | | |")
-            continue
-        columns = [[values[0], values[1], sum(values)] for values in measured if values]
-        bases = [[values[0], values[1], sum(values)] for values in own if values]
-        cells = [", ".join(f"{values[column]:.1f}" for values in columns) for column in range(3)]
-        ratios = [
-            statistics.median(its[column] / base[column] for its, base in zip(columns, bases, strict=True))
-            for column in range(3)
-        ]
-        cells += ["; ".join(f"{ratio:.2f}x" for ratio in ratios)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
-def _seconds_of_runs(runs: Sequence[Measurement], report: Report) -> list[float] | None:
-    """None where one failed, or ended them all."""
-    if len(runs) < len(SERIES_LEARNING_RATES) or any(run.failure for run in runs):
-        return None
-    return [run.pairs / _rate(run, report) for run in runs]
 
 
 def _rate(run: Measurement, report: Report) -> float:

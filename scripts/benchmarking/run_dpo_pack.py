@@ -18,6 +18,7 @@ import dpo_pack.run.inputs
 import dpo_pack.trainer
 from benchmarking.contenders import (
     BETA,
+    LEARNING_RATE,
     LORA_ALPHA,
     LORA_RANK,
     Contender,
@@ -142,7 +143,7 @@ def make_recipe(contender: Contender, setting: Setting, scratch: Path) -> Recipe
         model["autocast"] = "bfloat16"
     if setting.lora:
         model["lora"] = {"r": LORA_RANK, "alpha": float(LORA_ALPHA)}
-    reference: dict[str, Any] = {"cache_dir": setting.shared or f"{scratch}/cache"}
+    reference: dict[str, Any] = {"cache_dir": f"{scratch}/cache"}
     if setting.device == "cuda":
         reference["token_budget"] = REFERENCE_TOKEN_BUDGET
     pairs = {
@@ -157,7 +158,7 @@ def make_recipe(contender: Contender, setting: Setting, scratch: Path) -> Recipe
         "data": {"train": pairs, "max_length": setting.max_length, "shuffle": False},
         "packing": {"pairs_per_step": setting.pairs_per_step},
         "loss": {"beta": BETA},
-        "optim": {"lr": setting.learning_rate, "schedule": "constant"},
+        "optim": {"lr": LEARNING_RATE, "schedule": "constant"},
         "logging": {"samples": None},
     }
     return parse_recipe(tree, contender.settings)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from benchmarking.contenders import (
     BETA,
+    LEARNING_RATE,
     LORA_ALPHA,
     LORA_RANK,
     Contender,
@@ -146,15 +147,9 @@ class Clock:
 
 
 def read_dataset(setting: Setting) -> Any:
-    """The workload's first pairs as a `datasets.Dataset` of token ids, with the length to group by.
+    """The workload's first pairs as a `datasets.Dataset` of token ids, with the length to group by."""
+    from datasets import Dataset
 
-    On disk where several runs share a reference: TRL finds what it has computed next to the pairs' files.
-    """
-    from datasets import Dataset, load_from_disk
-
-    stored = Path(setting.shared, "pairs")
-    if setting.shared and stored.is_dir():
-        return load_from_disk(stored)
     workload = Workload(
         name="", directory=Path(setting.workload), num_pairs=0, max_length=0, digest="", origin=""
     )
@@ -162,11 +157,7 @@ def read_dataset(setting: Setting) -> Any:
     for row in workload.rows(setting.num_pairs):
         longer = max(len(row["chosen_ids"]), len(row["rejected_ids"]))
         rows.append({**row, LENGTH_COLUMN: len(row["prompt_ids"]) + longer})
-    dataset = Dataset.from_list(rows)
-    if not setting.shared:
-        return dataset
-    dataset.save_to_disk(stored)
-    return load_from_disk(stored)
+    return Dataset.from_list(rows)
 
 
 def trl_config(contender: Contender, setting: Setting, scratch: Path) -> Any:
@@ -189,7 +180,7 @@ def trl_config(contender: Contender, setting: Setting, scratch: Path) -> Any:
         bf16=on_cuda,
         use_cpu=not on_cuda,
         dataloader_num_workers=2 if on_cuda else 0,
-        learning_rate=setting.learning_rate,
+        learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         beta=BETA,
         max_length=setting.max_length,

@@ -154,17 +154,6 @@ def test_a_disk_without_room_for_the_last_state_still_gets_the_best_model(
     assert_same_run(best_of_a_run, tmp_path / "run")
 
 
-def test_a_finished_run_stays_finished_if_the_terminal_is_gone(
-    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = whole_run(assets, tmp_path / "run")
-    with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
-        patch.setattr(train_module, "print_ending", raising(BrokenPipeError())(None))
-        train(recipe, Console(quiet=True))
-    train(recipe, console)
-    assert "This run is finished" in text(console)
-
-
 @pytest.mark.parametrize(("function", "is_saved"), [("accumulate_gradients", True), ("train_step", False)])
 def test_an_error_in_a_step_saves_the_step_before_unless_parameters_have_changed(
     function: str,

@@ -17,7 +17,6 @@ from support.limits import no_file_beyond
 from support.refusals import refusal
 from support.tiny_models import tiny_model
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import dpo_pack.run.checkpoint_files as checkpoint_files
@@ -221,18 +220,6 @@ def test_an_8_bit_optimizer_s_codes_scales_and_numbers_are_what_they_were(tmp_pa
     assert {kept["state1"].dtype for kept in resumed.optimizer.state.values()} == {torch.uint8}
 
 
-def test_gradients_that_are_kept_as_views_are_the_same_after_loading(tmp_path: Path) -> None:
-    """DDP's are where it reduces them."""
-    straight, resumed = state_at(2), new_state(seed=1)
-    gradients = [torch.zeros_like(parameter) for parameter in resumed.scorer.parameters()]
-    for parameter, gradient in zip(resumed.scorer.parameters(), gradients, strict=True):
-        parameter.grad = gradient
-    load(save(tmp_path, straight), resumed)
-    assert_same(resumed, straight)
-    for parameter, gradient in zip(resumed.scorer.parameters(), gradients, strict=True):
-        assert parameter.grad is gradient and not gradient.any()
-
-
 def test_frozen_weights_are_not_saved_and_tied_ones_once(tmp_path: Path) -> None:
     state = new_state(tied=True)
     path = save(tmp_path, state)
@@ -304,27 +291,6 @@ def test_what_fails_in_the_background_is_told_at_the_next_occasion(
         leave_by(ZeroDivisionError())
 
 
-@pytest.mark.parametrize("is_urgent", [False, True])
-def test_a_stop_signal_waits_for_the_background_and_a_second_one_does_not(
-    is_urgent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leaves, has_written = threading.Event(), threading.Event()
-
-    def write_slowly(*arguments: Any) -> None:
-        leaves.wait(3.0 if is_urgent else 0.1)
-        has_written.set()
-
-    monkeypatch.setattr(checkpoint_files, "_write", write_slowly)
-    try:
-        with CheckpointWriter(tmp_path, in_background=True) as writer:
-            writer.write(content(state_at(1)))
-            raise Interrupted(signal.SIGTERM, is_urgent=is_urgent)
-    except Interrupted:
-        assert has_written.is_set() != is_urgent
-    leaves.set()
-    assert has_written.wait(30)
-
-
 def test_the_model_in_a_checkpoint_is_checked_with_the_rest_and_part_of_one_that_fails_is_removed(
     tmp_path: Path,
 ) -> None:
@@ -393,22 +359,6 @@ def test_a_full_disk_is_a_cache_error_and_keeps_the_earlier_checkpoint(what: str
     assert names(tmp_path) == ["step-000001"]
     load(tmp_path / "step-000001", state)
     assert_same(state, state_at(1))
-
-
-@pytest.mark.parametrize("stopped", [0, 1, None])
-def test_of_the_failures_of_several_ranks_a_stop_signal_counts_then_the_first_rank_s(
-    stopped: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures: dict[int, Any] = {rank: (OSError(f"rank {rank}"), None) for rank in (1, 0)}
-    if stopped is not None:
-        failures[stopped] = (Interrupted(signal.SIGTERM), None)
-
-    def fail(*arguments: Any, **settings: Any) -> None:
-        raise CheckpointException("write", failures)
-
-    monkeypatch.setattr(checkpoint_files, "save", fail)
-    with pytest.raises(OSError if stopped is None else Interrupted, match="rank 0|SIGTERM"):
-        checkpoint_files._save_tensors({}, tmp_path, None)
 
 
 def test_another_run_or_other_parameters_are_refused_before_anything_changes(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from dpo_pack.model.attention import ATTENTION_NAME
 from dpo_pack.model.saving import save_model
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import Recipe, dump_recipe, parse_recipe
-from dpo_pack.run import export
 from dpo_pack.run.export import model_card, usage_section, write_model
 from dpo_pack.system.errors import CacheError
 
@@ -135,33 +134,9 @@ def test_settings_that_contradict_themselves_lose_no_model(
     assert loaded.model.generation_config.top_p == 0.9
 
 
-def test_a_model_that_cannot_generate_is_saved_without_such_settings(
-    exported: tuple[LoadedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded, _ = exported
-    monkeypatch.setattr(type(loaded.model), "can_generate", classmethod(lambda cls: False))
-    loaded.model.generation_config = None  # type: ignore[assignment]
-    save_model(loaded, tiny_tokenizer(), tmp_path / "again")
-    assert (tmp_path / "again" / "model.safetensors").is_file()
-    assert not (tmp_path / "again" / "generation_config.json").exists()
-
-
 def test_whoever_may_read_the_config_may_read_the_weights(exported: tuple[LoadedModel, Path]) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in exported[1].iterdir()}
     assert "model.safetensors" in modes and len(set(modes.values())) == 1, modes
-
-
-def test_nothing_is_left_when_exporting_fails(
-    exported: tuple[LoadedModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(loaded: LoadedModel, tokenizer: Any, directory: Path, **settings: Any) -> None:
-        (directory / "model.safetensors").write_text("half")
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(export, "save_model", fail)
-    with pytest.raises(RuntimeError):
-        write_model(exported[0], tiny_tokenizer(), tmp_path / "other" / "model", "")
-    assert list((tmp_path / "other").iterdir()) == []
 
 
 @pytest.mark.parametrize("first_refused", ["weights", "tokenizer"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -242,21 +241,6 @@ def test_an_adapter_s_config_is_checked_before_anything_is_tokenised(
     message = refusal(lambda: train(recipe, console), ModelError)
     assert message.startswith("model.path") and words in message
     assert "Data:" not in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_without_peft_the_extra_is_named_before_anything_loads(
-    assets: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find_spec(name))
-    adapter = assets / "run" / "model"
-    message = refusal(lambda: check_environment(recipe_in(assets, LORA)), RecipeError)
-    assert "pip install 'peft>=" in message
-    message = refusal(
-        lambda: evaluate_models(recipe_in(assets), [str(adapter)], Console(quiet=True)), ModelError
-    )
-    assert "pip install 'peft>=" in message
-    check_environment(recipe_in(assets))
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,10 @@ from torch import Tensor, nn
 
 import dpo_pack.run.memory_estimate as memory
 from dpo_pack.model.facts import model_shape, without_weights
-from dpo_pack.model.parallel import ALONE, distribute_policy
-from dpo_pack.model.scorer import LoadedModel, resolve_precision
+from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.plan import PackingPlan, plan_epoch
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.recipe.schema import DistributedRecipe, ModelRecipe
+from dpo_pack.recipe.schema import ModelRecipe
 from dpo_pack.run.memory_estimate import (
     GIB,
     MemoryFacts,
@@ -46,7 +45,6 @@ from dpo_pack.run.memory_estimate import (
 from dpo_pack.run.models import STATE_SHARE, available_memory, training_bytes
 from dpo_pack.run.pairs import offline_source
 from dpo_pack.run.setup import Setup, prepare
-from dpo_pack.system import ranks
 from dpo_pack.system.machine import AvailableMemory
 from dpo_pack.training.optim import build_optimizer
 
@@ -135,18 +133,6 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(
     assert estimate == pytest.approx(measured, rel=tolerance)
 
 
-def test_the_shape_of_a_model_is_read_off_its_config() -> None:
-    shape = shape_of("llama", **LLAMA_WIDE)
-    model = tiny_model("llama", **LLAMA_WIDE)
-    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert (shape.num_layers, shape.hidden, shape.head_parameters) == (4, 128, 96 * 128)
-    assert (shape.attention, shape.feed_forward, shape.active_experts) == (2 * 128, 3 * 352, 0)
-    assert shape.linear == shape.feed_forward + 2 * 128 + 2 * 64
-    # Of q, k, v and o, gate, up and down, in 4 layers: each (inputs + outputs) x rank.
-    inputs_and_outputs = 2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 352)
-    assert shape.num_adapter_parameters(8) == 4 * 8 * inputs_and_outputs
-
-
 # -------------------------------------------------------------------------------------------------- estimates
 
 
@@ -230,63 +216,6 @@ def test_eight_billion_parameters_fit_one_device_of_140_gib_in_bfloat16_only(
     assert needed(**bfloat16, lora_rank=16) < 110
     assert needed(True, **bfloat16, lora_rank=16) < 30
     assert needed(True, num_shards=8) < 40
-
-
-def test_offloaded_state_is_in_the_host_s_memory(eight_billion: MemoryShape) -> None:
-    facts = plain(eight_billion, num_shards=8)
-    offloads = replace(facts, distributed=DistributedRecipe(strategy="fsdp2", cpu_offload=True))
-    in_host = sum(state_bytes(offloads))
-    assert in_host == pytest.approx(2 * eight_billion.num_parameters)
-    assert step_bytes(facts) - step_bytes(offloads) == pytest.approx(in_host)
-    whole = DistributedRecipe(strategy="fsdp2", cpu_offload=True, accumulate_unsharded=True)
-    kept_whole = estimate_memory(replace(facts, distributed=whole))
-    gradients = 4 * eight_billion.num_parameters
-    assert (kept_whole["parameters"], kept_whole["gradients"], kept_whole["optimizer"]) == (0, gradients, 0)
-
-
-def test_towers_are_frozen_and_whole_on_every_device_that_reads_images(eight_billion: MemoryShape) -> None:
-    before, facts = estimate_memory(plain(eight_billion)), plain(eight_billion, tower_parameters=1000)
-    assert estimate_memory(facts) == before | {"towers": 4000}
-    in_shards = replace(facts, num_shards=4, has_second_model=True)
-    assert estimate_memory(in_shards)["towers"] == 2000
-    assert estimate_memory(in_shards.changed(images=True))["towers"] == 8000
-
-
-@pytest.mark.parametrize(
-    ("changes", "wide", "buffers"),
-    [
-        ({}, 4, 8),  # a gradient of one layer, and the copy from which another is reduced
-        ({"precision": resolve_precision("auto", "auto", CPU, gather_dtype="bfloat16")}, 2, 6),
-        ({"lora_rank": 16}, 4, 4),  # what is sent of two layers, in bf16
-        ({"precision": BFLOAT16, "lora_rank": 16}, 2, 4),
-    ],
-)
-def test_gathered_weights_are_those_of_two_layers_or_of_all(
-    changes: dict[str, Any], wide: int, buffers: int, eight_billion: MemoryShape
-) -> None:
-    facts = plain(eight_billion, num_shards=8, **changes)
-    layerwise, once = (
-        estimate_memory(replace(facts, stays_gathered=stays))["gathered weights"] for stays in (False, True)
-    )
-    layer = eight_billion.layer_parameters
-    assert once == pytest.approx(wide * eight_billion.num_parameters + buffers * layer)
-    assert once - layerwise == pytest.approx(wide * 30 * layer)
-    assert estimate_memory(plain(eight_billion, **changes))["gathered weights"] == 0
-
-
-def test_shards_stay_gathered_if_every_device_has_the_memory(
-    eight_billion: MemoryShape, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts = plain(eight_billion, num_shards=8)
-    needed = step_bytes(replace(facts, stays_gathered=True))
-    for free, stays in ((1.34 * needed, True), (1.33 * needed, False)):
-        found = AvailableMemory(free=int(free), total=1000 * GIB)
-        monkeypatch.setattr(memory, "available_memory", lambda device: found)  # noqa: B023
-        assert memory._can_stay_gathered(facts) == stays
-        assert not memory._can_stay_gathered(replace(facts, num_shards=1))
-    monkeypatch.setattr(ranks, "every_rank_says", lambda lacking: [lacking, 1.0])
-    monkeypatch.setattr(memory, "available_memory", lambda device: replace(found, free=1000 * GIB))
-    assert not memory._can_stay_gathered(facts)
 
 
 def test_a_second_model_and_a_base_count_without_gradients(eight_billion: MemoryShape) -> None:
@@ -447,34 +376,6 @@ def test_quantised_layers_count_with_their_scales(bits: float | None, in_layers:
 
 
 # ----------------------------------------------------------------------------------------------- measurements
-
-
-def test_the_measurement_runs_the_row_beside_the_optimizer_s_state_and_trains_nothing(
-    models: Callable[[str], Path], console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded, row = load("bfloat16", models("llama")), build_row(96, num_pairs=2, length=5)
-    monkeypatch.setattr(memory, "release_memory", lambda: None)
-    for name, value in {
-        "reset_peak_memory_stats": None,
-        "synchronize": None,
-        "max_memory_allocated": 3 * GIB,
-        "max_memory_reserved": 4 * GIB,
-        "mem_get_info": (5 * GIB, 10 * GIB),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    before = [parameter.detach().clone() for parameter in loaded.scorer.parameters()]
-    optimizer = build_optimizer(
-        "adamw", loaded.scorer, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
-    )
-    policy = distribute_policy(loaded.scorer, ALONE)
-    found = memory.print_measured_memory(policy, optimizer, row, CPU, console)
-    assert found == {
-        "row_tokens": 30, "peak": 3 * GIB, "held": 4 * GIB, "in_use": 5 * GIB, "total": 10 * GIB
-    }  # fmt: skip
-    assert "30 tokens: 3.00 GiB at the peak; torch held 4.00 GiB, and 5.00 GiB" in text(console)
-    assert optimizer.param_groups[0]["lr"] == 1e-3
-    assert all(map(torch.equal, before, loaded.scorer.parameters()))
-    assert all(optimizer.state[parameter] for parameter in loaded.scorer.parameters())
 
 
 # Products in bfloat16 take working memory on some CPUs and not on others, and a minute here on the latter.

@@ -24,9 +24,8 @@ from typer.testing import CliRunner
 
 from dpo_pack.commands.main import app
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run import checkpoint
 from dpo_pack.run.checkpoint import model_of
-from dpo_pack.run.export import export_model, merge_adapter
+from dpo_pack.run.export import merge_adapter
 from dpo_pack.system.endings import ending_of
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.files import read_json, write_json_atomically
@@ -157,13 +156,6 @@ def test_a_hub_that_vanishes_is_one_line_and_the_push_can_be_repeated(
     assert files_of(exported["full"] / "model").keys() <= hub.repos[REPO].keys()
 
 
-def test_a_hub_that_answers_no_json_is_one_line(
-    exported: dict[str, Path], hub: StubHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("support.stub_hub.json.dumps", lambda answer: "<html>")
-    assert REPO in refused(exported["full"])
-
-
 def test_nothing_is_sent_without_a_token_or_offline_or_to_a_name_that_cannot_be(
     exported: dict[str, Path], hub: StubHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,18 +231,6 @@ def test_a_signal_during_the_upload_says_that_the_run_is_finished_and_how_to_upl
         run = stopped_at_the_end(tmp_path, console)
     assert CliRunner().invoke(app, ["push", str(run), REPO]).exit_code == 0
     assert "config.json" in hub.repos[REPO]
-
-
-def test_after_a_signal_while_the_model_is_written_nothing_is_uploaded(
-    hub: StubHub, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def export_and_signal(*words: Any, **settings: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
-        return export_model(*words, **settings)
-
-    monkeypatch.setattr(checkpoint, "export_model", export_and_signal)
-    stopped_at_the_end(tmp_path, console)
-    assert not hub.requests
 
 
 def stopped_at_the_end(directory: Path, console: Console) -> Path:

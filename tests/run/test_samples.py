@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from support.tiny_tokenizer import tiny_tokenizer
 from support.whole_runs import assert_same_run, at_step, lines, saved_weights, text, whole_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import dpo_pack.run.samples as samples_module
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.run.samples import read_samples, sample_models, sample_prompts
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
@@ -227,14 +225,6 @@ def test_a_recipe_has_the_prompts_of_a_model_and_num_says_how_many(assets: Path,
     models = [str(assets / "model"), str(assets / "recipe.yaml")]
     ((source, prompt),), _ = sample_models(models, console, texts=(), num=1)
     assert source == "heldout" and prompt.startswith("ask")
-
-
-@pytest.mark.parametrize(
-    ("ids", "expected"), [([5, 6, 2], [5, 6]), ([5, 2], [5]), ([2], [2]), ([5, 2, 6], [5, 2, 6])]
-)
-def test_the_eos_that_a_tokenizer_adds_is_not_continued(ids: list[int], expected: list[int]) -> None:
-    tokenizer: Any = Mock(return_value={"input_ids": [ids]}, chat_template=None, eos_token_id=2)
-    assert samples_module._prompt("a text", tokenizer, {}, most_tokens=4).ids.tolist() == expected
 
 
 def test_wrong_arguments_are_refused_in_one_line(

@@ -31,7 +31,6 @@ import dpo_pack.run.evaluate as evaluate_module
 import dpo_pack.system.interrupts as interrupts
 import dpo_pack.trainer as train_module
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.system import ranks
 from dpo_pack.system.endings import end_soon
 from dpo_pack.system.files import read_json
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
@@ -133,32 +132,6 @@ def test_a_signal_waits_for_the_poll() -> None:
                 interruption.poll()
         with interruption.waiting_for_poll(), pytest.raises(Interrupted), interruption.ending_at_once():
             raise AssertionError("what may be left anywhere is not even begun")
-
-
-def test_ranks_exchange_signals_by_time_and_all_of_them_at_the_same_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Between two ranks, one twice as slow: both take the number of passes from the slower one."""
-    now = [100.0]
-    interruption = Interruption(clock=lambda: now[0], polled=now[0])
-    exchanges: list[float] = []
-
-    def exchanged(own: tuple[int, float]) -> list[tuple[int, float]]:
-        exchanges.append(round((now[0] - 100.0) / interrupts.POLL_SECONDS * 20))
-        return [own, (0, 2 * own[1])]
-
-    monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
-    monkeypatch.setattr(ranks, "every_rank_says", exchanged)
-    for _ in range(22):
-        now[0] += interrupts.POLL_SECONDS / 20
-        interruption.poll(at_once=False)
-    assert exchanges == [1, 11, 21]
-    with interruption.waiting_for_poll():
-        interruption.handle(TERM, None)
-        for _ in range(8):
-            interruption.poll(at_once=False)
-        with pytest.raises(Interrupted):
-            interruption.poll(at_once=False)
 
 
 def test_a_second_signal_is_not_put_off_and_one_that_comes_with_the_first_is_none() -> None:

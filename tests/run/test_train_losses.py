@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from support.marks import slow
 from support.run_files import records
 
-import dpo_pack.trainer as train_module
 from dpo_pack.model.building import load_model
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.recipe.load import Recipe, load_recipe
@@ -30,27 +28,6 @@ def make(assets: Path, tmp_path: Path) -> Make:
         return load_recipe(assets / "recipe.yaml", [f"output_dir={tmp_path / name}", *overrides])
 
     return recipe
-
-
-def test_only_losses_that_couple_pairs_pay_for_a_second_forward(
-    make: Make, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forwards: list[bool] = []
-    step = train_module.Trainer.train_step
-
-    def counting(session: Any, batch: Any) -> Any:
-        hook = session.state.scorer.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
-        try:
-            return step(session, batch)
-        finally:
-            hook.remove()
-
-    monkeypatch.setattr(train_module.Trainer, "train_step", counting)
-    one_step = ("train.max_steps=1", "data.eval=[]")
-    recipe = make("run", "loss.type=[{type: sigmoid}, {type: sft}]", *one_step)
-    train(recipe, console)
-    rows = records(recipe.output_dir, "train")[0]["rows"]
-    assert rows > 1 and forwards == [True] * rows
 
 
 @pytest.mark.parametrize("name", ["simpo", "sft", *slow("orpo", "cpo")])

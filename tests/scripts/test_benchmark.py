@@ -11,12 +11,10 @@ from typing import Any
 import benchmark
 import numpy as np
 import pytest
-import torch
 from benchmark import Plan, run_plan
-from benchmarking import peak, process, run_dpo_pack
+from benchmarking import process, run_dpo_pack
 from benchmarking.contenders import (
     MALLOCS,
-    SERIES_LEARNING_RATES,
     Contender,
     Measurement,
     Setting,
@@ -24,21 +22,15 @@ from benchmarking.contenders import (
     trl,
     trl_variants,
 )
-from benchmarking.memory import peak_memory_bytes
-from benchmarking.profiling import profile_steps
-from benchmarking.report import NOT_COMPARABLE, NOT_WHOLE, PADDED, TRL_BEST, Profile, Report, markdown
+from benchmarking.report import NOT_COMPARABLE, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, other_work
 from benchmarking.shapes import SHAPES, flops_shape, save_model
 from benchmarking.work import Work, forward_parts
 from benchmarking.workloads import (
     EOS_ID,
-    FIRST_ORDINARY_ID,
-    MIXES,
     Workload,
-    digest_of,
     hh_token_ids,
     make_workload,
-    synthetic_token_ids,
 )
 from support.rows import write_rows
 from support.tiny_tokenizer import tiny_tokenizer
@@ -77,17 +69,6 @@ def workload_of(setting: Setting) -> Workload:
 # ---- Workloads
 
 
-def test_synthetic_pairs_have_their_lengths_and_end_with_eos() -> None:
-    lengths = MIXES["hh-like"].draw(5, seed=3)
-    pairs = list(synthetic_token_ids(lengths, 100, seed=3))
-    assert [len(prompt) for prompt, _, _ in pairs] == lengths.prompt.tolist()
-    assert [len(chosen) for _, chosen, _ in pairs] == lengths.chosen.tolist()
-    for prompt, chosen, rejected in pairs:
-        assert chosen[-1] == rejected[-1] == EOS_ID
-        assert all(FIRST_ORDINARY_ID <= token < 100 for token in [*prompt, *chosen[:-1], *rejected[:-1]])
-    assert digest_of(pairs) == digest_of(synthetic_token_ids(lengths, 100, seed=3))
-
-
 def test_hh_rows_are_tokenised_and_too_few_are_refused(tmp_path: Path) -> None:
     dialogue = "\n\nHuman: what is red\n\nAssistant:"
     rows = [{"chosen": f"{dialogue} a colour {n}", "rejected": f"{dialogue} no {n}"} for n in range(3)]
@@ -108,18 +89,6 @@ def test_hh_rows_are_tokenised_and_too_few_are_refused(tmp_path: Path) -> None:
 # ---- Contenders and measurements
 
 
-def test_where_memory_ran_out_checkpointing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpo_pack.model.attention.flash.flash_attn_obstacle", lambda: None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    best = trl(4, precompute=True)
-    out_of_memory = [trl(16), trl(16, gradient_checkpointing=True)]
-    expected = [
-        trl(16, gradient_checkpointing=True),
-        trl(4, precompute=True, attention="flash_attention_2"),
-    ]
-    assert list(trl_variants([best], out_of_memory, device="cuda", compiled=False)) == expected
-
-
 def test_time_a_pair_has_the_reference_in_it_and_warm_up_steps_are_left_out() -> None:
     run = Measurement(contender="x", pairs=8, step_seconds=[9.0, 2.0, 2.0, 4.0], reference_seconds=4.0)
     # 8/3 s a step of 2 pairs, and half a second of reference a pair
@@ -131,24 +100,6 @@ def test_time_a_pair_has_the_reference_in_it_and_warm_up_steps_are_left_out() ->
 def test_a_step_of_long_pairs_that_is_not_timed_counts_by_its_tokens() -> None:
     grouped = Measurement(contender="x", pairs=8, step_seconds=[9.0, 2.0, 2.0], step_tokens=[60, 20, 20])
     assert grouped.train_seconds(warmup_steps=1) == pytest.approx(4.0 * 100 / 40)
-
-
-@pytest.mark.parametrize(
-    ("error", "failure"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), process.OUT_OF_MEMORY),
-        (NotImplementedError("no kernel\nfor this"), "NotImplementedError: no kernel"),
-    ],
-)
-def test_what_cannot_run_here_is_recorded(
-    error: Exception, failure: str, monkeypatch: pytest.MonkeyPatch, tiny: Setting, tmp_path: Path
-) -> None:
-    def fails(*_: Any) -> Measurement:
-        raise error
-
-    monkeypatch.setattr(run_dpo_pack, "run_dpo_pack", fails)
-    measurement = process._measure_here(ours(64), tiny, tmp_path, None)
-    assert measurement.failure == failure and measurement.contender == "dpo-pack"
 
 
 def test_what_compiles_without_end_is_ended_and_costs_the_others_nothing(tiny: Setting) -> None:
@@ -166,60 +117,6 @@ def test_a_measurement_ends_when_the_time_is_up_and_is_no_failure(tiny: Setting)
         process.profile(ours(64), tiny, stop_at=time.monotonic() + 0.2)
 
 
-def test_after_a_failure_the_others_have_a_new_process(
-    monkeypatch: pytest.MonkeyPatch, tiny: Setting
-) -> None:
-    """A process ends itself after a failure, but not for lack of memory; one that dies is tried once more."""
-    jobs: list[list[str]] = []
-
-    def run(job: dict[str, Any], *_: Any, **__: Any) -> Iterator[dict[str, Any]]:
-        jobs.append(names := [contender["name"] for contender in job["contenders"]])
-        for name in names:
-            if name == "spoils":
-                yield Measurement(contender=name, failure="CUDA error").to_json()
-                return
-            if name == "dies" or (name == "suffers" and len(jobs) == 2):
-                raise process.ProcessDied("its process died of SIGSEGV")
-            yield Measurement(contender=name).to_json()
-
-    monkeypatch.setattr(process, "_run", run)
-    names = ["well", "spoils", "fine", "suffers", "dies", "last"]
-    runs = list(process.measure([ours(64, name=name) for name in names], tiny))
-    assert jobs == [names, names[2:], names[3:], names[4:], names[5:]]
-    assert [run.contender for run in runs] == names
-    died = "its process died of SIGSEGV"
-    assert [run.failure for run in runs] == [None, "CUDA error", None, None, died, None]
-
-
-@pytest.mark.parametrize(("signal", "told"), [("KILL", process.OUT_OF_MEMORY), ("SEGV", "died of SIGSEGV")])
-def test_a_process_that_is_killed_is_told_from_one_that_fails(
-    signal: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python = tmp_path / "python"
-    python.write_text(f"#!/usr/bin/env bash\nkill -{signal} $$\n")
-    python.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(python))
-    with pytest.raises(process.ProcessDied, match=told):
-        list(process._run({"kind": "measure"}, "cpu"))
-    python.write_text("#!/usr/bin/env bash\nexit 1\n")
-    with pytest.raises(SystemExit, match="a measurement failed"):
-        list(process._run({"kind": "measure"}, "cpu"))
-
-
-@pytest.mark.parametrize(
-    ("device", "given", "seen"),
-    [("cuda", None, "0"), ("cuda", "2,3", "2"), ("cuda", "GPU-a,GPU-b", "GPU-a"), ("cpu", "2,3", "")],
-)
-def test_a_measurement_sees_one_gpu(
-    device: str, given: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if given is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    assert process.visible_devices(device) == seen
-
-
 def test_our_side_trains_on_the_workload_s_ids(tiny: Setting, tmp_path: Path) -> None:
     run = run_dpo_pack.run_dpo_pack(ours(1024), tiny, tmp_path, spawned_at=0.0)
     workload = workload_of(tiny)
@@ -232,22 +129,6 @@ def test_our_side_trains_on_the_workload_s_ids(tiny: Setting, tmp_path: Path) ->
     assert run.computed_tokens == int(workload.lengths().row_tokens(share_prompt=True).sum())
     assert sum(run.step_tokens) == int(workload.lengths().row_tokens(share_prompt=False).sum())
     assert not (tmp_path / "run" / "model").exists()
-
-
-@pytest.mark.slow
-def test_steps_are_profiled_after_the_first(tiny: Setting, tmp_path: Path) -> None:
-    found = profile_steps(ours(1024), tiny, tmp_path)
-    assert (found["first"], found["end"]) == (1, 4) and found["seconds"] > 0
-    (head,) = (line for line in found["table"].splitlines() if line.split()[:1] == ["_ChunkedLogps"])
-    assert head.split()[-1] == "3"  # calls: one row a step
-
-
-def test_memory_and_the_peak_of_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peak.SECONDS, "cpu", 0.1)
-    monkeypatch.setitem(peak.SIZES, "cpu", (256, 512))
-    assert peak_memory_bytes("cpu") > 100 * 2**20
-    rates = peak.matrix_product_peak("cpu", "float32")
-    assert rates["best"] >= rates["median"] > 1e9
 
 
 # ---- Work, agreement, results
@@ -348,78 +229,7 @@ def test_counts_that_do_not_fit_are_refused(
         plan_of(replace(tiny, warmup_steps=warmup_steps), tmp_path, **changes)
 
 
-def test_another_prediction_or_count_is_another_benchmark(tiny: Setting, tmp_path: Path) -> None:
-    plan = plan_of(tiny, tmp_path, prediction="ours is faster", series=2)
-    identity = benchmark._identity(plan, "tiny")
-    Results.open(tmp_path / "kept.json", identity).put("peak/0", {})
-    for changes in ({"prediction": "ours is slower"}, {"repeats": 5}, {"targets": {PADDED: 1.0}}):
-        (name,) = changes
-        with pytest.raises(SystemExit, match=rf"another setting \({name} differ\)"):
-            Results.open(tmp_path / "kept.json", benchmark._identity(replace(plan, **changes), "tiny"))
-
-
-class StandIns:
-    """In place of measuring: each contender takes a second a pair, and time is up where `stops_at` says."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stops_at: str = "nothing") -> None:
-        self.stops_at = stops_at
-        profile = {"first": 1, "end": 3, "seconds": 1.0, "table": "aten::mm"}
-        monkeypatch.setattr(benchmark, "measure_peak", lambda *_: {"best": 1e11})
-        monkeypatch.setattr(benchmark, "measure", self.measure)
-        monkeypatch.setattr(benchmark, "profile", lambda *_, **__: profile)
-
-    def measure(self, contenders: Sequence[Contender], *_: Any, **__: Any) -> Iterator[Measurement]:
-        for contender in contenders:
-            if self.stops_at in contender.name:
-                raise process.TimeIsUp
-            run = steps([0.69] * 4)
-            run.contender, run.pairs, run.step_seconds, run.digest = contender.name, 8, [2.0] * 4, "ids"
-            yield run
-
-
-def test_with_little_time_ours_and_its_profile_come_first_and_each_result_is_on_the_page(
-    tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    StandIns(monkeypatch)
-    pages: list[str] = []
-    plan = plan_of(tiny, tmp_path, quick=True, also=["model.compile=true"])
-    report = run_plan(plan, "tiny", with_profile=True, show=lambda report: pages.append(markdown(report)))
-    keys = list(plan.results.content["entries"])
-    assert keys[:4] == ["peak/0", "run/0/dpo-pack", "run/0/dpo-pack, model.compile=true", "profile"]
-    assert all(key.startswith("sweep/TRL") for key in keys[4:-2]) and "grouped by length" in keys[4]
-    assert all(key.startswith("run/0/TRL") for key in keys[-2:])
-    # The first page is that of the first run, and the last one has everything.
-    assert len(pages) == len(keys) - 1 and "| dpo-pack | 1.00 |" in pages[0]
-    assert (
-        f"{NOT_WHOLE} Missing:\n\n- dpo-pack, model.compile=true, turn 1\n- the profile\n- TRL\n" in pages[0]
-    )
-    assert "aten::mm" not in pages[1] and "aten::mm" in pages[2]
-    assert not report.missing and NOT_WHOLE not in pages[-1]
-    assert all("dpo-pack was measured before TRL's sweep" in page for page in pages)
-
-
-def test_when_little_time_is_up_the_page_says_what_is_missing(
-    tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_ins = StandIns(monkeypatch, stops_at="live")
-    plan = plan_of(tiny, tmp_path, quick=True)
-    report = run_plan(plan, "tiny", with_profile=True)
-    first = "TRL, micro-batch 2, precomputed reference, in batches of 2, grouped by length"
-    assert report.finalists[0] == first
-    assert "TRL, micro-batch 2, live reference, in the sweep" in report.missing
-    with pytest.raises(process.TimeIsUp):
-        stand_ins.stops_at = "dpo-pack"
-        run_plan(plan_of(tiny, tmp_path / "other", quick=True), "tiny", with_profile=True)
-    stand_ins.stops_at = "nothing"  # the same command goes on
-    again = run_plan(plan, "tiny", with_profile=True)
-    assert not again.missing and len(again.finalists) == 2
-
-
 # ---- The page
-
-
-def series_of(name: str, first: float, other: float) -> list[Measurement]:
-    return [run_of(name, seconds) for seconds in (first, *[other] * (len(SERIES_LEARNING_RATES) - 1))]
 
 
 def run_of(name: str, seconds: float, *, reference: float = 0.0) -> Measurement:
@@ -456,13 +266,6 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
         ),
         peaks=[{"best": 1e11}, {"best": 1.2e11}, {"best": 1e11}],
         sweep_pairs=64,
-        series={
-            "dpo-pack": [series_of("dpo-pack", 2.0, 1.0), series_of("dpo-pack", 4.0, 1.0)],
-            trl_name: [series_of(trl_name, 8.0, 5.0), series_of(trl_name, 12.0, 5.0)],
-            slower: [series_of(slower, 8.0, 5.0)[:3], series_of(slower, 8.0, 5.0)],
-        },
-        targets={TRL_BEST: 4.5, PADDED: 1.3, slower: 1.5},
-        prediction="Ours: 5x.",
         sweep=[run_of(trl_name, 16.0), Measurement(contender="TRL, micro-batch 8", failure="out of memory")],
         runs={
             "dpo-pack": [run_of("dpo-pack", seconds, reference=1.0) for seconds in (3.0, 1.0, 7.0)],
@@ -496,12 +299,6 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
     assert "would take 700 ms (layers 500, head 200), so these steps have an MFU of 20.0%" in text
     assert "reference 21.4%; forward 19.6%; backward 39.3%" in text  # of 14 seconds
     assert "- dpo-pack: 16.00, 32.00, 8.00\n" in text  # every turn, in its order
-    assert "- at least 4.5x TRL's best: 4.00x: **missed**" in text
-    assert "- at least 1.3x dpo-pack, padded: **not measured**" in text
-    assert f"- at least 1.5x {slower}: 2.12x: met" in text
-    assert "| dpo-pack | 2.0, 4.0 | 1.0, 1.0 | 5.0, 7.0 | 1.00x; 1.00x; 1.00x |" in text
-    assert f"| {trl_name} | 8.0, 12.0 | 5.0, 5.0 | 23.0, 27.0 | 3.50x; 5.00x; 4.23x |" in text
-    assert f"| {slower} | a run failed |" in text
 
 
 @pytest.mark.parametrize("same_ids", [True, False])
@@ -534,31 +331,6 @@ def test_other_work_is_told_by_the_page_and_by_the_exit_status_when_all_is_measu
     assert NOT_COMPARABLE in page and f"- {told}" in page and page.count("| 4.00 |") == 2
 
 
-def test_a_model_on_disk_is_measured_on_hh_s_texts_as_its_tokenizer_writes_them(
-    tiny: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(contenders: Sequence[Contender], setting: Setting, **_: Any) -> Iterator[Measurement]:
-        assert setting.model == tiny.model
-        digest = digest_of(hh_token_ids(rows, 4, tiny.model))
-        yield replace(steps([0.69, 0.68]), pairs=4, step_seconds=[1.0, 1.0], digest=digest)
-
-    dialogue = "\n\nHuman: what is red\n\nAssistant:"
-    pairs = [{"chosen": f"{dialogue} a colour {n}", "rejected": f"{dialogue} no {n}"} for n in range(4)]
-    rows = tmp_path / "hh.jsonl"
-    write_rows(rows, pairs)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(benchmark, "measure_peak", lambda *_: {"best": 1e11})
-    monkeypatch.setattr(benchmark, "measure", measure)
-    options: dict[str, Any] = {"workload": "hh", "pairs": rows, "model": tiny.model, "num_pairs": 4}
-    options |= {"pairs_per_step": 2, "sweep_pairs": 4, "repeats": 1, "microbatches": "", "warmup_steps": 0}
-    with pytest.raises(SystemExit, match="2 timed steps are too few"):
-        benchmark.main(tmp_path / "out", **options)
-    benchmark.main(
-        tmp_path / "out", **options, fewest_steps=2, with_ablations=False, with_profile=False,
-    )  # fmt: skip
-    assert "# hh, model model, cpu" in (tmp_path / "out.md").read_text()
-
-
 # ---- End to end
 
 
@@ -571,7 +343,7 @@ def test_both_trainers_do_the_same_steps_and_an_interrupted_benchmark_goes_on(
     of_one = lambda fastest, *rest, **options: trl_variants(fastest[:1], *rest, **options)  # noqa: E731
     monkeypatch.setattr(benchmark, "trl_variants", of_one)  # as are the variants of one setting
     also = ["packing.token_budget=512"]
-    changes: dict[str, Any] = {"also": also, "series": 1, "targets": {PADDED: 1e6}}
+    changes: dict[str, Any] = {"also": also}
     report = run_plan(plan_of(tiny, tmp_path, **changes), "tiny", with_profile=True)
     assert report.best_trl is not None and "micro-batch 2" in report.best_trl
     assert set(report.runs) == {"dpo-pack", *report.finalists, "dpo-pack, packing.token_budget=512"}
@@ -579,15 +351,10 @@ def test_both_trainers_do_the_same_steps_and_an_interrupted_benchmark_goes_on(
     assert not any(run.failure for run in report.sweep)
     tried = {run.contender for run in report.sweep}
     assert any("eager" in name for name in tried) and any("malloc" in name for name in tried)
-    (own, *_), (peer, *_) = report.series.values()
-    for first, *others in (own, peer):
-        assert all(run.digest == first.digest and run.losses[-1] != first.losses[-1] for run in others)
-    assert own[0].reference_seconds > 0 == own[1].reference_seconds  # the cache has all of the second run
     assert all(seconds > 0 for runs in report.runs.values() for seconds in runs[0].step_seconds)
     assert all(runs[0].cpu_seconds > 0 for runs in report.runs.values())
     assert "against TRL's best" in markdown(report)
 
     monkeypatch.setattr("benchmark.measure", lambda *_, **__: pytest.fail("everything was measured"))
-    monkeypatch.setattr("benchmark.measure_series", lambda *_: pytest.fail("everything was measured"))
     again = run_plan(plan_of(tiny, tmp_path, **changes), "tiny", with_profile=True)
-    assert again.runs == report.runs and again.profile == report.profile and again.series == report.series
+    assert again.runs == report.runs and again.profile == report.profile

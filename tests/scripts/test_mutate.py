@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import mutate
@@ -110,18 +109,3 @@ def test_a_noticed_mutant_is_counted_and_a_survivor_is_named(root: Path) -> None
 
     again = mutated(root)  # everything is known
     assert again.stdout.splitlines()[-2:] == said[-2:] and (root / "page.md").read_text() == page
-
-
-def test_what_does_not_end_is_killed_and_a_work_gets_the_status_of_each_job() -> None:
-    endings: list[int | None] = []
-
-    def last_a_minute(_: object) -> int:
-        time.sleep(60)
-        return 0
-
-    def work() -> mutate.Work:
-        for job in (mutate.Job(lambda _: 3, 60.0), mutate.Job(last_a_minute, 0.1)):
-            endings.append((yield job))
-
-    mutate.in_forks([work(), work()], jobs=2)
-    assert sorted(endings, key=str) == [3, 3, None, None]
