@@ -5,8 +5,6 @@ A test that fails here names the version to raise. CONTRIBUTING.md says how to m
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,26 +63,3 @@ def test_other_values_name_the_version_to_raise(kind: str) -> None:
     written = read_golden()[kind]
     complaint = complaint_about(kind, {**written, "values": one_changed(written["values"])})
     assert f" has other values than before: raise {golden.constant} in " in complaint
-
-
-@pytest.mark.slow
-def test_golden_values_are_made_anew_only_under_a_new_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import make_golden_values
-
-    written = read_golden()
-    written["plans"]["values"]["order"][0] += 1
-    path = tmp_path / "golden.json"
-    path.write_text(json.dumps(written))
-    monkeypatch.setattr("support.golden.GOLDEN", path)
-    monkeypatch.setattr(make_golden_values, "GOLDEN", path)
-    with pytest.raises(SystemExit, match="order has other values than before: raise PLAN_VERSION in "):
-        make_golden_values.write_golden()
-    written["plans"]["version"] -= 1
-    path.write_text(json.dumps(written))
-    make_golden_values.write_golden()
-    assert read_golden()["plans"] == {
-        "version": KINDS["plans"].version,
-        "values": json.loads(json.dumps(KINDS["plans"].values())),
-    }

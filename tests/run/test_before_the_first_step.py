@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +13,14 @@ from support.refusals import refusal
 from support.tiny_models import tiny_config
 from support.whole_runs import text
 
-from dpo_pack.model.scorer import CompletionLogps, LoadedModel
+from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.checkpoint import run_identity
 from dpo_pack.run.evaluate import evaluate_models
-from dpo_pack.run.pairs import offline_source, prepare_reference
+from dpo_pack.run.pairs import offline_source
 from dpo_pack.run.setup import Setup, check_data, check_recipe, load_policy, longest_sequence, prepare
 from dpo_pack.run.state import Criterion
-from dpo_pack.system.errors import CacheError, ModelError, UnsupportedModelError
+from dpo_pack.system.errors import ModelError, UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +61,6 @@ def test_a_reference_or_model_that_reads_other_tokens_is_refused(
     assert words in text(console) and any(words in line for line in check_recipe(turned)[0])
 
 
-def test_checkpoints_of_an_adapter_belong_to_its_base_and_those_of_a_whole_model_to_no_weights(
-    begun: tuple[Setup, LoadedModel], assets: Path
-) -> None:
-    adapted = prepare(load_recipe(assets / "recipe.yaml", ["model.lora={r: 2}"]), Console(quiet=True))
-    for prepared, policy in (begun, (adapted, load_policy(adapted))):
-        source = offline_source(prepared.recipe, prepared.data, prepared.policy_facts)
-        identity = run_identity(prepared, policy, source, None, moves=False, frozen=None)
-        weights = identity.fingerprints.get("base model")
-        assert weights == (prepared.policy_facts.namespace["weights"] if prepared is adapted else None)
-
-
 def test_evaluations_in_float32_are_not_compared_with_those_in_training_s_precision(
     begun: tuple[Setup, LoadedModel], assets: Path
 ) -> None:
@@ -87,21 +73,6 @@ def test_evaluations_in_float32_are_not_compared_with_those_in_training_s_precis
         identity = run_identity(prepared, begun[1], source, criterion, moves=False, frozen=None)
         judged_by.append(identity.judged_by)
     assert judged_by[1] == f"{judged_by[0]}, 6 pairs in float32"
-
-
-def test_a_cache_that_cannot_be_written_ends_a_run_before_a_log_prob_is_computed(
-    begun: tuple[Setup, LoadedModel], assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = load_recipe(assets / "recipe.yaml", [f"reference.cache_dir={tmp_path}"])
-    prepared = prepare(recipe, Console(quiet=True))
-
-    def full(dir: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(dir))
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    monkeypatch.setattr(CompletionLogps, "forward", lambda scorer, row: pytest.fail("a row was computed"))
-    with pytest.raises(CacheError, match="reference/.*No space left on device"):
-        prepare_reference(prepared, begun[1])
 
 
 def test_llama_4_is_refused_if_a_pair_longer_than_every_budget_would_reach_its_scaled_positions(

@@ -7,7 +7,6 @@ import io
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,15 @@ from support.tiny_pictures import picture, picture_processor, user
 from support.two_ranks import run_on_ranks
 from transformers import AutoProcessor
 
-from dpo_pack.data.store import pair_lengths
 from dpo_pack.model.saving import save_model
-from dpo_pack.packing.lengths import ModelShape, pair_flops
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.run.memory_estimate import memory_facts
-from dpo_pack.run.pairs import offline_source, trained_pair_sizes
+from dpo_pack.run.pairs import offline_source
 from dpo_pack.run.samples import sample_models
-from dpo_pack.run.setup import Setup, check_recipe, prepare
+from dpo_pack.run.setup import check_recipe, prepare
 from dpo_pack.run.show import show_recipe
 from dpo_pack.system.errors import RecipeError
-from dpo_pack.training.batches import OfflineSource
 
 
 @pytest.fixture(scope="module")
@@ -55,30 +51,6 @@ def test_the_estimate_of_memory_counts_the_tower(recipe_file: Path) -> None:
     setup = prepare(recipe, Console(quiet=True))
     plan = offline_source(recipe, setup.data, setup.policy_facts).first_plan
     assert memory_facts(setup, plan)[0].tower_parameters == setup.policy_facts.tower_parameters > 0
-
-
-def test_the_plan_and_the_flops_of_a_run_count_the_tower_once_for_each_prompt_in_a_row(
-    recipe_file: Path,
-) -> None:
-    def prepared(*overrides: str) -> tuple[Setup, OfflineSource, ModelShape]:
-        recipe = run(recipe_file, "never", "packing.token_budget=1024", *overrides)
-        setup = prepare(recipe, Console(quiet=True))
-        facts = setup.policy_facts
-        return setup, offline_source(recipe, setup.data, facts), replace(facts.shape, image_flops=0.0)
-
-    processor, towers = picture_processor(), []
-    for share_prompt, times in ((True, 1), (False, 2)):
-        setup, source, text = prepared(f"packing.share_prompt={str(share_prompt).lower()}")
-        tokens = [
-            sum(processor.num_tokens((40 + seed, 50)) for seed in seeds)
-            for seeds in ([0], [10], [20, 21], [], [0], [50])
-        ]
-        plain = pair_flops(text, pair_lengths(setup.data.train), share_prompt=share_prompt)
-        towers = [setup.policy_facts.shape.image_flops * number for number in tokens]
-        costs = source.first_plan.sizes.costs
-        assert towers[0] > 0 and costs - plain == pytest.approx([times * one for one in towers])
-        sizes = trained_pair_sizes(setup, source, trains_adapter=False)
-        assert sizes.costs.tolist() == costs.tolist()
 
 
 def test_a_run_takes_the_steps_of_trl_s_padded_computation(recipe_file: Path, alone: Path) -> None:

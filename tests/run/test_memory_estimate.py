@@ -173,19 +173,6 @@ def eight_billion() -> MemoryShape:
     return shape
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "parameter_bytes", "expected"),
-    [("adamw", 4, 16.0), ("adamw", 2, 14.0), ("adafactor", 4, 8.0), ("adamw_8bit", 4, 10.0)],
-)
-def test_bytes_a_trained_parameter(optimizer: str, parameter_bytes: int, expected: float) -> None:
-    state = training_bytes(num_trained=1000, trained_bytes=parameter_bytes, optimizer=optimizer)
-    assert sum(state) / 1000 == pytest.approx(expected, abs=0.05)
-    halves = training_bytes(
-        num_trained=1000, trained_bytes=parameter_bytes, optimizer=optimizer, num_shards=2
-    )
-    assert sum(halves) == sum(state) / 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_the_optimizer_s_bytes_are_what_it_allocates(name: str, dtype: torch.dtype) -> None:
