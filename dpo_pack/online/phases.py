@@ -22,22 +22,25 @@ from dpo_pack.system.files import written_aside
 Position = tuple[int, int]  # (better, worse): positions in a prompt's completions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pairing:
-    """The pairs of one prompt, without ties and duplicates."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """The result of one prompt in a phase."""
 
-    pairs: tuple[Position, ...]
-    scores: Scores  # [n] missing_eos_penalty is already subtracted
-    num_ties: int  # proposed pairs whose scores differ by min_margin or less
-    num_duplicates: int  # completions with the same tokens as an earlier one
+    draw: Draw
+    completions: tuple[Completion, ...] = ()  # (): the generator failed
+    failure: str | None = None  # the reason, if the generator or the judge failed
+    scores: Scores | None = None  # [n] minus missing_eos_penalty; None: the generator or the judge failed
+    pairs: tuple[Position, ...] = ()  # without ties and duplicates
+    num_ties: int = 0  # proposed pairs whose scores differ by min_margin or less
+    num_duplicates: int = 0  # completions with the same tokens as an earlier one
 
 
 def make_pairs(
-    completions: Sequence[Completion], scores: Scores, rules: PairingRecipe, *, seed: int, draw_number: int
-) -> Pairing:
-    """Returns the pairs of a prompt's completions, without those that equal an earlier one. scores: [n].
+    draw: Draw, completions: tuple[Completion, ...], scores: Scores, rules: PairingRecipe, *, seed: int
+) -> Outcome:
+    """Pairs a prompt's completions, without those that equal an earlier one. scores: [n].
 
-    The method `random` draws with `seed` and `draw_number`."""
+    The method `random` draws with `seed` and the number of the draw."""
     assert scores.shape == (len(completions),)
     is_finished = np.array([completion.is_finished for completion in completions])
     scores = scores - rules.missing_eos_penalty * ~is_finished
@@ -49,29 +52,21 @@ def make_pairs(
         by_score = sorted(distinct, key=lambda position: (-scores[position], position))
         proposed = [(by_score[0], by_score[-1])]
     elif len(distinct) > 1 and rules.type == "random":
-        rng = np.random.default_rng([seed, draw_number])
+        rng = np.random.default_rng([seed, draw.number])
         one, other = rng.choice(distinct, 2, replace=False).tolist()
         proposed = [(one, other)]
     else:
         proposed = list(combinations(distinct, 2))
     ordered = [(one, other) if scores[one] >= scores[other] else (other, one) for one, other in proposed]
     pairs = tuple(pair for pair in ordered if scores[pair[0]] - scores[pair[1]] > rules.min_margin)
-    return Pairing(
-        pairs=pairs,
+    return Outcome(
+        draw=draw,
+        completions=completions,
         scores=scores,
+        pairs=pairs,
         num_ties=len(proposed) - len(pairs),
         num_duplicates=len(completions) - len(distinct),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Outcome:
-    """The result of one prompt in a phase."""
-
-    draw: Draw
-    completions: tuple[Completion, ...] = ()  # (): the generator failed
-    pairing: Pairing | None = None  # None: the generator or the judge failed
-    failure: str | None = None  # the reason, if the generator or the judge failed
 
 
 def run_phase(
@@ -84,8 +79,7 @@ def run_phase(
         if isinstance(scores, Failure):
             outcomes.append(Outcome(draw=draw, completions=completions, failure=scores.reason))
         else:
-            pairs = make_pairs(completions, scores, rules, seed=seed, draw_number=draw.number)
-            outcomes.append(Outcome(draw=draw, completions=completions, pairing=pairs))
+            outcomes.append(make_pairs(draw, completions, scores, rules, seed=seed))
     return outcomes
 
 
@@ -121,21 +115,20 @@ class Tally:
         for outcome in outcomes:
             if not outcome.completions:
                 self.generator_failures += 1
-            elif outcome.pairing is None:
+            elif outcome.scores is None:
                 self.judge_failures += 1
             else:
-                pairing = outcome.pairing
-                self.paired += bool(pairing.pairs)
-                self.unpaired += not pairing.pairs
-                self.pairs += len(pairing.pairs)
-                self.ties += pairing.num_ties
-                self.duplicates += pairing.num_duplicates
+                self.paired += bool(outcome.pairs)
+                self.unpaired += not outcome.pairs
+            self.pairs += len(outcome.pairs)
+            self.ties += outcome.num_ties
+            self.duplicates += outcome.num_duplicates
 
 
 def phase_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Returns averages over a phase's completions, or (best, worst) over its prompts; {} if all failed."""
     answers = [outcome.completions for outcome in outcomes if outcome.completions]
-    scores = [outcome.pairing.scores for outcome in outcomes if outcome.pairing is not None]
+    scores = [outcome.scores for outcome in outcomes if outcome.scores is not None]
     metrics: dict[str, float] = {}
     if answers:
         completions = [completion for answer in answers for completion in answer]
@@ -173,12 +166,12 @@ def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingP
                 completions=(outcome.completions[chosen].ids, outcome.completions[rejected].ids),
             ),
             prompt_index=outcome.draw.prompt_index,
-            margin=float(outcome.pairing.scores[chosen] - outcome.pairing.scores[rejected]),
+            margin=float(outcome.scores[chosen] - outcome.scores[rejected]),
             weights_step=weights_step,
         )
         for outcome in outcomes
-        if outcome.pairing is not None
-        for chosen, rejected in outcome.pairing.pairs
+        if outcome.scores is not None
+        for chosen, rejected in outcome.pairs
     ]
 
 
@@ -241,9 +234,9 @@ class RolloutLog:
         """Writes the outcomes of phase `phase`, from 0; replaces a file of that phase. Raises CacheError."""
         rows = []
         for outcome in outcomes:
-            draw, completions, pairing = outcome.draw, outcome.completions, outcome.pairing
-            first = pairing.pairs[0] if pairing is not None and pairing.pairs else None
-            chosen, rejected = (None, None) if first is None else (completions[n].ids.tolist() for n in first)
+            draw, completions = outcome.draw, outcome.completions
+            ids = [completion.ids.tolist() for completion in completions]
+            chosen, rejected = (ids[n] for n in outcome.pairs[0]) if outcome.pairs else (None, None)
             rows.append(
                 {
                     "step": step,
@@ -251,10 +244,10 @@ class RolloutLog:
                     "row_number": draw.prompt.row_number,
                     "prompt": draw.prompt.text,
                     "completions": [completion.text for completion in completions],
-                    "scores": None if pairing is None else pairing.scores.tolist(),
+                    "scores": None if outcome.scores is None else outcome.scores.tolist(),
                     "is_finished": [completion.is_finished for completion in completions],
                     "failure": outcome.failure,
-                    "completion_ids": [completion.ids.tolist() for completion in completions],
+                    "completion_ids": ids,
                     "prompt_ids": draw.prompt.ids.tolist(),
                     "chosen_ids": chosen,
                     "rejected_ids": rejected,

@@ -264,15 +264,10 @@ def checkpoint_tensors(model: PreTrainedModel, *, has_adapter: bool) -> Iterator
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         adapted = {name: part for name, part in model.named_modules() if isinstance(part, BaseTunerLayer)}
-    for layer, named in groupby(tensors.values(), key=lambda item: _layer_of(item[0])):
-        inside = [module for name, module in adapted.items() if _layer_of(f"{name}.") == layer]
+    for layer, named in groupby(tensors.values(), key=lambda item: _LAYER.findall(item[0])):
+        inside = [module for name, module in adapted.items() if _LAYER.findall(f"{name}.") == layer]
         # A variable would keep this result in memory while the next layer is computed.
         yield from _as_in_checkpoints(model, named, inside, has_adapter=has_adapter).items()
-
-
-def _layer_of(name: str) -> str:
-    found = _LAYER.match(name)
-    return found.group() if found else ""
 
 
 def _as_in_checkpoints(

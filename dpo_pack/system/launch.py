@@ -28,12 +28,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch._C._distributed_c10d import (  # torch.distributed's, typed
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,  # as in torch.distributed, but with types
-)
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed's, typed
 from torch.distributed.rendezvous import rendezvous
 
 import dpo_pack
@@ -78,7 +73,14 @@ def on_every_rank(
     if "OMP_NUM_THREADS" not in os.environ:  # torch counts cores, not the quota of a container
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     if place is not None and num_processes > 1:
-        _join_and_agree(place, settings)
+        end_with_parent()
+        _join(place, meet(place))
+        if place.rank > 0:
+            _hush()
+        versions = {**package_versions(), "dpo_pack": dpo_pack.__version__}
+        facts = {f"version of {name}": version for name, version in versions.items()}
+        facts |= dict(leaves(settings, separator="."))
+        ranks.require_same(facts, "start every rank with the same recipe, overrides and packages")
     console = make_console(quiet=quiet or not ranks.is_first(), verbose=verbose)
     try:
         yield console
@@ -152,18 +154,6 @@ def _refuse_other_shards() -> None:
                 f"distributed.strategy: accelerate's configuration asks for {name}, which dpo-pack does not "
                 "have; choose one of distributed_type: MULTI_GPU, or FSDP with fsdp_version: 2"
             )
-
-
-def _join_and_agree(place: Placement, settings: Mapping[str, Any]) -> None:
-    """Raises RunError if the ranks cannot connect, or if their `settings` or package versions differ."""
-    end_with_parent()
-    _join(place, meet(place))
-    if place.rank > 0:
-        _hush()
-    versions = {**package_versions(), "dpo_pack": dpo_pack.__version__}
-    facts = {f"version of {name}": version for name, version in versions.items()}
-    facts |= dict(leaves(settings, separator="."))
-    ranks.require_same(facts, "start every rank with the same recipe, overrides and packages")
 
 
 def _join(place: Placement, store: Store) -> None:

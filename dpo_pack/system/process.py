@@ -191,13 +191,11 @@ def load_function(name: str, recipe_key: str) -> Callable[..., Any]:
     sys.path.insert(0, here)
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
-    except AttributeError:
-        raise RecipeError(f"{recipe_key}: module {module_name} has no function {function_name}") from None
+        if not callable(function):
+            raise TypeError(f"it is {type(function).__name__}, not a function")
     except (Exception, SystemExit) as error:
         why = f"{one_line(error)} (looked in {here} and among installed modules)"
-        raise RecipeError(f"{recipe_key}: cannot import {module_name}: {why}") from error
+        raise RecipeError(f"{recipe_key}: cannot import {name}: {why}") from error
     finally:
         sys.path.remove(here)
-    if not callable(function):
-        raise RecipeError(f"{recipe_key}: {name} is {type(function).__name__}, not a function")
     return function

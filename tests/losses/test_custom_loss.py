@@ -71,7 +71,7 @@ def test_a_function_of_the_working_directory_or_installed_becomes_a_loss(name: s
     [
         ("no_such_losses:good", "ModuleNotFoundError"),
         ("broken_losses:good", "no_such_module_anywhere"),
-        ("losses_of_mine:bad", "has no function bad"),
+        ("losses_of_mine:bad", "no attribute 'bad'"),
         ("losses_of_mine:constant", "is int, not a function"),
         ("losses_of_mine:scalar", "not shape ()"),
         ("losses_of_mine:number", "not float"),

@@ -86,14 +86,6 @@ def answers(made: TransformersGenerator, to: list[Draw]) -> list[list[list[int]]
     return [[completion.ids.tolist() for completion in result] for result in results]  # type: ignore[union-attr]
 
 
-def test_uniforms_are_a_function_of_seed_draw_and_completion() -> None:
-    one = completion_uniforms(1, 2, 3, 1000)
-    assert one.min() >= 0 and one.max() < 1 and 0.45 < one.mean() < 0.55
-    assert np.array_equal(one[:10], completion_uniforms(1, 2, 3, 10))
-    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
-        assert not np.array_equal(one[:10], completion_uniforms(*other, 10))
-
-
 def test_tokens_are_drawn_with_the_probabilities_of_the_softmax() -> None:
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0]).log_softmax(0)
     uniforms = torch.linspace(0, 1, 10_001, dtype=torch.float64)[:-1]
@@ -215,23 +207,6 @@ def test_ends_are_those_of_tokenizer_config_and_generation_config(
     assert end_tokens(model, tiny_tokenizer()) == ends
     backbone = model.get_decoder()
     assert not backbone.can_generate() and end_tokens(backbone, tiny_tokenizer()) == {2}
-
-
-def test_an_end_that_only_the_generation_config_names_ends_a_completion(
-    policy: CompletionLogps, tmp_path: Path
-) -> None:
-    free = generator(policy).generate(draws())
-    assert isinstance(free[0], tuple)
-    end = int(free[0][0].ids[3])
-    model = tiny_model("llama", vocab_size=len(tiny_tokenizer()))
-    model.generation_config.eos_token_id = [2, end]
-    model.save_pretrained(tmp_path)
-    shorter = generator(load_usual(tmp_path).scorer).generate(draws())
-    both = [pair for results in zip(free, shorter, strict=True) for pair in zip(*results, strict=True)]  # type: ignore[arg-type]
-    for whole, cut in both:
-        ids = whole.ids.tolist()
-        assert cut.ids.tolist() == (ids[: ids.index(end) + 1] if end in ids else ids)
-        assert cut.is_finished == (end in ids or whole.is_finished)
 
 
 def test_a_stop_string_ends_a_completion_and_is_not_shown_to_judges(policy: CompletionLogps) -> None:

@@ -94,10 +94,9 @@ def test_messages_reach_a_function_as_messages() -> None:
         seen.extend(prompts)
         return [0.0] * len(completions)
 
-    conversation = ({"role": "user", "content": "hello"},)
-    judge = FunctionJudge(name="m:spy", function=spy, retries=0)
-    judge.score([rollout("<s>user\nhello</s>", "a", "b", messages=conversation), ROLLOUTS[1]])
-    assert seen == [list(conversation)] * 2 + ["ask about bread"] * 2
+    asked = rollout("<s>user\nhello</s>", "a", "b", messages=({"role": "user", "content": "hello"},))
+    FunctionJudge(name="m:spy", function=spy, retries=0).score([asked, ROLLOUTS[1]])
+    assert seen == [[{"role": "user", "content": "hello"}]] * 2 + ["ask about bread"] * 2
 
 
 def test_a_function_that_raises_is_asked_again_then_prompt_by_prompt() -> None:
@@ -108,19 +107,6 @@ def test_a_function_that_raises_is_asked_again_then_prompt_by_prompt() -> None:
     assert not isinstance(scores[0], Failure) and not isinstance(scores[2], Failure)
     sizes = [len(call) for call in online_judges.calls]
     assert sizes == [7, 7, 7, 3, 2, 2, 2, 2]  # together three times, then each alone
-
-
-def test_a_function_that_recovers_loses_nothing() -> None:
-    attempts: list[int] = []
-
-    def flaky(*, prompts: list[object], completions: list[str]) -> list[float]:
-        attempts.append(len(completions))
-        if len(attempts) < 3:
-            raise TimeoutError
-        return [1.0] * len(completions)
-
-    scores = FunctionJudge(name="m:flaky", function=flaky, retries=2).score(ROLLOUTS)
-    assert attempts == [7, 7, 7] and not any(isinstance(s, Failure) for s in scores)
 
 
 def test_a_score_that_is_no_number_sets_only_its_prompt_aside() -> None:
@@ -139,7 +125,7 @@ def test_a_function_that_returns_the_wrong_thing_stops_the_run(name: str) -> Non
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("support.online_judges:nothing", "module support.online_judges has no function nothing"),
+        ("support.online_judges:nothing", "no attribute 'nothing'"),
         ("no_such_module_anywhere:score", "cannot import no_such_module_anywhere"),
         ("support.online_judges:number", "is int, not a function"),
     ],
@@ -294,16 +280,6 @@ def test_a_conversation_is_rendered_by_the_reward_model_s_own_template(tmp_path:
     assert scores == pytest.approx(alone(path, texts, add_special_tokens=False), abs=1e-5)
 
 
-def test_a_conversation_that_the_template_refuses_is_set_aside(tmp_path: Path) -> None:
-    path = save_reward_model(tmp_path, "llama", chat=True)
-    fine = rollout("unused", "fine", "bad", messages=({"role": "user", "content": "how are you"},))
-    refused = rollout("unused", "fine", "bad", messages=({"role": "critic", "content": "hm"},))
-    first, failed, last = reward_model(path, chat=True).score([fine, refused, ROLLOUTS[0]])
-    assert failed == Failure(reason="reward model: the chat template cannot render the row (unknown role)")
-    expected = reward_model(path, chat=True).score([fine, ROLLOUTS[0]])
-    assert first == pytest.approx(expected[0], abs=1e-6) and last == pytest.approx(expected[1], abs=1e-6)
-
-
 def test_a_reward_model_gets_the_tools_and_all_that_was_said(tmp_path: Path) -> None:
     path = save_reward_model(tmp_path, "llama", chat=True)
     asked = rollout("unused", "fine", messages=(said("user", "warm?"),), tools=TOOLS)
@@ -313,7 +289,8 @@ def test_a_reward_model_gets_the_tools_and_all_that_was_said(tmp_path: Path) -> 
     judge = reward_model(path, chat=True)
     judge.tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
     hidden = rollout("unused", "fine", messages=(said("system", "be brief"), said("user", "warm?")))
-    of_tools, of_system = judge.score([asked, hidden])
+    of_tools, of_system, fine = judge.score([asked, hidden, ROLLOUTS[0]])
+    assert not isinstance(fine, Failure) and np.isfinite(fine).all()
     assert isinstance(of_tools, Failure) and "does not write the tools" in of_tools.reason
     assert isinstance(of_system, Failure) and "does not write the content of message 1" in of_system.reason
 

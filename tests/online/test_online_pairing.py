@@ -7,27 +7,31 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from dpo_pack.online.interface import Completion
-from dpo_pack.online.phases import Pairing, make_pairs
+from dpo_pack.online.interface import Completion, Draw
+from dpo_pack.online.phases import Outcome, make_pairs
 from dpo_pack.recipe.online import PairingRecipe
 
 METHODS = get_args(PairingRecipe.model_fields["type"].annotation)
 
 
-def completions(*texts: str, unfinished: tuple[int, ...] = ()) -> list[Completion]:
-    return [
+def completions(*texts: str, unfinished: tuple[int, ...] = ()) -> tuple[Completion, ...]:
+    return tuple(
         Completion(
             ids=np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32),
             text=text,
             is_finished=position not in unfinished,
         )
         for position, text in enumerate(texts)
-    ]
+    )
 
 
-def pairing(answers: list[Completion], scores: list[float], method: str, **settings: float) -> Pairing:
+def draw(number: int) -> Draw:
+    return Draw(number=number, prompt_index=0, prompt=None)  # type: ignore[arg-type]
+
+
+def pairing(answers: tuple[Completion, ...], scores: list[float], method: str, **settings: float) -> Outcome:
     rules = PairingRecipe.model_validate({"type": method, **settings})
-    return make_pairs(answers, np.array(scores), rules, seed=0, draw_number=3)
+    return make_pairs(draw(3), answers, np.array(scores), rules, seed=0)
 
 
 def test_best_vs_worst_takes_the_two_ends() -> None:
@@ -49,10 +53,10 @@ def test_a_pair_must_differ_by_more_than_the_margin() -> None:
 def test_random_draws_two_different_completions_by_seed_and_draw_number() -> None:
     answers, scores = completions("a", "b", "c", "d"), np.array([0.0, 1.0, 2.0, 3.0])
     rules = PairingRecipe(type="random")
-    drawn = [make_pairs(answers, scores, rules, seed=5, draw_number=number).pairs for number in range(50)]
+    drawn = [make_pairs(draw(number), answers, scores, rules, seed=5).pairs for number in range(50)]
     assert all(len(pairs) == 1 and pairs[0][0] > pairs[0][1] for pairs in drawn)
     assert len(set(drawn)) == 6  # of four completions, every two
-    again = [make_pairs(answers, scores, rules, seed=5, draw_number=number).pairs for number in range(50)]
+    again = [make_pairs(draw(number), answers, scores, rules, seed=5).pairs for number in range(50)]
     assert drawn == again
 
 
@@ -60,7 +64,7 @@ def test_a_completion_that_did_not_end_loses_the_penalty() -> None:
     answers = completions("a", "b", unfinished=(1,))
     assert pairing(answers, [0.0, 1.0], "best_vs_worst").pairs == ((1, 0),)
     penalised = pairing(answers, [0.0, 1.0], "best_vs_worst", missing_eos_penalty=3.0)
-    assert penalised.pairs == ((0, 1),) and penalised.scores.tolist() == [0.0, -2.0]
+    assert penalised.pairs == ((0, 1),) and np.array_equal(penalised.scores, [0.0, -2.0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -23,7 +23,6 @@ from dpo_pack.online.phases import (
 )
 from dpo_pack.online.win_rate import FIRST_DRAW, WinRate
 from dpo_pack.recipe.online import PairingRecipe
-from dpo_pack.system.errors import CacheError
 
 DRAWS = [rollout.draw for rollout in ROLLOUTS]
 ALL_PAIRS = PairingRecipe(type="all_pairs")
@@ -120,9 +119,3 @@ def test_rollouts_on_disk_are_typed_even_where_all_failed_and_parts_can_be_forgo
     assert pq.read_table(log.directory).num_rows == 3
     log.write(0, 9, phase({}, 0, 1, 2))
     assert set(pq.read_table(log.directory)["step"].to_pylist()) == {9}
-
-
-def test_a_disk_that_refuses_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "rollouts.parquet").write_text("in the way")
-    with pytest.raises(CacheError, match="cannot write"):
-        RolloutLog(directory=tmp_path / "rollouts.parquet").write(0, 0, phase({}, 0, 1, 2))

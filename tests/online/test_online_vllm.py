@@ -7,7 +7,6 @@ import random
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -149,20 +148,6 @@ def test_a_completion_s_seed_is_a_function_of_seed_draw_and_number(
     alone = made.generate(draws()[2:3])[0]
     assert isinstance(alone, tuple) and [c.ids.tolist() for c in alone] == together[2]
     assert made.generate([]) == [] and made.weights_step(7) == 7
-
-
-def test_a_stop_string_ends_a_completion_and_is_not_shown_to_judges(
-    fake: type[fake_vllm.LLM], policy: CompletionLogps
-) -> None:
-    free = completions(generator(policy))
-    letter = next(c for r in free for o in r for c in o.text[2:] if c.isascii() and c.isalpha())
-    stopped = completions(generator(policy, replace(PLAIN, stop=(letter,))))
-    for whole, cut in zip(chain(*free), chain(*stopped), strict=True):
-        assert cut.ids.tolist() == whole.ids[: len(cut.ids)].tolist()
-        assert cut.is_finished == (whole.is_finished or letter in whole.text)
-        assert cut.text == whole.text.partition(letter)[0]
-        # The token that completed the stop string is there.
-        assert (letter in tiny_tokenizer().decode(cut.ids.tolist())) == (letter in whole.text)
 
 
 def test_what_vllm_gives_up_on_is_a_failure_of_that_prompt_only(

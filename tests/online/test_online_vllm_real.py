@@ -19,7 +19,6 @@ from rich.console import Console
 from support.loading import load_usual
 from support.online_judges import count_e
 from support.run_files import timeless
-from support.tiny_adapters import saved_adapter
 from support.tiny_models import tiny_model
 from support.tiny_online import online_recipe, rollouts
 from support.tiny_tokenizer import tiny_tokenizer
@@ -140,18 +139,9 @@ def test_ends_and_stop_strings_are_those_of_the_transformers_generator(
         policy.model.config.eos_token_id = config
 
 
-def test_seeds_decide_and_nothing_else(policy: LoadedModel, engine: VllmEngine) -> None:
-    first = written(by_vllm(policy, engine, WIDE))
-    torch.manual_seed(1)
-    assert written(by_vllm(policy, engine, WIDE)) == first
-    assert written(by_vllm(policy, engine, WIDE, seed=1)) != first
-    assert len({tuple(ids) for ids, _, _ in first}) == len(first)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"temperature": 0.5},
         {"temperature": 2.0, "top_k": 3},
         {"temperature": 2.0, "top_p": 0.5},
@@ -164,6 +154,8 @@ def test_first_tokens_are_drawn_as_the_transformers_generator_draws_them(
 ) -> None:
     sampling = replace(WIDE, completions_per_prompt=2000, max_new_tokens=1, **settings)  # type: ignore[arg-type]
     shares = []
+    again = written(by_vllm(policy, engine, WIDE))
+    assert written(by_vllm(policy, engine, WIDE)) == again != written(by_vllm(policy, engine, WIDE, seed=1))
     for generator in (by_vllm(policy, engine, sampling), by_policy(policy, sampling)):
         (answers,) = generator.generate(draws()[1:2])
         assert isinstance(answers, tuple)
@@ -175,16 +167,6 @@ def test_first_tokens_are_drawn_as_the_transformers_generator_draws_them(
     assert float((shares[0] - shares[1]).abs().sum()) / 2 < 0.2
     if settings.keys() & {"top_k", "top_p"}:
         assert {int(t) for t in shares[0].nonzero()} == {int(t) for t in shares[1].nonzero()}
-
-
-def test_an_adapter_s_completions_are_those_of_the_adapted_policy(
-    directory: Path, engine: VllmEngine, tmp_path: Path
-) -> None:
-    adapter = saved_adapter(tmp_path / "adapter", directory)
-    adapted = load_usual(directory, adapter=adapter, device=DEVICE)
-    ours = written(by_policy(adapted, LIKELIEST))
-    assert written(by_vllm(adapted, engine, LIKELIEST)) == ours
-    assert ours != written(by_policy(load_usual(directory, device=DEVICE), LIKELIEST))
 
 
 _FAMILIES: dict[str, dict[str, Any]] = {

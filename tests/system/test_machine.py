@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -32,61 +34,53 @@ def test_the_flags_say_how_bfloat16_is_multiplied(
 
 
 GIB = 2**30
-NO_LIMIT = 9223372036854771712
+V1, JOB = "memory", "system.slice/job_7"
 
 
-def write(root: Path, files: dict[str, object]) -> Path:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{content}\n")
-    return root
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine of 64 GiB, 60 of which are free."""
+@pytest.mark.parametrize(
+    ("own", "files", "free", "total"),
+    [
+        (
+            "0::/",
+            {"memory.max": 8, "memory.current": 7, "memory.stat": "inactive_file 3\nactive_file 1"},
+            5,
+            8,
+        ),
+        (  # of nested limits, the narrowest
+            f"0::/{JOB}/step_0/task_1",
+            {
+                **{f"{JOB}/memory.max": 20, f"{JOB}/memory.current": 6},
+                **{f"{JOB}/step_0/memory.max": 16, f"{JOB}/step_0/memory.current": 1},
+                **{f"{JOB}/step_0/task_1/memory.max": "max", f"{JOB}/step_0/task_1/memory.current": 1},
+            },
+            *(14, 16),
+        ),
+        (  # version 1, without a limit at the mount point
+            "11:cpu,cpuacct:/\n4:memory:/slurm/job_7\n1:name=systemd:/x\n0::/",
+            {
+                **{f"{V1}/slurm/job_7/memory.limit_in_bytes": 32, f"{V1}/memory.limit_in_bytes": 2**33 - 1},
+                **{f"{V1}/slurm/job_7/memory.usage_in_bytes": 12, f"{V1}/memory.usage_in_bytes": 40},
+                f"{V1}/slurm/job_7/memory.stat": "inactive_file 5\ntotal_inactive_file 2",
+            },
+            *(22, 32),
+        ),
+        (  # a container that is told the host's path
+            "4:memory:/docker/0123",
+            {f"{V1}/memory.limit_in_bytes": 8, f"{V1}/memory.usage_in_bytes": 9},
+            *(0, 8),
+        ),
+    ],
+)
+def test_the_narrowest_limit_of_the_control_groups_counts_and_cached_files_are_free(
+    own: str, files: dict[str, Any], free: int, total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine of 64 GiB, 60 of which are free. Numbers are GiB."""
     machine = SimpleNamespace(total=64 * GIB, available=60 * GIB)
     monkeypatch.setattr("psutil.virtual_memory", lambda: machine)
-    return tmp_path
-
-
-def test_a_container_s_limit_counts_and_its_file_cache_does_not(root: Path) -> None:
-    files = {
-        "proc/self/cgroup": "0::/",
-        "sys/fs/cgroup/memory.max": 8 * GIB,
-        "sys/fs/cgroup/memory.current": 7 * GIB,
-        "sys/fs/cgroup/memory.stat": f"anon {3 * GIB}\ninactive_file {3 * GIB}\nactive_file {GIB}",
-    }
-    assert host_memory(write(root, files)) == AvailableMemory(free=5 * GIB, total=8 * GIB)
-
-
-def test_of_nested_limits_the_narrowest_counts(root: Path) -> None:
-    job = "sys/fs/cgroup/system.slice/job_7"
-    files: dict[str, object] = {"proc/self/cgroup": "0::/system.slice/job_7/step_0/task_1"}
-    for group, limit, used in (("", 20, 6), ("/step_0", 16, 1), ("/step_0/task_1", "max", 1)):
-        number = limit if isinstance(limit, str) else limit * GIB
-        files |= {f"{job}{group}/memory.max": number, f"{job}{group}/memory.current": used * GIB}
-    assert host_memory(write(root, files)) == AvailableMemory(free=14 * GIB, total=16 * GIB)
-
-
-def test_limits_of_version_1_count(root: Path) -> None:
-    own, mount = "sys/fs/cgroup/memory/slurm/job_7", "sys/fs/cgroup/memory"
-    files = {
-        "proc/self/cgroup": "11:cpu,cpuacct:/\n4:memory:/slurm/job_7\n1:name=systemd:/x\n0::/",
-        f"{own}/memory.limit_in_bytes": 32 * GIB,
-        f"{own}/memory.usage_in_bytes": 12 * GIB,
-        f"{own}/memory.stat": f"inactive_file 5\ntotal_inactive_file {2 * GIB}\ntotal_active_file 0",
-        f"{mount}/memory.limit_in_bytes": NO_LIMIT,
-        f"{mount}/memory.usage_in_bytes": 40 * GIB,
-    }
-    assert host_memory(write(root, files)) == AvailableMemory(free=22 * GIB, total=32 * GIB)
-
-
-def test_a_container_that_is_told_the_host_s_path_has_the_limit_at_the_mount_point(root: Path) -> None:
-    files = {
-        "proc/self/cgroup": "4:memory:/docker/0123",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": 8 * GIB,
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": 9 * GIB,
-    }
-    assert host_memory(write(root, files)) == AvailableMemory(free=0, total=8 * GIB)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{own}\n")
+    for name, content in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(re.sub(r"\b\d+$", lambda n: str(int(n[0]) * GIB), str(content), flags=re.M) + "\n")
+    assert host_memory(tmp_path) == AvailableMemory(free=free * GIB, total=total * GIB)

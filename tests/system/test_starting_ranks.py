@@ -69,15 +69,8 @@ def send_when_ready(directory: Path, signum: int, *, times: int = 1) -> threadin
 
 
 def test_every_rank_knows_its_place_and_all_that_end_well_end_well(tmp_path: Path) -> None:
-    names = [
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "TORCHELASTIC_USE_AGENT_STORE",
-    ]
-    script = f"echo {' '.join(f'${name}' for name in names)} > {tmp_path}/$RANK"
+    told = "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $TORCHELASTIC_USE_AGENT_STORE"
+    script = f"echo {told} > {tmp_path}/$RANK"
     assert start_ranks(shell(script), 3) == 0
     for rank in "012":
         assert (tmp_path / rank).read_text().split() == [rank, "3", rank, "3", "127.0.0.1", "True"]
