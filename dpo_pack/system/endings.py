@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dpo_pack.system.errors import DpoPackError, first_line, is_out_of_memory
+from dpo_pack.system.errors import DpoPackError, is_out_of_memory
 from dpo_pack.system.interrupts import Interrupted, taken_signals
 from dpo_pack.system.process import complain
 
@@ -73,24 +73,22 @@ def settle_failure(error: BaseException, *, rank: int, store: Store) -> int:
 
     ending = ending_of(error)
     store = PrefixStore("dpo_pack/failures", store)
-    try:
+    with contextlib.suppress(RuntimeError):  # the process that served the store has ended: under srun, rank 0
         if store.add("number", 1) > 1:
             with contextlib.suppress(RuntimeError):
                 store.wait(["printed"], _TIME_FOR_THE_MESSAGE)
             return int(store.get("status"))
         store.set("status", str(ending.exit_status))
-    except RuntimeError:  # the process that served the store has ended: under srun, rank 0
-        if ending.message is None and isinstance(error, RuntimeError):  # of the connection to rank 0
-            say_of_rank(rank, f"error: the connection to another rank broke ({first_line(error)})")
-            return ending.exit_status
     if ending.message is None:
         time.sleep(_SECONDS_BEFORE_A_TRACEBACK)
-    if isinstance(error, Interrupted):
+    if isinstance(error, RuntimeError) and " by peer" in str(error):  # srun does not end the others
+        say_of_rank(rank, "error: another rank has ended; its message or the launcher's says why")
+    elif isinstance(error, Interrupted):
         complain(str(ending.message))
     else:
         say_of_rank(rank, ending.message or "a bug of dpo-pack")
-    if ending.message is None:
-        traceback.print_exception(error)
+        if ending.message is None:
+            traceback.print_exception(error)
     with contextlib.suppress(RuntimeError):
         store.set("printed", "")
     return ending.exit_status
