@@ -105,8 +105,8 @@ def token_logps(
 
 
 def sequence_sums(token_values: Tensor, lengths: Tensor) -> Tensor:
-    """Adds up each sequence's tokens: [N] values, [S] lengths -> [S] sums in float64, because a reward is a
-    small difference of two large sums."""
+    """Adds up each sequence's tokens: [N, ...] values, [S] lengths -> [S, ...] sums in float64, because a
+    reward is a small difference of two large sums."""
     # `unsafe` skips a check of the lengths: the check would wait for the device.
     return torch.segment_reduce(token_values.double(), "sum", lengths=lengths, unsafe=True)
 

@@ -120,7 +120,7 @@ class CompletionLogps(nn.Module):
             sums=sequence_sums(logps, lengths),
             num_tokens=lengths,
             token_logps=logps,
-            statistics=torch.stack([sequence_sums(values, lengths) for values in statistics], dim=1),
+            statistics=sequence_sums(torch.stack(statistics, dim=1), lengths),
             expert_counts=expert_counts,
             expert_probs=expert_probs,
         )

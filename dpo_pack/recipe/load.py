@@ -228,7 +228,8 @@ def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
     model, has_adapter = recipe.model, is_adapter(recipe.model.path)
     trains_adapter = model.lora is not None or has_adapter
     if model.lora is not None and has_adapter:
-        yield "model.lora", "model.path is an adapter, which is trained further; leave it out, or merge first"
+        what = "model.path is an adapter, which is trained further"
+        yield "model.lora", f"{what}; leave it out, or merge it first (dpopack merge)"
     if model.quantize is not None and not trains_adapter:
         yield "model.quantize", "quantised weights cannot be trained; set model.lora, or leave quantize out"
     if model.dtype != "bfloat16":

@@ -62,7 +62,7 @@ def test_a_row_without_the_statistics_of_metrics_runs_no_more_than_is_pinned_and
     """Embeddings, two layers, the head in one chunk, sums: eleven operations over logits less."""
     without, backward = row_costs("llama", num_layers=2, **BF16)
     with_them, same_backward = row_costs("llama", num_layers=2, measures=True, **BF16)
-    assert_at_most(without, Costs(116, 15, 1_060_152))
+    assert_at_most(without, Costs(119, 16, 1_065_096))
     assert_at_most(backward, Costs(187, 14, 2_226_268))
     assert same_backward == backward
     assert with_them.operations >= without.operations + 11 and with_them.num_bytes > without.num_bytes
