@@ -3,15 +3,9 @@
     python scripts/benchmark.py --workload hh --pairs hh.jsonl.gz --output docs/benchmarks/cpu-hh-7m
     scripts/benchmark_gpu.sh
 
-What is counted is the work: the reference log-probs (TRL runs them in its trainer's constructor or live in
-each step, both are tried) and the training steps. What is not: imports, model loading, tokenisation,
-compiling. Short runs first try TRL at every micro-batch size, live and precomputed, in the given order and
-grouped by length, the batch size of its precomputed reference, and the fastest of these with eager
-attention, compiled and with other settings of malloc. The fastest of all take turns with us, and the
-fastest in the turns is its best, which we compare with. All contenders must agree in every step's loss,
-gradient norm and log-probs, but those that group by length: their steps hold other pairs. How often
-everything is measured is fixed before the start, and every measurement is on the page. Results are kept
-after every measurement, on the page too: run the same command again and it goes on. Needs
+Counted are the reference log-probs, in TRL's constructor or live in each step, and the training steps. A
+sweep of short runs finds TRL's fastest settings, which take turns with ours; docs/dev/performance.md has the
+rules. Results are kept after every measurement: run the same command again and it goes on. Needs
 `pip install -e '.[benchmark]'`.
 """
 
@@ -63,6 +57,7 @@ from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.machine import git_commit
 
 FEWEST_STEPS = 4  # timed steps of every run that ranks settings
+NUM_FINALISTS = 2  # so many of TRL's fastest settings of the sweep take turns with ours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +72,8 @@ class Plan:
     token_budgets: Sequence[int]
     microbatches: Sequence[int]
     reference_batches: Sequence[int]  # batch sizes for TRL's precomputed reference
-    finalists: int  # how many of TRL's fastest settings are measured beside dpo-pack
     with_ablations: bool
     also: Sequence[str]  # more settings of dpo-pack to measure
-    fewest_steps: int = FEWEST_STEPS
     # Little time: ours and its profile come first, and each part takes at most half of the time that is left.
     quick: bool = False
     stop_at: float = float("inf")  # time.monotonic(): no measurement goes on after it
@@ -92,10 +85,10 @@ class Plan:
         if uneven:
             raise SystemExit(f"--num-pairs, --sweep-pairs: {uneven[0]} is no multiple of {step} pairs a step")
         timed = min(self.setting.num_pairs, self.sweep_pairs) // step - self.setting.warmup_steps
-        if timed < self.fewest_steps:
+        if timed < FEWEST_STEPS:
             raise SystemExit(
                 f"--num-pairs, --sweep-pairs: {timed} timed steps are too few to rank by; at least "
-                f"{step * (self.fewest_steps + self.setting.warmup_steps)} pairs make {self.fewest_steps}"
+                f"{step * (FEWEST_STEPS + self.setting.warmup_steps)} pairs make {FEWEST_STEPS}"
             )
         if wrong := [size for size in self.microbatches if step % size]:
             raise SystemExit(f"--microbatches: {wrong[0]} does not divide {step} pairs a step")
@@ -132,13 +125,7 @@ def main(
     reference_batches: Annotated[
         str, typer.Option(help="Sweep of the batch size of TRL's precomputed reference, pairs.")
     ] = "1,2,4,8",
-    finalists: Annotated[
-        int, typer.Option(min=1, help="So many of TRL's fastest settings of the sweep take turns with ours.")
-    ] = 2,
     token_budgets: Annotated[str, typer.Option(help="Ours; the best of several is used.")] = "8192",
-    fewest_steps: Annotated[
-        int, typer.Option(min=1, help="Timed steps of a run that ranks settings; fewer are refused.")
-    ] = FEWEST_STEPS,
     warmup_steps: Annotated[
         int, typer.Option(help="Steps at the start that are not timed; with 0, nothing of TRL's is compiled.")
     ] = 1,
@@ -201,10 +188,8 @@ def main(
             token_budgets=_numbers(token_budgets),
             microbatches=_numbers(microbatches),
             reference_batches=_numbers(reference_batches),
-            finalists=finalists,
             with_ablations=with_ablations,
             also=also or [],
-            fewest_steps=fewest_steps,
             quick=quick,
             stop_at=stop_at,
             compiled_seconds=compiled_seconds,
@@ -410,7 +395,7 @@ def fastest_of_trl(plan: Plan) -> tuple[list[Contender], list[str]]:
     variants = list(trl_variants(fastest, failed, device=plan.setting.device, compiled=compiled))
     rates |= _sweep(plan, variants)
     untried = [one.name for one in (*sweep, *variants) if f"sweep/{one.name}" not in plan.results]
-    return sorted(rates, key=lambda contender: -rates[contender])[: plan.finalists], untried
+    return sorted(rates, key=lambda contender: -rates[contender])[:NUM_FINALISTS], untried
 
 
 def compare_work(

@@ -195,7 +195,7 @@ quick_parts() {
         most=$seconds part speed.txt "$model at Tulu 3 lengths, one turn, with a profile" \
             "$python" scripts/benchmark.py --device "$device" --output "$output/$file" --work "$work" \
             --workload tulu3 --model "$model" --quick --minutes "$(in_minutes $((seconds - 15)))" --repeats 1 \
-            --reference-batches 2 --finalists 2 "${sizes[@]}" --no-ablations --also model.compile=true
+            --reference-batches 2 "${sizes[@]}" --no-ablations --also model.compile=true
     done
 }
 

@@ -18,12 +18,7 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    Idefics3Processor,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, Idefics3Processor, PreTrainedTokenizerFast
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 NUM_PAIRS = 800

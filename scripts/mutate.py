@@ -5,15 +5,15 @@
 A *mutant* is one module with one change: `<` becomes `<=`, `+` becomes `-`, a statement is left out. A mutant
 whose tests all pass has *survived*: no test keeps what that line promises. Without arguments, mutants are
 drawn from every module of the package, and every test file is used. For named modules, only the test files
-that import one of them are used, or those of `--tests`; other tests may notice what survives them. Without
+that import one of them are used; other tests may notice what survives them. Without
 `--slow`, only the quick tests of these files are used.
 
 First each test file runs once, unchanged. That shows which lines each test executes, and how long it takes.
 A mutant is then shown the tests that execute its line, near and fast ones first, until one fails. If no test
 executes the line, it is shown tests of the same module and of those that import it. Tests that fail unchanged
 are not used, and are named. Each run is a fork of this process, which has already imported torch and
-transformers. `--state` keeps what is known: the same command goes on where it was stopped. What depends on a
-changed file is done again.
+transformers. build/mutations.jsonl keeps what is known: the same command goes on where it was stopped, and
+what depends on a changed file is done again.
 
 Some changes cannot be noticed, because the program means the same. docs/dev/equivalent_mutants.txt lists them
 with the reason; they do not count. Exit status 1 if fewer than 95 of 100 mutants were noticed.
@@ -54,6 +54,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "dpo_pack"
 EQUIVALENT = "docs/dev/equivalent_mutants.txt"
+STATE = Path("build/mutations.jsonl")  # what is known already
 LEAST_RATE = 0.95
 LIBRARIES = ("torch", "transformers", "datasets", "accelerate", "peft", "hypothesis", "pyarrow.parquet")
 # CPU seconds that a mutant's tests take unchanged: those of the first run, of all runs, and of tests that do
@@ -503,13 +504,11 @@ class Tests:
     known: dict[str, KnownTest] = field(default_factory=dict)
     failing: list[str] = field(default_factory=list)
 
-    def learn(self, jobs: int, named: list[Path], paths: list[Path]) -> None:
-        """Uses the test files below `paths`, or those that import one of the named modules, or all."""
+    def learn(self, jobs: int, named: list[Path]) -> None:
+        """Uses the test files that import one of the named modules, or all."""
         package = _hash([*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "tests/support").rglob("*.py")])
-        files = {file for path in paths or [Path("tests")] for file in (ROOT / path).rglob("test_*.py")}
-        files |= {ROOT / path for path in paths if path.is_file()}
         names = {_module(file) for file in named}
-        used = [path for path in files if paths or not names or names & _imports(path)]
+        used = [path for path in (ROOT / "tests").rglob("test_*.py") if not names or names & _imports(path)]
         used.sort(key=lambda path: (-path.stat().st_size, path))  # long files first
         in_forks((self._learn(path.relative_to(ROOT), package) for path in used), jobs)
 
@@ -696,14 +695,10 @@ def _rate(endings: Counter[str]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("modules", nargs="*", help=f"files or directories of {PACKAGE}/; none: all modules")
-    parser.add_argument("--tests", nargs="+", type=Path, default=[], help="test files or directories to use")
     parser.add_argument("--slow", action="store_true", help="also use the slow tests")
     parser.add_argument("--per-module", type=int, default=3, help="mutants drawn from each module")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes beside each other")
-    parser.add_argument(
-        "--state", type=Path, default=Path("build/mutations.jsonl"), help="what is known already"
-    )
     parser.add_argument("--report", type=Path, help="write the result here, as Markdown")
     arguments = parser.parse_args()
     os.chdir(ROOT)
@@ -712,9 +707,9 @@ def main() -> int:
     for name in LIBRARIES:
         __import__(name)
     named = modules(arguments.modules) if arguments.modules else []
-    state = State(arguments.state)
+    state = State(STATE)
     tests = Tests(state, Lines(), ALL if arguments.slow else QUICK)
-    tests.learn(arguments.jobs, named, arguments.tests)
+    tests.learn(arguments.jobs, named)
     everything = _hash([*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
     results = Results(state, tests, everything)
     equivalent = set(equivalent_mutants())

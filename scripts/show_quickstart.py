@@ -1,10 +1,9 @@
-"""Say what the quickstart's held-out pairs prefer and what packing saved. Fails if too little was learned."""
+"""Say what the quickstart's held-out pairs prefer. Fails if too little was learned."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 PREFERENCES = {  # held-out set -> what its pairs prefer
     "tone": "a courteous answer to a dismissive one",
@@ -15,10 +14,6 @@ NEXT = """\
 Or another loss (the reference log-probs are cached, so none is computed again), or a recipe of your own:
   {dpopack} train configs/quickstart.yaml loss.type=ipo output_dir={root}/ipo
   {dpopack} recipe --defaults > my-recipe.yaml"""
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def show_preferences(assets: Path, accuracies: dict[str, float]) -> None:
@@ -33,22 +28,14 @@ def show_preferences(assets: Path, accuracies: dict[str, float]) -> None:
     print("so its samples are no sentences.")
 
 
-def show_cost(run: Path) -> None:
-    packing = read_json(run / "packing_report.json")["statistics"]
-    padded = next(batches for batches in packing["padded"] if batches["microbatch_pairs"] == 8)
-    print(f"\nTraining computed {packing['computed_tokens']:,} tokens.")
-    print(f"Padded batches of 8 pairs, each prompt computed twice, would have been {padded['tokens']:,}.")
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path, nargs="?", default=Path("runs/quickstart"))
     parser.add_argument("--dpopack", default="dpopack", help="how the hints call dpopack")
     arguments = parser.parse_args()
-    evaluation = read_json(arguments.root / "run" / "run.json")["evaluation"]
-    learned = {name: evaluation[name]["rewards/accuracies"] for name in PREFERENCES}
+    info = json.loads((arguments.root / "run" / "run.json").read_text(encoding="utf-8"))
+    learned = {name: info["evaluation"][name]["rewards/accuracies"] for name in PREFERENCES}
     show_preferences(arguments.root / "assets", learned)
-    show_cost(arguments.root / "run")
     print("\n" + NEXT.format(dpopack=arguments.dpopack, root=arguments.root))
     if min(learned.values()) <= EXPECTED_ACCURACY:
         sys.exit(f"error: not above {EXPECTED_ACCURACY} on every held-out set, as this run should be")

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 BETA = 0.1
 LEARNING_RATE = 1e-4  # high, so that a difference in any update shows in the next step
 LORA_RANK, LORA_ALPHA = 16, 32
 
-# Settings of glibc's malloc, by name: environment variables. dpo-pack sets the first itself at its start.
-_KEEPS_FREED = {
-    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
-    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
-    "MALLOC_TOP_PAD_": str(64 * 2**20),
-}
+# Settings of malloc, by name: environment variables. dpo-pack sets the second itself at its start.
 MALLOCS: dict[str, dict[str, str]] = {
     "": {},
-    "glibc keeps freed memory": _KEEPS_FREED,
-    "glibc keeps freed memory in one arena": {**_KEEPS_FREED, "MALLOC_ARENA_MAX": "1"},
-    **(
-        {"jemalloc": {"LD_PRELOAD": _JEMALLOC}} if (_JEMALLOC := ctypes.util.find_library("jemalloc")) else {}
-    ),
+    "glibc keeps freed memory": {
+        "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+        "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+        "MALLOC_TOP_PAD_": str(64 * 2**20),
+    },
 }
 
 
@@ -72,10 +65,6 @@ class Setting:
     gradient_checkpointing: bool  # only dpo-pack's; TRL's is in its contender
     warmup_steps: int  # left out of the times: they compile kernels and grow memory pools
 
-    @property
-    def model_path(self) -> Path:
-        return Path(self.model)
-
 
 @dataclass(slots=True, kw_only=True)
 class Measurement:
@@ -98,7 +87,6 @@ class Measurement:
     grad_norms: list[float] = field(default_factory=list)
     chosen_logps: list[float] = field(default_factory=list)  # means, nats
     rejected_logps: list[float] = field(default_factory=list)
-    phases: dict[str, float] = field(default_factory=dict)  # seconds of all steps
     step_graphs: list[int] = field(default_factory=list)  # [steps] graphs that torch compiled in each step
 
     def train_seconds(self, *, warmup_steps: int) -> float:

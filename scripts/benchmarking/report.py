@@ -94,7 +94,6 @@ def markdown(report: Report) -> str:
         _table(report),
         _turns(report),
         _same_work(report),
-        _phases(report),
         _profile(report) if report.profile else "",
         _sweep(report),
     ]
@@ -251,20 +250,6 @@ def _same_work(report: Report) -> str:
         if "grouped by length" in name and not any(run.failure for run in runs)
     ]
     return "\n".join([*lines, ""])
-
-
-def _phases(report: Report) -> str:
-    """Of our first contender: seconds by phase, all repeats together."""
-    name, runs = next(iter(report.runs.items()))
-    if any(run.failure for run in runs):
-        return ""
-    seconds = {"reference": sum(run.reference_seconds for run in runs)}
-    for phase in runs[0].phases:
-        seconds[phase] = sum(run.phases[phase] for run in runs)
-    everything = seconds["reference"] + sum(sum(run.step_seconds) for run in runs)
-    seconds["logging and the rest"] = max(everything - sum(seconds.values()), 0.0)
-    shares = "; ".join(f"{phase} {value / everything:.1%}" for phase, value in seconds.items())
-    return f"Time of {name} by phase: {shares}.\n"
 
 
 def _profile(report: Report) -> str:

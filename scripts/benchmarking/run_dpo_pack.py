@@ -35,7 +35,6 @@ from dpo_pack.run.setup import Setup
 from dpo_pack.system.console import make_console
 from dpo_pack.trainer import AfterStep, Trainer
 from dpo_pack.training.batches import OfflineSource
-from dpo_pack.training.throughput import PHASES
 
 REFERENCE_TOKEN_BUDGET = 65536  # on CUDA; a short run does not search for the largest budget
 
@@ -77,7 +76,6 @@ def run_dpo_pack(
         chosen_logps=[step["logps/chosen"] for step in steps],
         rejected_logps=[step["logps/rejected"] for step in steps],
         step_graphs=np.diff(graphs, prepend=graphs[0]).tolist(),  # those of the first step are not known
-        phases={phase: sum(step[f"seconds/{phase}"] for step in steps) for phase in PHASES},
     )
 
 
@@ -146,11 +144,7 @@ def make_recipe(contender: Contender, setting: Setting, scratch: Path) -> Recipe
     reference: dict[str, Any] = {"cache_dir": f"{scratch}/cache"}
     if setting.device == "cuda":
         reference["token_budget"] = REFERENCE_TOKEN_BUDGET
-    pairs = {
-        "path": f"{setting.workload}/pairs.jsonl",
-        "format": "tokenized",
-        "max_pairs": setting.num_pairs,
-    }
+    pairs = {"path": f"{setting.workload}/pairs.jsonl", "format": "tokenized", "max_pairs": setting.num_pairs}
     tree = {
         "output_dir": f"{scratch}/run",
         "model": model,

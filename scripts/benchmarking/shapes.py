@@ -18,13 +18,8 @@ _QWEN: dict[str, Any] = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 32768,
 }
-_LLAMA_3: dict[str, Any] = {
-    **_LLAMA,
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "rope_theta": 5e5,
-}
-# Small ones are Llamas and hybrids that a CPU trains in seconds; large ones are Qwen2.5's and Llama 3.1's.
+_LLAMA_3: dict[str, Any] = {**_LLAMA, "vocab_size": 128256, "num_key_value_heads": 8, "rope_theta": 5e5}
+# Small ones are Llamas that a CPU trains in seconds; large ones are Qwen2.5's and Llama 3.1's.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         **_LLAMA,
@@ -41,38 +36,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 688,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
-    },
-    # Hybrids with the 7m Llama's vocabulary, width, depth and attention heads, and about as many weights. The
-    # layers are in their families' patterns: three gated delta nets, with Qwen3-Next's proportions of widths,
-    # and one attention layer; three short convolutions and one attention layer.
-    "qwen3_5-7m": {
-        "model_type": "qwen3_5_text",
-        "vocab_size": 8192,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 32768,
-    },
-    "lfm2-7m": {
-        "model_type": "lfm2",
-        "vocab_size": 8192,
-        "hidden_size": 256,
-        "intermediate_size": 688,
-        "block_auto_adjust_ff_dim": False,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "layer_types": ["conv", "conv", "full_attention", "conv"],
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 32768,
     },
     "25m": {
         **_LLAMA,

@@ -149,9 +149,7 @@ def test_parts_of_a_forward_pass_add_up_to_its_flops() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"), [("7m", 7.3), ("qwen3_5-7m", 7.5), ("lfm2-7m", 7.3), ("0.5b", 494), ("8b", 8030)]
-)
+@pytest.mark.parametrize(("name", "millions"), [("7m", 7.3), ("0.5b", 494), ("8b", 8030)])
 def test_shapes_have_the_weights_that_their_names_say(name: str, millions: float) -> None:
     shape, is_tied = flops_shape(name), SHAPES[name].get("tie_word_embeddings", False)
     weights = shape.token_weights + shape.head_weights * (1 if is_tied else 2)
@@ -206,7 +204,6 @@ def plan_of(tiny: Setting, tmp_path: Path, **changes: Any) -> Plan:
         "token_budgets": [1024],
         "microbatches": [2],
         "reference_batches": [2],
-        "finalists": 2,
         "with_ablations": False,
         "also": [],
     }
@@ -241,7 +238,6 @@ def run_of(name: str, seconds: float, *, reference: float = 0.0) -> Measurement:
         startup_seconds=3.0,
         computed_tokens=6400,
         peak_memory_bytes=2**31,
-        phases={"forward": seconds / 4, "backward": seconds / 2},
     )
 
 
@@ -297,7 +293,6 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
     assert f"- {grouped}: not compared" in text and f"- {trl_name}: not compared" not in text
     assert "loss, nats: 1.0e-06" in text and "- TRL, micro-batch 8: out of memory" in text
     assert "would take 700 ms (layers 500, head 200), so these steps have an MFU of 20.0%" in text
-    assert "reference 21.4%; forward 19.6%; backward 39.3%" in text  # of 14 seconds
     assert "- dpo-pack: 16.00, 32.00, 8.00\n" in text  # every turn, in its order
 
 

@@ -103,6 +103,3 @@ def write_run(run: Path, accuracies: dict[str, float]) -> None:
     run.mkdir()
     evaluation = {name: {"rewards/accuracies": value} for name, value in accuracies.items()}
     (run / "run.json").write_text(json.dumps({"evaluation": evaluation}))
-    padded = [{"microbatch_pairs": 8, "tokens": 200}]
-    report = {"statistics": {"computed_tokens": 100, "padded": padded}}
-    (run / "packing_report.json").write_text(json.dumps(report))
