@@ -17,7 +17,6 @@ from support.limits import no_file_beyond
 from support.refusals import refusal
 from support.tiny_models import tiny_model
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import dpo_pack.run.checkpoint_files as checkpoint_files
 from dpo_pack.model.scorer import CompletionLogps
@@ -218,22 +217,6 @@ def test_an_8_bit_optimizer_s_codes_scales_and_numbers_are_what_they_were(tmp_pa
     take_step(resumed)
     assert_same(resumed, straight)
     assert {kept["state1"].dtype for kept in resumed.optimizer.state.values()} == {torch.uint8}
-
-
-def test_frozen_weights_are_not_saved_and_tied_ones_once(tmp_path: Path) -> None:
-    state = new_state(tied=True)
-    path = save(tmp_path, state)
-    names = FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
-    assert sorted(names) == sorted(f"policy.{name}" for name, _ in state.scorer.named_parameters())
-    for name, parameter in state.scorer.named_parameters():
-        parameter.requires_grad_(name.endswith("norm.weight"))  # the tied weights are frozen
-        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
-    state.optimizer = build_optimizer(
-        "adamw", state.scorer, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
-    )
-    state.optimizer.step()
-    names = FileSystemReader(save(tmp_path, state) / "tensors").read_metadata().state_dict_metadata
-    assert names and all("norm.weight" in name for name in names)
 
 
 def test_what_is_written_in_the_background_is_the_state_as_it_was(

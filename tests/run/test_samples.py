@@ -183,15 +183,6 @@ def test_a_model_that_fails_to_generate_trains_all_the_same(
     assert saved_weights(tmp_path / "run" / "model") == saved_weights(straight / "model")
 
 
-def test_no_room_for_a_completion_is_said_at_the_start(
-    assets: Path, tmp_path: Path, console: Console
-) -> None:
-    long = "logging.samples={max_new_tokens: 1000}"
-    train(whole_run(assets, tmp_path / "run", long, "train.max_steps=1"), console)
-    assert text(console).count("Samples: none (no prompt leaves the model room for 1000 tokens)\n") == 1
-    assert not (tmp_path / "run" / "samples.jsonl").exists()
-
-
 # --------------------------------------------------------------------------------------------- dpopack sample
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ REPOSITORY = SCRIPT.parents[1]
 # Notes its arguments, leaves a page where the benchmark would, and fails at what the file `fails` names.
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "{directory}/calls"
-echo "$PYTHONPATH" >> "{directory}/paths"
 echo "output of $1 $2"
 [[ ! -e "{directory}/hangs" ]] || sleep 20
 [[ ! -s "{directory}/fails" || "$*" != *$(<"{directory}/fails")* ]] || exit $(<"{directory}/status")
@@ -36,7 +34,7 @@ class Gpu:
 
     def start(self, *arguments: str, device: str = "cpu") -> subprocess.Popen[str]:
         """The paths that it is given are relative to the directory."""
-        environment = {"PATH": "/usr/bin:/bin", "PYTHON": "./python", "PYTHONPATH": "/the/user's"}
+        environment = {"PATH": "/usr/bin:/bin", "PYTHON": "./python"}
         environment |= {"BENCHMARK_DEVICE": device, "TMPDIR": str(self.directory)}
         return subprocess.Popen(
             ["bash", str(SCRIPT), *arguments],
@@ -44,14 +42,12 @@ class Gpu:
             start_new_session=True,
         )  # fmt: skip
 
-    def run(
-        self, *options: str, fails: str = "", status: int = 3, device: str = "cpu", pairs: Sequence[str] = ()
-    ) -> tuple[int, str]:
+    def run(self, *options: str, fails: str = "", status: int = 3, device: str = "cpu") -> tuple[int, str]:
         """(exit status, what it said); Python exits with `status` if its arguments have `fails` in them."""
         (self.directory / "fails").write_text(fails)
         (self.directory / "status").write_text(str(status))
         (self.directory / "calls").write_text("")
-        with self.start(*options, "out", *pairs, device=device) as script:
+        with self.start(*options, "out", device=device) as script:
             said, _ = script.communicate(timeout=120)
         return script.returncode, said
 
@@ -94,16 +90,6 @@ def test_only_files_with_tests_for_a_gpu_are_collected(gpu: Gpu) -> None:
     assert "tests/model/test_on_cuda.py" in call and "test_benchmark" not in call
     mark = ".".join(("mark", "gpu"))  # the script looks for it, also in this file
     assert all(mark in Path(REPOSITORY, file).read_text() for file in call.split() if "tests/" in file)
-
-
-def test_paths_are_the_caller_s_and_minutes_may_begin_with_a_zero(gpu: Gpu) -> None:
-    status, said = gpu.run("--quick", "--minutes", "08")
-    assert status == 0, said
-    assert any(f"--output {gpu.output}/speed" in call for call in gpu.calls)
-    gpu.run(device="cuda", pairs=["hh.jsonl.gz"])
-    assert any(f"--pairs {gpu.directory}/hh.jsonl.gz" in call for call in gpu.calls)
-    paths = (gpu.directory / "paths").read_text().splitlines()
-    assert all(path.startswith(f"{REPOSITORY}:") and path.endswith(":/the/user's") for path in paths)
 
 
 @pytest.mark.parametrize("status", [1, 124], ids=["some failed", "they took too long"])
