@@ -22,13 +22,7 @@ from dpo_pack.commands.cache_commands import cache_app
 from dpo_pack.data.store import sequence_key
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference import cache as reference_cache
-from dpo_pack.reference.cache import (
-    KEY,
-    NUM_TOKENS,
-    SUM,
-    ReferenceCache,
-    sequence_table,
-)
+from dpo_pack.reference.cache import KEY, NUM_TOKENS, SUM, ReferenceCache, sequence_table
 from dpo_pack.run.pairs import ReferencePass, prepare_reference
 from dpo_pack.run.setup import Setup, prepare
 from dpo_pack.system import files
@@ -189,9 +183,7 @@ def test_leftovers_of_killed_processes_go_and_what_a_process_still_writes_stays(
     assert all(path.exists() for path in (*young, *mine, part))
 
 
-def test_prune_removes_damaged_parts_of_what_stays_or_says_that_it_cannot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_removes_damaged_parts_or_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled = fill(tmp_path, NAMESPACE)
     part = next(filled.directory.glob("part-*.parquet"))
     damaged = part.with_suffix(".damaged")
@@ -306,9 +298,7 @@ def test_a_bad_row_is_named_and_nothing_is_imported(kind: str, shared_recipe: Pa
     assert not list((shared_recipe.parent / "cache").glob("reference/*/part-*"))
 
 
-def test_a_changed_byte_in_a_page_with_a_checksum_or_another_file_is_not_imported(
-    shared_recipe: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_is_damaged_or_no_parquet_is_not_imported(shared_recipe: Path, tmp_path: Path) -> None:
     file, sums = tmp_path / "file.parquet", np.arange(1.0, 9.0)
     columns = {KEY: [bytes([n]) * 16 for n in range(8)], SUM: sums, NUM_TOKENS: np.ones(8, dtype=np.int32)}
     options: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}

@@ -14,15 +14,11 @@ from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 
 import dpo_pack.model.attention as attention
-import dpo_pack.model.config as families
-from dpo_pack.model.config import FAMILIES
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.models import own_code
 from dpo_pack.run.setup import load_policy, prepare
-from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.system.machine import package_versions
-from dpo_pack.trainer import train
 
 NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence"]
 
@@ -69,9 +65,7 @@ def test_doctor_shows_every_proof_with_its_numbers_and_bound(recipe: Path, dpopa
 
 
 @pytest.mark.usefixtures("broken_kernel")
-def test_a_proof_that_fails_is_exit_status_2_with_its_numbers_and_remedy(
-    recipe: Path, dpopack: Dpopack
-) -> None:
+def test_a_failing_proof_is_exit_status_2_with_numbers_and_remedy(recipe: Path, dpopack: Dpopack) -> None:
     status, out, err = dpopack("doctor", recipe, "--json")
     failed = [proof["name"] for proof in json.loads(out)["proofs"] if not proof["passed"]]
     assert status == 2 and failed[0] == "kernel"
@@ -84,9 +78,7 @@ def test_a_proof_that_fails_is_exit_status_2_with_its_numbers_and_remedy(
 
 @pytest.mark.usefixtures("broken_kernel")
 @pytest.mark.parametrize("command", ["train", "precompute-ref"])
-def test_a_proof_that_fails_stops_a_run_before_it_computes_anything(
-    command: str, recipe: Path, dpopack: Dpopack
-) -> None:
+def test_a_failing_proof_stops_a_run_before_it_computes(command: str, recipe: Path, dpopack: Dpopack) -> None:
     for _ in range(2):  # a failure is not remembered
         status, _, err = dpopack(command, recipe)
         assert status == 2 and "the kernel proof measured" in err and err.count("\n") == 1
@@ -115,9 +107,7 @@ def test_the_same_model_is_proved_once_and_by_doctor_again(
     assert len(num_proved) == 2
 
 
-def test_every_module_of_the_package_counts_as_its_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_every_module_of_the_package_is_its_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "__init__.py").touch()
     (tmp_path / "data" / "layout.py").write_text("one")
@@ -169,56 +159,3 @@ def test_another_model_or_version_is_proved_again(
 
 
 # ------------------------------------------------------------------------------------------- hybrid models
-
-
-@pytest.fixture
-def hybrid(recipe: Path) -> Path:
-    """A recipe whose model has gated delta nets."""
-    return with_model(recipe, "qwen3_next")
-
-
-def with_model(recipe: Path, family: str) -> Path:
-    model = recipe.parent / "model"
-    for weights in model.glob("*.safetensors"):
-        weights.unlink()
-    tiny_model(family, vocab_size=len(tiny_tokenizer())).save_pretrained(model)
-    return recipe
-
-
-@pytest.mark.parametrize("command", ["train", "precompute-ref", "doctor"])
-def test_a_hybrid_model_is_refused_in_packed_rows_with_the_reason(
-    command: str, recipe: Path, dpopack: Dpopack
-) -> None:
-    status, _, err = dpopack(command, with_model(recipe, "jamba"))
-    assert status == 2 and err.count("\n") == 1
-    assert str(FAMILIES["jamba"].reason) in err and "packing.mode: padded" in err
-
-
-@pytest.mark.slow
-def test_a_hybrid_model_trains_the_same_in_padded_batches_and_packed_rows_however_large(
-    hybrid: Path, console: Console
-) -> None:
-    losses = []
-    for mode, budget in [("padded", 1), ("padded", 4096), ("packed", 150), ("packed", 4096)]:
-        run = hybrid.parent / f"run-{mode}-{budget}"
-        overrides = (f"output_dir={run}", f"packing.mode={mode}", f"packing.token_budget={budget}")
-        train(load_recipe(hybrid, overrides), console)
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        losses.append([record["loss"] for record in records])
-    for other in losses[1:]:
-        assert other == pytest.approx(losses[0], abs=2e-5)
-    assert losses[0][-1] != losses[0][0]
-    assert "padded batches are exact on this model" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "packed rows are exact on this model" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_a_family_that_the_table_does_not_know_is_left_to_the_proofs(
-    recipe: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(families, "FAMILIES", {})
-    model = recipe.parent / "model"
-    for weights in model.glob("*.safetensors"):
-        weights.unlink()
-    tiny_model("stablelm", vocab_size=len(tiny_tokenizer())).save_pretrained(model)
-    with pytest.raises(UnsupportedModelError, match="wiring proof .*does not pass keyword arguments.*padded"):
-        start(recipe, console)

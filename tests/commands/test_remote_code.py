@@ -71,9 +71,7 @@ QUICK = ("precompute-ref", "inspect-packing", "merge")
     "command",
     [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS if name not in QUICK)],
 )
-def test_no_command_runs_code_that_comes_with_a_model(
-    command: str, recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_command_runs_code_of_a_model(command: str, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(monkeypatch, *COMMANDS[command])
     assert not (recipe.parent / "ran").exists()
 

@@ -11,12 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.rows import assistant, said, user
 
-from dpo_pack.data.formats import (
-    FORMATS,
-    BadRow,
-    Pair,
-    is_media_name,
-)
+from dpo_pack.data.formats import FORMATS, BadRow, Pair, is_media_name
 from dpo_pack.data.ingest import _TRUNCATION_REASONS
 
 
@@ -83,11 +78,7 @@ SWAPPED = {"prompt": "a", "first": "no", "second": "yes"}
         # A prompt that the conversations repeat is not doubled.
         *(("conversational", {"prompt": p, **DIALOGUES}, (ASKED, YES, NO)) for p in ("a", "c", ASKED)),
         # Where one conversation continues the other, the last common message is a completion.
-        (
-            "conversational",
-            {"chosen": ASKED[:2], "rejected": ASKED},
-            (ASKED[:1], ASKED[1:2], ASKED[1:]),
-        ),
+        ("conversational", {"chosen": ASKED[:2], "rejected": ASKED}, (ASKED[:1], ASKED[1:2], ASKED[1:])),
         (
             "conversational",
             {"chosen": [user("a"), *CALLED], "rejected": [user("a"), *NO]},
@@ -112,9 +103,7 @@ SWAPPED = {"prompt": "a", "first": "no", "second": "yes"}
         ),
     ],
 )
-def test_what_a_row_of_a_format_says(
-    format: str, row: dict[str, Any], expected: tuple[Any, Any, Any]
-) -> None:
+def test_what_rows_of_a_format_say(format: str, row: dict[str, Any], expected: tuple[Any, Any, Any]) -> None:
     assert parts(FORMATS[format].pair(row)) == expected
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import json
 from datetime import date
 from pathlib import Path
@@ -72,9 +70,7 @@ def rows_file(tmp_path: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "saved", "files"])
-def test_values_keep_their_type_in_every_kind_of_file(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_keep_their_type_in_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
     expected = pairs_of(rows_file(tmp_path, *CALLS))
     assert [pair.chosen[0]["tool_calls"][0]["function"]["arguments"] for pair in expected] == [  # type: ignore
@@ -136,10 +132,7 @@ WHOLE = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
             "preferred_output": [GOOD],
             "non_preferred_output": [BAD],
         },
-        {
-            "prompt": [ASK],
-            "answers": [{"rank": 1, "completion": [BAD]}, {"rank": 0, "completion": [GOOD]}],
-        },
+        {"prompt": [ASK], "answers": [{"rank": 1, "completion": [BAD]}, {"rank": 0, "completion": [GOOD]}]},
         {"first": WHOLE["rejected"], "second": WHOLE["chosen"], "better": "model_b"},
         {"messages": WHOLE["chosen"], "rejected_response": "bad"},
         {"messages": json.dumps(WHOLE["chosen"]), "rejected_messages": WHOLE["rejected"]},
@@ -196,31 +189,9 @@ def test_an_error_has_the_line_that_reads_the_rows(row: dict[str, Any], line: st
     assert [pair.prompt for pair in pairs_of(path, columns={field: column})] == [[ASK]]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "Git LFS pointer"),
-        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "Git LFS pointer"),
-        ("a.csv", "prompt,chosen,rejected\n".encode("utf-16"), "UTF-16 text; save it as UTF-8"),
-        ("a.jsonl", '{"prompt": "why"}'.encode("utf-16-le"), "UTF-16 text"),
-        ("a.jsonl", b"<!DOCTYPE html>\n<html>", "a page of the web"),
-        ("a.jsonl", b'[{"prompt": "why"}]', "a JSON array, not JSON lines"),
-        ("a.jsonl", b'{\n "prompt": "why"\n}', "take several lines"),
-        ("a.jsonl", gzip.compress(b'{"prompt": "why"}', mtime=0), "compressed; decompress it"),
-        ("a.jsonl.gz", gzip.compress(bz2.compress(b"why"), mtime=0), "compressed; decompress it"),
-    ],
-)
-def test_files_are_called_what_they_are(name: str, content: bytes, says: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=says):
-        pairs_of(tmp_path / name)
-
-
 def test_template_options_come_from_the_recipe_the_source_and_the_row() -> None:
     settings = TokenizationSettings(
-        format="conversational",
-        max_length=1000,
-        template_options={"a": 1, "thinking": 2},
+        format="conversational", max_length=1000, template_options={"a": 1, "thinking": 2}
     )
     read = read_row(1, {**LISTS, "chat_template_kwargs": {"thinking": 3}}, settings, TOKENIZER)
     assert read.pair.template_options == {"a": 1, "thinking": 3}
@@ -279,9 +250,7 @@ def test_tokens_that_stand_for_unknown_texts_are_told(tmp_path: Path) -> None:
         (("a.jsonl", "b.csv", "c.csv"), "a.jsonl"),
     ],
 )
-def test_files_of_a_directory_that_are_in_no_split_are_told(
-    files: tuple[str, ...], unread: str, tmp_path: Path
-) -> None:
+def test_files_of_a_folder_in_no_split_are_told(files: tuple[str, ...], unread: str, tmp_path: Path) -> None:
     for name in files:
         path = rows_file(tmp_path, {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, name=name)
         if name.endswith(".csv"):
@@ -295,11 +264,7 @@ def test_a_prompt_that_ends_with_an_answer_is_refused_or_goes_on_as_one_turn(tmp
     path = rows_file(tmp_path, begun)
     with pytest.raises(DataError, match="answered_prompt.*set data.continue_final_message: true"):
         pairs_of(path)
-    settings = TokenizationSettings(
-        format="conversational",
-        max_length=1000,
-        continues_turns=True,
-    )
+    settings = TokenizationSettings(format="conversational", max_length=1000, continues_turns=True)
     prompt, chosen, _ = read_row(1, begun, settings, TOKENIZER).texts
     _, whole, _ = read_row(1, {**LISTS, "chosen": [said("assistant", "begood")]}, settings, TOKENIZER).texts
     assert prompt.endswith("be") and chosen == whole and chosen.startswith(prompt)

@@ -22,11 +22,7 @@ USER = [user("how are you")]
 
 
 def prompts(
-    tmp_path: Path,
-    rows: list[dict[str, Any]] | None = None,
-    *,
-    tokenizer: Tokenizer = TOKENIZER,
-    **data: Any,
+    tmp_path: Path, rows: list[dict[str, Any]] | None = None, *, tokenizer: Tokenizer = TOKENIZER, **data: Any
 ) -> Data:
     path = tmp_path / "prompts.jsonl"
     if rows is not None:
@@ -120,13 +116,3 @@ def test_held_out_prompts_are_a_source_or_a_fraction_that_training_never_sees(tm
     named = prompts(tmp_path, eval=[{"path": str(tmp_path / "prompts.jsonl"), "max_pairs": 3}])
     assert len(named.eval_prompts["prompts"]) == 3
     assert named.report["eval"]["prompts"]["source"]["rows_read"] == 3
-
-
-def test_prompts_in_a_column_of_another_name_are_refused_with_the_key_that_names_it(tmp_path: Path) -> None:
-    rows = [{"question": f"how are you, {name}"} for name in ("Ann", "Bob")]
-    with pytest.raises(
-        DataError, match=r"'question' may be it; set data\.train\.0\.columns: \{prompt: quest"
-    ):
-        prompts(tmp_path, rows, on_bad_row="skip")
-    source = {"path": str(tmp_path / "prompts.jsonl"), "columns": {"prompt": "question"}}
-    assert train_prompts(prompts(tmp_path, train=[source]))[1].text == "how are you, Bob"

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 from support.refusals import refusal
 from support.rows import assistant, said, user
 from support.rows import load_splits as load
 from support.rows import write_rows as write
 from support.tiny_tokenizer import CHAT_TEMPLATE, tiny_tokenizer
-from transformers import PreTrainedTokenizerBase
 
-from dpo_pack.recipe.load import parse_recipe
-from dpo_pack.run.setup import prepare_data
 from dpo_pack.system.errors import DataError
 
 ROW: dict[str, Any] = {"prompt_ids": [5, 6], "chosen_ids": [7, 8, 9, 2], "rejected_ids": [7, 10, 2]}
@@ -58,10 +53,7 @@ def test_a_changed_byte_of_scored_tokens_makes_the_store_anew(tmp_path: Path) ->
     ("row", "says"),
     [
         ({"chosen_weights": [1, 1]}, "chosen_weights has 2 numbers for a completion of 4 tokens"),
-        (
-            {"chosen_weights": [1, 0.5, 0, 0]},
-            "number 2 of chosen_weights is 0.5; write 1 for",
-        ),
+        ({"chosen_weights": [1, 0.5, 0, 0]}, "number 2 of chosen_weights is 0.5; write 1 for"),
         ({"chosen_weights": [2, 1, 0, 0]}, "number 1 of chosen_weights is 2; write 1"),
         ({"chosen_weights": [1, -1, 0, 0]}, "number 2 of chosen_weights is -1; write 1"),
         ({"rejected_weights": [1, 0, float("nan")]}, "number 3 of rejected_weights is nan; write 1"),
@@ -94,16 +86,8 @@ REWRITES = CHAT_TEMPLATE.replace(
     "(message.content or '')",
     "(message.content if loop.last or message.role != 'assistant' else '~' + message.content)",
 )
-CALL = [
-    assistant("call"),
-    said("tool", "sunny"),
-    assistant("It is sunny."),
-]
-AGENT: dict[str, Any] = {
-    "prompt": [user("the sky?")],
-    "chosen": CALL,
-    "rejected": [assistant("rain")],
-}
+CALL = [assistant("call"), said("tool", "sunny"), assistant("It is sunny.")]
+AGENT: dict[str, Any] = {"prompt": [user("the sky?")], "chosen": CALL, "rejected": [assistant("rain")]}
 SIMPLE = {**AGENT, "chosen": CALL[:1]}
 
 
@@ -152,80 +136,7 @@ def test_a_completion_in_which_the_assistant_says_nothing_is_refused_with_the_re
     row = {**AGENT, "rejected": [user("and bread?")]}
     path = write(tmp_path / "chat.jsonl", [row])
     with pytest.raises(
-        DataError,
-        match="rejected has nothing that the assistant says, only user; .* the role assistant,",
+        DataError, match="rejected has nothing that the assistant says, only user; .* the role assistant,"
     ):
         load(tmp_path, path, tokenizer=chat_tokenizer())
     assert load(tmp_path, path, tokenizer=chat_tokenizer(), scored_turns="all").train.num_pairs == 1
-
-
-def test_answers_of_one_message_are_rendered_and_stored_as_if_all_turns_were_scored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / "chat.jsonl", [SIMPLE])
-    calls: list[Any] = []
-    render = PreTrainedTokenizerBase.apply_chat_template
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        calls.append(options)
-        return render(*arguments, **options)
-
-    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", counted)
-    splits = [
-        load(tmp_path, path, tokenizer=chat_tokenizer(MARKS), scored_turns=turns)
-        for turns in ("assistant", "all")
-    ]
-    assert len(calls) == 6 + 2 and splits[0].fingerprint == splits[1].fingerprint
-    assert not list((tmp_path / "cache").rglob("scored.bin"))
-    assert (
-        splits[0].train.group(0).completions[0].tolist() == splits[1].train.group(0).completions[0].tolist()
-    )
-
-
-def test_a_line_says_on_how_many_pairs_the_scored_turns_matter(tmp_path: Path) -> None:
-    path = write(tmp_path / "chat.jsonl", [SIMPLE, AGENT, SIMPLE])
-    for turns, says in (("assistant", "which are not scored"), ("all", "which are scored too")):
-        told = StringIO()
-        recipe = parse_recipe(
-            {
-                "output_dir": str(tmp_path / "run"),
-                "model": {"path": "unused"},
-                "reference": {"cache_dir": str(tmp_path / "cache")},
-                "data": {"train": path, "scored_turns": turns},
-            }
-        )
-        for _ in range(2):  # the second time from the cache
-            prepare_data(recipe, chat_tokenizer(), Console(file=told, width=300))
-        assert (
-            told.getvalue().count("chat: 1 pairs have messages of others") == 2
-            and told.getvalue().count(says) == 2
-        )
-
-
-def test_a_start_says_what_show_knows_also_from_the_cache(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": part} for part in ("the sky", "of today?")]
-    row = {
-        **SIMPLE,
-        "prompt": [{"role": "developer", "content": parts}],
-        "tools": [{"function": {"name": "weather"}}],
-    }
-    recipe = parse_recipe(
-        {
-            "output_dir": str(tmp_path / "run"),
-            "model": {"path": "unused"},
-            "data": {"train": write(tmp_path / "chat.jsonl", [row] * 3)},
-            "reference": {"cache_dir": str(tmp_path / "cache")},
-        }
-    )
-    roles = CHAT_TEMPLATE.replace("if tools", "if false")
-    for _ in range(2):
-        told = StringIO()
-        data = prepare_data(recipe, chat_tokenizer(roles), Console(file=told, width=300))
-        assert "Warning: tools_not_written in 3 of 3 pairs" in told.getvalue()
-        assert "dpopack show RECIPE --pair 1 shows one" in told.getvalue()
-        assert "in 3 of 3 pairs the role developer is written as system" in told.getvalue()
-        assert "of all characters" not in told.getvalue()  # all are in the tokens
-        report = data.report["train"]["sources"][0]
-        assert report["faults"] == {"tools_not_written": {"pairs": 3, "first_row": 1}}
-        assert report["parts_joined"] == 3 and report["characters_in_tokens"] == 1
-    assert data.report["rows_tokenized"] == 0

@@ -278,9 +278,7 @@ def test_prompt_left_keeps_completions_whole_and_as_much_of_the_prompt_as_fits(
 
 
 @given(LENGTHS, LENGTHS, LENGTHS, st.integers(2, 16))
-def test_completion_right_cuts_each_sequence_as_trl_does(
-    prompt: int, chosen: int, rejected: int, max_length: int
-) -> None:
+def test_completion_right_cuts_as_trl_does(prompt: int, chosen: int, rejected: int, max_length: int) -> None:
     pair = pair_of(prompt, chosen, rejected)
     limits = settings(max_length=max_length, truncation="completion_right")
     if prompt >= max_length:
@@ -392,16 +390,6 @@ def test_fingerprints_name_pairs_and_order_not_batches(tmp_path: Path) -> None:
     assert table.select(np.array([1, 0, 2, 3])).fingerprint != table.fingerprint
 
 
-def test_an_interrupted_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    def batches() -> Iterator[TokenStore]:
-        yield from some_pairs()
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_store(tmp_path / "store", batches(), dict)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_of_two_processes_that_write_the_same_store_the_first_one_s_stays(tmp_path: Path) -> None:
     def batches() -> Iterator[TokenStore]:
         yield from some_pairs()
@@ -423,9 +411,7 @@ def flipped(file: Path) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", ["records.bin", "manifest.json"])
-def test_a_store_whose_records_or_manifest_have_one_changed_bit_counts_as_absent(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_store_with_a_changed_bit_in_records_or_manifest_is_absent(tmp_path: Path, name: str) -> None:
     store = written(tmp_path / "store", some_pairs())
     opened = [open_store(tmp_path / "store") for _ in flipped(tmp_path / "store" / name)]
     # A space of the manifest may become a line break.

@@ -55,8 +55,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["losses_of_mine:good", "package_of_mine.losses:good", "dpo_pack.losses.preference:sigmoid"],
+    "name", ["losses_of_mine:good", "package_of_mine.losses:good", "dpo_pack.losses.preference:sigmoid"]
 )
 def test_a_function_of_the_working_directory_or_installed_becomes_a_loss(name: str) -> None:
     path = list(sys.path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.heads import PLAIN, TRANSFORMS, N, chunked, gradients, make_head
+from support.heads import TRANSFORMS, chunked, gradients, make_head
 from torch._dynamo.utils import counters
 
 from dpo_pack.model.logps import compile_head
@@ -38,19 +38,3 @@ def test_compiled_passes_of_the_head_give_what_plain_ones_give(
     assert counters["stats"]["unique_graphs"] > 0
     for plain, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, plain, rtol=1e-6, atol=1e-6 if dtype.itemsize == 2 else 1e-12)
-
-
-@pytest.mark.slow
-def test_generated_passes_give_what_plain_ones_give_and_are_compiled_for_any_number_of_tokens() -> None:
-    passes, num_compiled = compile_head(), 0
-    for num_tokens in (N, 17, 31, 12, 9):
-        head = make_head(num_tokens=num_tokens)
-        logps, statistics = chunked(head, PLAIN, passes=passes)
-        expected, plain_statistics = chunked(head, PLAIN)
-        torch.testing.assert_close(logps, expected, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(statistics, plain_statistics, rtol=1e-10, atol=1e-12)
-        for mine, other in zip(gradients(head, logps), gradients(head, expected), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
-        if num_tokens == N:  # chunks of five tokens and one of three; later ones of one, two and four
-            num_compiled = counters["stats"]["unique_graphs"]
-    assert counters["stats"]["unique_graphs"] == num_compiled + 2  # a dimension of one is a case of its own

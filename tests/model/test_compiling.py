@@ -16,7 +16,6 @@ from support.flash_stand_ins import use_stand_ins
 from support.gradients import flat, gradients
 from support.groups import CPU, random_groups
 from support.groups import make_row as row_of
-from support.loading import facts_of
 from support.reference_pairs import load_scorer
 from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
@@ -25,19 +24,17 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import dpo_pack.model.building as building
-import dpo_pack.model.compiling as compiling
 import dpo_pack.run.models as recipe_models
 from dpo_pack.model.attention import BACKENDS
 from dpo_pack.model.compiling import compile_layers, compiler_obstacle
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.layout import Row
-from dpo_pack.model.logps import HeadPasses, compile_head
+from dpo_pack.model.logps import compile_head
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run.inputs import prove_and_measure
 from dpo_pack.run.models import check_model, load_and_prove, resolve_model
-from dpo_pack.system.errors import RecipeError, UnsupportedModelError
+from dpo_pack.system.errors import RecipeError
 from dpo_pack.trainer import train
 
 CUDA = torch.device("cuda")
@@ -92,7 +89,7 @@ def test_compiled_layers_give_what_plain_ones_give_and_are_compiled_once_for_all
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_a_layer_with_torch_s_own_kernel_is_one_graph(
+def test_a_layer_with_a_kernel_is_one_graph(
     checkpoints: bool, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows are known by numbers, also if nobody else holds them when gradients are computed."""
@@ -110,9 +107,7 @@ def test_a_layer_with_torch_s_own_kernel_is_one_graph(
     assert counters["stats"]["unique_graphs"] == 2  # the last layer computes what is scored
 
 
-def test_a_layer_that_was_compiled_wrongly_is_found_by_the_proofs(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_proofs_find_a_layer_compiled_wrongly(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain answer they compare with is not computed by the compiled layers."""
     scorer = load_scorer(model_path)
 
@@ -133,37 +128,8 @@ def test_without_a_compiler_the_recipe_is_refused(tmp_path: Path, monkeypatch: p
         check_model(resolve_model(load_recipe(tiny_run(tmp_path), ["model.compile=true"]), CPU), CPU)
 
 
-def test_a_model_that_does_not_say_what_its_layers_are_is_compiled_on_demand_only(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (compiling, building):
-        monkeypatch.setattr(module, "outermost_layers", lambda model: [])
-    scorer = load_scorer(model_path)
-    facts = facts_of(model_path, compile="auto")
-    building._compile(facts, scorer, CUDA)
-    assert not scorer.is_compiled
-    with pytest.raises(UnsupportedModelError, match="^model.compile: .* does not say what its layers are"):
-        building._compile(facts_of(model_path, compile=True), scorer, CUDA)
-
-
 def fails(graph: Any, inputs: Any) -> Any:
     raise NotImplementedError("no such kernel")
-
-
-@pytest.mark.slow
-def test_code_that_torch_cannot_compile_runs_as_it_is_where_nobody_asked_for_compiling(
-    model_path: Path,
-) -> None:
-    scorer, row = load_scorer(model_path), make_row(0)
-    expected, gradient = logps_and_gradient(scorer, row)
-    compile_layers(scorer.model, backend=fails, falls_back=True)
-    scorer.head_passes = compile_head(backend=fails, falls_back=True)
-    sums, same_gradient = logps_and_gradient(scorer, row)
-    assert torch.equal(sums, expected) and torch.equal(same_gradient, gradient)
-    torch._dynamo.reset()
-    compile_layers(scorer.model, backend=fails)
-    with pytest.raises(Exception, match="no such kernel"):
-        scorer(row)
 
 
 FAILING: dict[str, Any] = {
@@ -214,24 +180,8 @@ def test_a_model_that_can_be_compiled_stays_compiled_and_has_no_gradients_at_the
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_recipe_compiles_as_its_key_says_and_the_console_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(building, "compile_layers", lambda model, *, falls_back: asked.append(falls_back))
-    monkeypatch.setattr(building, "compile_head", lambda *, falls_back: HeadPasses())
-    recipe = tiny_run(tmp_path)
-    for setting in ("auto", "true"):
-        prove_and_measure(load_recipe(recipe, [f"model.compile={setting}"]), Console(width=200))
-    assert asked == [False]  # on this CPU, `true` alone
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Policy:")]
-    assert [line.endswith("; layers: compiled") for line in told] == [False, True]
-
-
 @pytest.mark.slow
-def test_a_compiled_run_takes_the_steps_of_a_plain_one(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_run_is_plain(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an adapter, gradient checkpointing and evaluation: all that calls the layers otherwise."""
     monkeypatch.setattr(building, "compile_layers", compile_quickly)
     monkeypatch.setattr(building, "compile_head", functools.partial(compile_head, backend="aot_eager"))

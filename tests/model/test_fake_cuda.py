@@ -94,10 +94,7 @@ def test_the_operator_of_attention_waits_for_nothing(gathers: bool) -> None:
     assert backward.names.total() == (10 if gathers else 2)
 
 
-LOSSES: dict[str, dict[str, Any]] = {
-    "sigmoid": {},
-    "wpo": {"weighting": "wpo"},
-}
+LOSSES: dict[str, dict[str, Any]] = {"sigmoid": {}, "wpo": {"weighting": "wpo"}}
 STEPS = [
     *(
         (family, "fp32", "sigmoid", "")
@@ -122,7 +119,7 @@ STEPS = [
 @pytest.mark.skipif(not has_fake_driver(), reason="scripts/test_cuda_build.sh loads the fake driver")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("family", "types", "loss", "other"), STEPS)
-def test_a_whole_step_waits_for_no_device(
+def test_no_step_waits(
     family: str, types: str, loss: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rows forward and backward, clipping, the guard and the optimizer; then an evaluation's forward."""

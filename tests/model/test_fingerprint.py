@@ -36,12 +36,7 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def digest(
-    directory: Path,
-    *,
-    precision: Precision = FP32,
-    adapter: Path | None = None,
-) -> str:
+def digest(directory: Path, *, precision: Precision = FP32, adapter: Path | None = None) -> str:
     namespace = facts_of(directory, precision=precision, adapter=adapter).namespace
     assert namespace == json.loads(json.dumps(namespace))  # it is written beside the values as JSON
     return namespace_digest(namespace)
@@ -101,18 +96,10 @@ def test_the_types_of_parameters_autocast_and_gathered_shards_are_part_of_the_na
     ],
     ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
 )
-def test_config_fields_that_may_change_outputs_are_part_of_the_namespace(
-    change: dict[str, Any], counts: bool, model: Path
-) -> None:
+def test_config_that_may_change_outputs_counts(change: dict[str, Any], counts: bool, model: Path) -> None:
     before = digest(model)
     change_config(model, **change)
     assert (digest(model) != before) == counts
-
-
-def test_our_numerics_version_is_part_of_the_namespace(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = digest(model)
-    monkeypatch.setattr("dpo_pack.model.facts.NUMERICS_VERSION", fingerprint.NUMERICS_VERSION + 1)
-    assert digest(model) != before
 
 
 def mend_upstream(module_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +216,7 @@ def test_every_file_that_remote_code_imports_is_part_of_the_namespace(name: str,
     assert (remote_source(remote) != before) == (name != "tokenization_own.py")
 
 
-def test_remote_code_is_the_same_in_a_renamed_directory_and_beside_other_files(
-    remote: Path, tmp_path: Path
-) -> None:
+def test_remote_code_is_the_same_elsewhere_and_beside_other_files(remote: Path, tmp_path: Path) -> None:
     before = remote_source(remote)
     (package,) = {file.parent for file in tmp_path.glob("modules/**/numbers_of_layers.py")}
     (package / "tokenization_own.py").write_text("# transformers has loaded the tokenizer since\n")
@@ -260,9 +245,7 @@ def adapter(tmp_path: Path) -> Path:
     return directory
 
 
-def test_an_adapter_is_part_of_the_namespace_by_its_content(
-    model: Path, adapter: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_counts_in_the_namespace_by_content(model: Path, adapter: Path, tmp_path: Path) -> None:
     without, before = digest(model), digest(model, adapter=adapter)
     assert without != before
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -337,9 +320,7 @@ def test_of_a_repository_only_the_weights_that_are_loaded_are_asked_for(
     assert asked == weights[:num_asked]
 
 
-def test_a_model_that_was_hashed_before_is_not_hashed_again(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_was_hashed_is_not_hashed_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[tuple[int, ...]] = []
     tensor_digest = fingerprint.tensor_digest
 
@@ -367,9 +348,7 @@ def refusal(directory: Path) -> str:
     return str(caught.value)
 
 
-def test_weights_that_are_absent_incomplete_or_damaged_are_a_one_line_error(
-    model: Path, tmp_path: Path
-) -> None:
+def test_weights_that_are_absent_incomplete_or_damaged_are_one_line(model: Path, tmp_path: Path) -> None:
     content = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(content[: len(content) // 2])
     assert f"{model}/model.safetensors" in refusal(model)

@@ -11,17 +11,16 @@ import torch
 from support.gradients import assert_same, gradients, proof_rows
 from support.loading import load_usual
 from support.tiny_models import tiny_model
-from support.tiny_recipe import load as load_overrides
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpo_pack.model.compiling as compiling
-from dpo_pack.model.compiling import compile_layers, keep_inputs_on_host
+from dpo_pack.model.compiling import compile_layers
 from dpo_pack.model.fast_layers import tile_feed_forwards
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.schema import LoraRecipe
-from dpo_pack.system.errors import RecipeError, UnsupportedModelError
+from dpo_pack.system.errors import UnsupportedModelError
 
 Checkpointing = bool | Literal["selective"]
 
@@ -93,12 +92,6 @@ def test_both_kinds_of_checkpointing_change_no_gradient_and_the_selective_one_co
     assert all(torch.equal(grad, full[name]) for name, grad in grads.items())
 
 
-def test_selective_checkpointing_goes_with_uncompiled_layers_alone() -> None:
-    assert load_overrides("model.gradient_checkpointing=selective").model.compile == "auto"
-    with pytest.raises(RecipeError, match=r"^model\.compile: .*selective"):
-        load_overrides("model.gradient_checkpointing=selective", "model.compile=true")
-
-
 # ------------------------------------------------------------------------------------------------- Long pairs
 
 
@@ -154,12 +147,3 @@ def test_blocks_that_need_more_than_a_token_are_not_computed_in_tiles(family: st
     model = tiny_model(family)
     with pytest.raises(UnsupportedModelError, match=r"^model\.mlp_tile_tokens: .* has a .*leave it out"):
         tile_feed_forwards(model, 16, has_experts=family == "qwen3_moe")
-
-
-def test_options_of_a_checkpoint_reach_it() -> None:
-    def checkpoint(layer: Any, hidden: Tensor, *, scale: float) -> Tensor:
-        found: Tensor = layer(hidden * scale)
-        return found
-
-    found = keep_inputs_on_host(checkpoint, torch.neg, torch.ones(2), scale=3.0)
-    assert found.tolist() == [-3.0, -3.0]

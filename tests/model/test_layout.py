@@ -91,9 +91,7 @@ def test_every_scored_token_sees_exactly_its_own_sequence(
 
 
 @given(groups_of_sequences)
-def test_sharing_never_computes_more_and_computes_each_prefix_once(
-    contents: list[tuple[list[int], list[list[int]]]],
-) -> None:
+def test_sharing_computes_each_prefix_once(contents: list[tuple[list[int], list[list[int]]]]) -> None:
     groups = [group(context, *completions) for context, completions in contents]
     shared, unshared = (packed_row(groups, CPU, share_prompt=share) for share in (True, False))
     assert unshared.num_tokens == sum(len(g.context) + len(c) for g in groups for c in g.completions)
@@ -106,9 +104,7 @@ def test_sharing_never_computes_more_and_computes_each_prefix_once(
 
 
 @given(groups_of_sequences)
-def test_the_gathers_gradient_equals_index_select_s(
-    contents: list[tuple[list[int], list[list[int]]]],
-) -> None:
+def test_a_gather_s_gradient_is_index_select_s(contents: list[tuple[list[int], list[list[int]]]]) -> None:
     row = packed_row([group(context, *cs) for context, cs in contents], CPU, share_prompt=True)
     segments = row.segments
     assert segments is not None
@@ -124,9 +120,7 @@ def test_the_gathers_gradient_equals_index_select_s(
 
 
 @given(groups_of_sequences)
-def test_a_padded_batch_holds_each_sequence_in_a_line(
-    contents: list[tuple[list[int], list[list[int]]]],
-) -> None:
+def test_a_padded_batch_has_a_line_each_sequence(contents: list[tuple[list[int], list[list[int]]]]) -> None:
     groups = [group(context, *completions) for context, completions in contents]
     row = padded_row(groups, device=CPU)
     assert row.attention_mask is not None

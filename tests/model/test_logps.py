@@ -11,13 +11,7 @@ from support.heads import CHUNK_TOKENS, PLAIN, TRANSFORMS, Head, N, V, chunked, 
 from support.live_bytes import LiveBytes
 from torch import Tensor
 
-from dpo_pack.model.logps import (
-    HeadBounds,
-    HeadTransform,
-    WantedStatistics,
-    sequence_sums,
-    token_logps,
-)
+from dpo_pack.model.logps import HeadBounds, HeadTransform, WantedStatistics, sequence_sums, token_logps
 
 
 def plain_logits(head: Head, transform: HeadTransform) -> Tensor:
@@ -84,9 +78,7 @@ def test_chunk_boundaries_change_nothing(num_tokens: int, chunk_tokens: int) -> 
         for name, transform in TRANSFORMS.items()
     ],
 )
-def test_the_gradients_of_log_probs_are_their_numerical_derivatives(
-    transform: HeadTransform, is_frozen: bool
-) -> None:
+def test_gradients_of_log_probs_are_numerical_derivatives(transform: HeadTransform, is_frozen: bool) -> None:
     head = make_head(num_tokens=7, is_frozen=is_frozen, width=3)
 
     def logps(*leaves: Tensor) -> Tensor:
@@ -101,9 +93,7 @@ def mean_error(values: Tensor, truth: Tensor) -> float:
 
 @pytest.mark.parametrize("kept_chunks", [0, 2])
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_bf16_products_of_fp32_weights_err_no_more_than_autocast_and_give_fp32_gradients(
-    is_frozen: bool, kept_chunks: int
-) -> None:
+def test_bf16_products_of_fp32_weights_err_no_more_than_autocast(is_frozen: bool, kept_chunks: int) -> None:
     exact = make_head(num_tokens=200, width=64, is_frozen=is_frozen)
     head = make_head(num_tokens=200, width=64, is_frozen=is_frozen, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -135,9 +125,7 @@ def test_bf16_weights_get_bf16_gradients_that_lose_nothing_over_many_chunks() ->
 
 @pytest.mark.parametrize("metrics", [False, True])
 @pytest.mark.parametrize("squares", [False, True])
-def test_statistics_that_nobody_asked_for_are_nan_and_change_nothing_else(
-    metrics: bool, squares: bool
-) -> None:
+def test_statistics_that_nobody_asked_for_are_nan_and_change_nothing(metrics: bool, squares: bool) -> None:
     head = make_head()
     everything, all_statistics = chunked(head, PLAIN)
     logps, statistics = chunked(head, PLAIN, wanted=WantedStatistics(metrics=metrics, squares=squares))

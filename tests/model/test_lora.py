@@ -19,12 +19,7 @@ from support.tiny_adapters import saved_adapter
 from support.tiny_models import VOCABULARY, tiny_config, tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from dpo_pack.model.layout import Row, packed_row, padded_row
 from dpo_pack.model.lora import Adapter, attach_adapter, read_adapter
@@ -203,9 +198,7 @@ def test_tied_embeddings_that_peft_keeps_tied_are_trained_and_merged(kind: str, 
         torch.testing.assert_close(sums, expected, atol=1e-4, rtol=1e-6)
 
 
-def test_whole_embeddings_of_a_saved_adapter_are_in_the_trained_one_too(
-    bases: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_whole_embeddings_of_an_adapter_are_trained_too(bases: Callable[[str], Path], tmp_path: Path) -> None:
     adapter = saved_adapter(tmp_path / "adapter", bases("llama"), target_modules=["q_proj"])
     file, name = adapter / "adapter_model.safetensors", "base_model.model.model.embed_tokens.weight"
     embeddings = torch.randn(VOCABULARY, 32)
@@ -267,9 +260,7 @@ def test_dropout_draws_only_where_gradients_are_wanted(bases: Callable[[str], Pa
     assert torch.equal(one, other)
 
 
-def test_adapters_of_tied_heads_and_odd_heads_are_refused(
-    bases: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_adapters_of_tied_or_odd_heads_are_refused(bases: Callable[[str], Path], tmp_path: Path) -> None:
     tied = bases("gpt2")
     for target in ("lm_head", "wte"):
         message = refusal(functools.partial(load, tied, settings("c_attn", target)), ModelError)
@@ -333,9 +324,7 @@ def test_a_saved_adapter_has_its_own_matrices_alone_and_names_its_base_from_anyw
     assert config["base_model_name_or_path"] == (str(tmp_path / "base") if base == "base" else base)
 
 
-def test_an_adapter_whose_base_is_drawn_anew_at_each_load_is_refused(
-    bases: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_adapter_whose_base_is_drawn_anew_is_refused(bases: Callable[[str], Path], tmp_path: Path) -> None:
     """With peft alone, log-probs of two loads differ by nats."""
     adapter = saved_adapter(tmp_path, bases("llama"), init_lora_weights="pissa_niter_4")
     message = refusal(lambda: read_adapter(adapter, "model.path"), ModelError)

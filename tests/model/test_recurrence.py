@@ -103,9 +103,7 @@ def test_a_gather_is_an_index_select_with_zeros_in_values_and_gradients() -> Non
     assert torch.autograd.gradcheck(take, (source,))
 
 
-def test_layers_that_do_not_call_the_functions_of_this_release_are_refused_with_the_release(
-    tmp_path: Path,
-) -> None:
+def test_layers_that_call_none_of_our_functions_are_refused_with_the_release(tmp_path: Path) -> None:
     skip_unless_packed("lfm2")
     tiny_model("lfm2").save_pretrained(tmp_path)
     scorer = load_usual(tmp_path, packed=True).scorer
@@ -166,9 +164,7 @@ def test_a_row_by_kernels_has_the_log_probs_and_gradients_of_the_torch_functions
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_proofs_in_fp32_need_no_kernel_that_transformers_itself_calls(
-    packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proofs_in_fp32_need_no_kernel_of_transformers(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     @functools.wraps(stock)

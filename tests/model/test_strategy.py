@@ -5,27 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from support.tiny_recipe import message_of
 from support.tiny_run import tiny_run
 from support.tiny_vision import vision_config
 
 import dpo_pack.run.models as strategies
-from dpo_pack.data.store import pair_lengths
 from dpo_pack.model.parallel import Strategy
 from dpo_pack.model.scorer import resolve_precision
-from dpo_pack.packing.lengths import pair_flops
-from dpo_pack.recipe.load import Recipe, load_recipe
+from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.models import choose_strategy, resolve_model
-from dpo_pack.run.pairs import row_builder
-from dpo_pack.run.setup import prepare
 from dpo_pack.system import ranks
 from dpo_pack.system.machine import AvailableMemory
-from dpo_pack.training.batches import GlobalBatch, OfflineSource
 
 CPU = torch.device("cpu")
 FSDP2 = "distributed.strategy=fsdp2"
@@ -70,9 +63,7 @@ def test_what_is_computed_otherwise_in_shards_is_refused_on_one_process(director
         assert message.startswith(f"distributed.{option.partition('=')[0]}: ")
 
 
-def test_auto_copies_what_fits_and_shards_what_does_not(
-    two: None, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_copies_what_fits(two: None, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = 16 * num_parameters(directory)
     monkeypatch.setattr(strategies, "available_memory", lambda device: memory_of(int(needed / 0.6) + 9))
     copies = chosen(directory)
@@ -153,41 +144,3 @@ def test_only_parameters_in_fp32_on_a_gpu_get_autocast_by_themselves(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     assert resolve_precision(dtype, "auto", torch.device(device)).autocast is None
-
-
-def batches_of(recipe: Recipe, rank: int, *, equal_rows: bool) -> list[GlobalBatch]:
-    prepared = prepare(recipe, Console(quiet=True))
-    table = prepared.data.train
-    source = OfflineSource(
-        builder=row_builder(prepared, table),
-        token_budget=recipe.packing.token_budget,
-        pairs_per_step=recipe.packing.pairs_per_step,
-        row_costs=pair_flops(prepared.policy_facts.shape, pair_lengths(table), share_prompt=True),
-        source_weights=prepared.data.source_weights,
-        epochs=1,
-        max_steps=None,
-        shuffle=True,
-        seed=0,
-        rank=rank,
-        num_ranks=3,
-        equal_rows=equal_rows,
-    )
-    return list(source)
-
-
-@pytest.mark.parametrize("equal_rows", [False, True])
-def test_every_rank_has_a_gradient_to_give_and_every_pair_counts_once(
-    equal_rows: bool, directory: Path
-) -> None:
-    """13 pairs in steps of 4 over 3 ranks: two ranks have nothing in the last step."""
-    overrides = ("data.train.0.max_pairs=13", "packing.pairs_per_step=4", "packing.token_budget=48")
-    recipe = load_recipe(directory / "recipe.yaml", overrides)
-    of_ranks = [batches_of(recipe, rank, equal_rows=equal_rows) for rank in range(3)]
-    for batches in zip(*of_ranks, strict=True):
-        passes = [len(batch.rows) + len(batch.idle_rows) for batch in batches]
-        assert min(passes) >= 1 and (not equal_rows or len(set(passes)) == 1)
-        assert equal_rows or all(len(batch.idle_rows) == (not batch.rows) for batch in batches)
-        counted = np.concatenate([batch.pair_indices for batch in batches])
-        whole = np.concatenate(batches[0].row_pairs)
-        assert sorted(counted) == sorted(whole) and len(whole) == batches[0].num_pairs == len(set(whole))
-    assert [len(batch.pair_indices) for batch in (of_ranks[rank][-1] for rank in range(3))].count(0) == 2

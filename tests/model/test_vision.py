@@ -87,9 +87,7 @@ QUICK = ("qwen3_vl", "qwen3_5", "idefics3", "llava")  # axes and DeepStack, recu
 
 
 @pytest.mark.parametrize("family", [*QUICK, *slow(*(family for family in CONFIGS if family not in QUICK))])
-def test_a_row_with_images_has_the_log_probs_and_gradients_of_each_sequence_alone(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_row_with_images_is_exact_in_log_probs_and_gradients(family: str, tmp_path: Path) -> None:
     loaded, plain, groups = load(family, tmp_path)
     for parameter in loaded.model.parameters():
         parameter.requires_grad_(True)
@@ -208,9 +206,7 @@ def test_the_start_up_proof_notices_what_a_wrong_implementation_would_do(
     assert not proof.passed
 
 
-def test_a_processor_that_forgets_the_order_of_images_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_that_forgets_order_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row and sequence alone agree then, so only the change by exchanged images tells."""
     loaded, _, _ = load("llava", tmp_path)
     right = StandIn.pixel_inputs
@@ -239,9 +235,7 @@ def test_proofs_and_generation_give_the_tower_its_own_attention_back(tmp_path: P
     assert attention_names(loaded.model.config) == before
 
 
-def test_an_adapter_of_tied_embeddings_is_refused_where_only_the_whole_config_says_tied(
-    tmp_path: Path,
-) -> None:
+def test_an_adapter_of_tied_embeddings_is_refused_where_the_whole_config_says_so(tmp_path: Path) -> None:
     config = vision_config("qwen2_5_vl", tie_word_embeddings=True)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     adapter = LoraRecipe(r=2, alpha=2, dropout=0.0, target_modules=("q_proj", "embed_tokens"))
@@ -260,14 +254,6 @@ def test_an_adapter_of_tied_embeddings_is_refused_where_only_the_whole_config_sa
 def test_families_of_which_rows_with_images_were_not_exact_are_refused(family: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         vision_family(AutoConfig.for_model(family))
-
-
-def test_a_transformers_that_ignores_features_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpo_pack.model.vision.transformers.__version__", "5.17.2")
-    with pytest.raises(UnsupportedModelError, match="llava needs transformers 5.18 or newer"):
-        vision_family(vision_config("llava"))
-    monkeypatch.setattr("dpo_pack.model.vision.transformers.__version__", "5.18.0")
-    vision_family(vision_config("llava"))
 
 
 def test_the_namespace_of_a_model_that_reads_images_has_the_config_of_its_tower(tmp_path: Path) -> None:

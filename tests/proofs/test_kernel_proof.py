@@ -16,14 +16,7 @@ from dpo_pack.model.attention.segments import AttentionOptions, make_segments
 from dpo_pack.proofs.layers import SeamCall, attention_error, plain_attention
 
 PLAIN = AttentionOptions(scale=0.25, window=None, softcap=None, sinks=None)
-LLAMA = SeamCall(
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    value_head_dim=16,
-    options=PLAIN,
-    has_sinks=False,
-)
+LLAMA = SeamCall(num_heads=4, num_kv_heads=2, head_dim=16, value_head_dim=16, options=PLAIN, has_sinks=False)
 CALLS = {
     "grouped heads": LLAMA,
     "one key and value head": replace(LLAMA, num_kv_heads=1),
@@ -76,9 +69,7 @@ def not_a_number(*inputs: Any) -> Tensor:
         (not_a_number, "grouped heads"),
     ],
 )
-def test_a_wrong_kernel_exceeds_its_bound_in_every_dtype(
-    attention: Any, name: str, dtype: torch.dtype
-) -> None:
+def test_a_wrong_kernel_exceeds_every_dtype_s_bound(attention: Any, name: str, dtype: torch.dtype) -> None:
     assert min(ratios(attention, CALLS[name], dtype)) > 1.0
 
 

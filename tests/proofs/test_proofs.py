@@ -122,9 +122,7 @@ def test_a_kernel_that_takes_one_low_precision_and_no_fp32_passes_as_well(
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "torch_varlen"])
-def test_the_gradients_of_such_a_kernel_under_autocast_are_those_of_sdpa(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_such_kernels_in_autocast_are_sdpa_s(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_stand_ins(monkeypatch)
     row, gradients = make_row(GROUPS, "shared"), []
     for backend in ("sdpa", name):
@@ -194,20 +192,14 @@ def _seam_restored() -> Any:
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        pytest.param(
-            name,
-            precision,
-            marks=[] if is_quick(name, precision) else pytest.mark.slow,
-        )
+        pytest.param(name, precision, marks=[] if is_quick(name, precision) else pytest.mark.slow)
         for name, sabotage in SABOTAGES.items()
         for precision in ("float32", *LOW)
         # What shows under autocast in bf16 shows in fp16, which rounds to an eighth: one sabotage a proof.
         if precision not in sabotage.hidden_in and (precision != "float16 autocast" or name in FIRST.values())
     ],
 )
-def test_each_sabotage_makes_its_proof_fail(
-    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_sabotage_fails_its_proof(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sabotage = SABOTAGES[name]
     scorer = make_scorer(sabotage.family, precision=precision)
     sabotage.break_it(monkeypatch, scorer)
@@ -226,9 +218,7 @@ def test_each_sabotage_makes_its_proof_fail(
         ),
     ],
 )
-def test_sabotage_shows_in_a_mixture_of_experts_under_autocast(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sabotage_shows_in_a_mixture_under_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose experts flip in bf16 without any."""
     scorer = make_scorer("qwen3_moe", precision="bfloat16 autocast")
     SABOTAGES[name].break_it(monkeypatch, scorer)
@@ -236,9 +226,7 @@ def test_sabotage_shows_in_a_mixture_of_experts_under_autocast(
 
 
 @pytest.mark.parametrize("precision", UNDER_AUTOCAST)
-def test_the_noise_of_a_mixture_of_experts_hides_no_leak(
-    precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_noise_of_a_mixture_hides_no_leak(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = make_scorer("qwen3_moe", precision=precision)
     SABOTAGES["row's metadata ignored"].break_it(monkeypatch, scorer)
     assert "isolation" in failures(scorer)
@@ -275,9 +263,7 @@ def test_the_noise_of_a_mixture_of_experts_hides_no_look_ahead(precision: str) -
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
-def test_experts_that_flip_at_near_ties_are_the_noise_of_a_mixture_alone(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_that_flip_are_the_noise_of_a_mixture(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = make_scorer(family, precision="bfloat16 autocast")
     forward = scorer.forward
 

@@ -131,9 +131,7 @@ def test_a_planted_fault_is_found_and_named(
     assert re.search(names, answer(job, monkeypatch, capsys)["failure"])
 
 
-def test_run_json_says_whether_the_export_is_verified(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_json_says_verified(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a reader that ends without an answer, as without enough memory, ends no run."""
     path = tiny_run(tmp_path)
 
@@ -230,9 +228,7 @@ LORA = LoraRecipe(r=2, alpha=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
 @pytest.mark.parametrize("family", [*TEN, "gemma3"])
-def test_readers_of_every_kind_of_model_find_what_was_trained(
-    family: str, lora: LoraRecipe | None, tmp_path: Path
-) -> None:
+def test_readers_find_what_was_trained(family: str, lora: LoraRecipe | None, tmp_path: Path) -> None:
     """After a change of every trained tensor, in a process of its own."""
     path = saved_checkpoint(family, tmp_path / "base")
     job = saved_job(path, tmp_path / "model", lora, packed=family != "mamba")

@@ -61,9 +61,7 @@ def test_source_names_are_derived_from_paths_and_all_different() -> None:
 # -------------------------------------------------------------------------------------------------- paths
 
 
-def test_recipe_dir_and_home_are_expanded_in_every_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_dir_and_home_are_expanded_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     here = "${recipe_dir}"
     (tmp_path / "recipe.yaml").write_text(SMALLEST)
@@ -89,9 +87,7 @@ def test_recipe_dir_and_home_are_expanded_in_every_path(
     assert recipe.data.system_prompt == here
 
 
-def test_recipe_dir_is_absolute_though_the_recipe_path_is_relative(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_dir_is_absolute_of_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe.yaml").write_text(SMALLEST)
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe(Path("recipe.yaml"), ["output_dir=${recipe_dir}/out", "model.path=local/model"])

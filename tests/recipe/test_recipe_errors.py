@@ -83,17 +83,13 @@ def test_an_unknown_key_that_is_like_no_other_is_refused_with_those_that_can_sta
         ("llamafactory", "model_name_or_path: a\nstage: dpo\npref_beta: 0.1\n"),
     ],
 )
-def test_a_file_of_another_trainer_is_refused_with_the_command_that_translates_it(
-    peer: str, text: str
-) -> None:
+def test_a_file_of_another_trainer_is_refused_with_the_command_to_translate(peer: str, text: str) -> None:
     message = message_of(lambda: load(text=text))
     assert f"dpopack recipe --from {peer}" in message and "required" not in message
 
 
 @pytest.mark.parametrize(("key", "values", "allowed"), NOT_A_VALUE)
-def test_a_wrong_value_is_refused_naming_key_value_and_what_is_allowed(
-    key: str, values: list[str], allowed: str
-) -> None:
+def test_a_wrong_value_is_refused_with_what_is_allowed(key: str, values: list[str], allowed: str) -> None:
     for value in values:
         text = {"nan": ".nan", "inf": "1e999"}.get(value, value)
         override = IN_ITEMS.get(key, f"{key}={{}}").format(text)

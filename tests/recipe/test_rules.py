@@ -153,9 +153,7 @@ def test_what_is_not_there_is_refused_naming_the_key(override: str, key: str, va
 
 
 @pytest.mark.usefixtures("workplace")
-def test_an_extra_that_is_not_installed_is_refused_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_extra_that_is_missing_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("dpo_pack.recipe.load.install_command", lambda extra: f"install {extra}")
     server = "endpoint: {url: 'http://host:1/v1', model: m}"
@@ -172,15 +170,3 @@ def test_an_extra_that_is_not_installed_is_refused_with_the_command_that_install
         message = message_of(functools.partial(check_environment, recipe))
         assert f"{key}: needs the package {extra}" in message
         assert f"; install {extra.rpartition(' ')[2]}" in message
-
-
-def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    installed = {"tensorboardX", "wandb"}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
-    check_environment(load("logging.trackers=[tensorboard, wandb]", "data.train=a/b"))
-    recipe = load("logging.trackers=[wandb, comet_ml]", "data.train=a/b")
-    message = message_of(lambda: check_environment(recipe))
-    assert "logging.trackers: comet_ml is not installed; pip install comet-ml" in message
-    check_environment(recipe, trains=False)  # only training tracks

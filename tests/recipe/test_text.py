@@ -72,9 +72,7 @@ MALFORMED_OVERRIDES = [
 
 
 @pytest.mark.parametrize(("override", "beginning", "remedy"), MALFORMED_OVERRIDES)
-def test_a_malformed_override_is_refused_with_how_to_write_it(
-    override: str, beginning: str, remedy: str
-) -> None:
+def test_a_malformed_override_is_refused_with_the_form(override: str, beginning: str, remedy: str) -> None:
     lists = ("data.eval=[a.jsonl, b.jsonl]", "logging.trackers=[tensorboard]")
     message = message_of(lambda: load(*lists, override))
     assert message.startswith(beginning) and remedy in message
@@ -161,9 +159,7 @@ def test_any_text_is_a_recipe_or_refused_in_one_line(tmp_path: Path, text: str) 
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     fraction=st.floats(min_value=0, max_value=1, exclude_min=True, exclude_max=True),
 )
-def test_a_dumped_recipe_loads_as_the_same_recipe(
-    system_prompt: str, run_name: str, lr: float, fraction: float
-) -> None:
+def test_a_dumped_recipe_is_the_same(system_prompt: str, run_name: str, lr: float, fraction: float) -> None:
     tree = yaml.safe_load(SMALLEST)
     tree["data"] |= {"eval": {"fraction": fraction}, "system_prompt": system_prompt}
     recipe = parse_recipe({**tree, "logging": {"run_name": run_name}, "optim": {"lr": lr}})

@@ -64,9 +64,7 @@ def test_values_frozen_for_other_data_are_refused(frozen_table: tuple[FrozenRefe
         assert "other pairs" in message and "output_dir" in message
 
 
-def test_the_fingerprint_changes_with_the_last_bit_of_one_value(
-    frozen_table: tuple[FrozenReference, PairTable],
-) -> None:
+def test_the_fingerprint_changes_with_the_last_bit(frozen_table: tuple[FrozenReference, PairTable]) -> None:
     frozen, _ = frozen_table
     changed = frozen.sums.copy()
     changed[3] = np.nextafter(changed[3], 0.0)

@@ -9,22 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from support.reference_pairs import (
-    NAMESPACE,
-    SETTINGS,
-    SmallMemory,
-    load_scorer,
-    make_table,
-    random_pairs,
-)
+from support.reference_pairs import NAMESPACE, SETTINGS, SmallMemory, load_scorer, make_table, random_pairs
 
 import dpo_pack.reference.compute as reference_pass
 from dpo_pack.model.facts import model_shape
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import ReferenceCache
 from dpo_pack.reference.compute import BudgetSearch, fill_cache, find_work
-from dpo_pack.run.setup import reference_token_budget
 from dpo_pack.system.files import read_json
 
 
@@ -90,14 +81,8 @@ def test_memory_that_runs_out_later_is_told_and_remembered(
     assert f"reference.token_budget={remembered}" in text_of(console)
 
 
-def budget(recipe: Recipe, device: torch.device) -> int:
-    return reference_token_budget(recipe.reference.token_budget, recipe.packing.token_budget, device)
-
-
 @pytest.mark.gpu
-def test_on_a_gpu_rows_shrink_until_they_fit_in_its_memory(
-    model_path: Path, tmp_path: Path, console: Console
-) -> None:
+def test_on_a_gpu_rows_shrink_until_they_fit(model_path: Path, tmp_path: Path, console: Console) -> None:
     device = torch.device("cuda")
     scorer = load_scorer(model_path).to(device)
     torch.cuda.set_per_process_memory_fraction(0.05)

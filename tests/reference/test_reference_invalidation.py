@@ -6,14 +6,11 @@ Each goes through the recipe: a filled cache, one change, and how many sequences
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +18,8 @@ from safetensors.torch import load_file, save_file
 from support.tiny_run import tiny_run
 from transformers.utils import logging as transformers_logging
 
-from dpo_pack.data import sources
 from dpo_pack.model import fingerprint
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.reference.cache import ReferenceCache
-from dpo_pack.reference.compute import ReferenceWork, fill_cache
-from dpo_pack.run import pairs
 from dpo_pack.run.pairs import prepare_reference
 from dpo_pack.run.setup import prepare
 from dpo_pack.system.console import make_console
@@ -99,49 +92,6 @@ def test_what_changes_log_probs_computes_all_of_them_again(
     assert num_computed(work / "recipe.yaml", *overrides) == NUM_SEQUENCES
 
 
-def test_rows_that_are_added_to_a_file_with_ranges_are_the_only_new_ones(
-    filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work = Path(shutil.copytree(filled, tmp_path / "work"))
-    lines = (work / "pairs.jsonl").read_text().splitlines()
-    shutil.rmtree(work / "cache" / "tokens")
-    monkeypatch.setattr(sources, "SMALLEST_RANGE", 4)
-    assert num_computed(work / "recipe.yaml") == 0
-    (work / "pairs.jsonl").write_text("\n".join([*lines, lines[0].replace('"ask', '"ask ask')]))
-    prepared = prepare(load_recipe(work / "recipe.yaml"), make_console(quiet=True))
-    assert prepared.data.train.stores[0].ranges and prepared.data.report["rows_tokenized"] == 1
-    assert prepare_reference(prepared).num_computed == 2
-
-
-def test_sequences_that_another_run_computes_meanwhile_are_not_counted_as_this_run_s(
-    filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work = Path(shutil.copytree(filled, tmp_path / "work"))
-    shutil.rmtree(work / "cache" / "reference")
-
-    def two_runs_fill(cache: ReferenceCache, work: ReferenceWork, *rest: Any, **options: Any) -> None:
-        of_this = work.missing.copy()
-        of_this[::2] = False
-        fill_cache(cache, replace(work, missing=of_this), *rest, **options)
-        other = copy.copy(cache)  # in the same directory
-        fill_cache(other, replace(work, missing=work.missing & ~of_this), *rest, **options)
-
-    monkeypatch.setattr(pairs, "fill_cache", two_runs_fill)
-    done = prepare_reference(prepare(load_recipe(work / "recipe.yaml"), make_console(quiet=True)))
-    assert 0 < done.num_computed < NUM_SEQUENCES == done.num_computed + done.num_cached
-
-
-def test_other_token_ids_are_other_sequences(filled: Path, tmp_path: Path) -> None:
-    work = Path(shutil.copytree(filled, tmp_path / "work"))
-    text = (work / "pairs.jsonl").read_text() + (work / "heldout.jsonl").read_text()
-    (work / "pairs.jsonl").write_text(text.replace('"ask', '"ask ask'))
-    (work / "heldout.jsonl").write_text(text.splitlines()[-1] + "\n")
-    prepared = prepare(load_recipe(work / "recipe.yaml"), make_console(quiet=True))
-    table = prepared.data.train
-    num_train = len({key.tobytes() for key in (*table.chosen_keys, *table.rejected_keys)})
-    assert prepare_reference(prepared).num_computed >= num_train > 0
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -164,13 +114,5 @@ def test_other_token_ids_are_other_sequences(filled: Path, tmp_path: Path) -> No
     ],
     ids=lambda overrides: overrides[0].replace("${recipe_dir}", ""),
 )
-def test_what_changes_no_log_prob_computes_nothing_again(
-    overrides: tuple[str, ...], filled: Path, tmp_path: Path
-) -> None:
+def test_what_changes_no_log_prob_is_cached(overrides: tuple[str, ...], filled: Path, tmp_path: Path) -> None:
     assert num_computed(filled / "recipe.yaml", *overrides) == 0
-
-
-def test_pairs_in_another_order_compute_nothing_again(filled: Path, tmp_path: Path) -> None:
-    lines = (filled / "pairs.jsonl").read_text().splitlines()
-    (tmp_path / "reversed.jsonl").write_text("".join(line + "\n" for line in reversed(lines)))
-    assert num_computed(filled / "recipe.yaml", f"data.train={tmp_path / 'reversed.jsonl'}") == 0

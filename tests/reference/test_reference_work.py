@@ -14,15 +14,8 @@ from support.reference_pairs import NAMESPACE, Pair, make_table
 
 from dpo_pack.data.store import pair_lengths
 from dpo_pack.packing.lengths import AttentionKind, FloatArray, ModelShape, pair_flops
-from dpo_pack.reference.cache import ReferenceCache, sequence_table
-from dpo_pack.reference.compute import (
-    PassPlan,
-    PassSettings,
-    ReferenceWork,
-    find_work,
-    join_tables,
-    plan_pass,
-)
+from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.compute import PassPlan, PassSettings, ReferenceWork, find_work, plan_pass
 
 CPU = torch.device("cpu")
 # b's first pair is a's first with the sides exchanged, its second has a's first prompt and a new chosen.
@@ -41,29 +34,6 @@ def test_equal_sequences_are_missing_once_over_pairs_and_tables(tmp_path: Path) 
     # Shared: 3 + 1 (8 is common) + 1 + 2; 1 + 1 + 1 + 0; 3 + 1.
     assert pair_lengths(work.table).row_tokens(share_prompt=True, sides=work.sides).tolist() == [7, 3, 4]
     assert pair_lengths(work.table).row_tokens(share_prompt=False, sides=work.sides).tolist() == [11, 5, 4]
-
-
-def test_joined_tables_keep_the_sources_of_their_pairs() -> None:
-    tables = [make_table(TABLE_A), make_table(TABLE_B[:1])]
-    tables.append(join_tables(tables).select(np.array([2, 0])))
-    joined = join_tables(tables)
-    assert joined.source_indices.tolist() == [0, 0, 1, 3, 2] and len(joined.stores) == 4
-    groups = [table.group(pair) for table in tables for pair in range(table.num_pairs)]
-    assert [joined.group(pair).completions[0].tolist() for pair in range(5)] == [
-        group.completions[0].tolist() for group in groups
-    ]
-
-
-def test_a_pair_that_lacks_one_side_is_a_group_of_one(tmp_path: Path) -> None:
-    cache, table = ReferenceCache(tmp_path, NAMESPACE), make_table(TABLE_A)
-    cached = np.stack((table.rejected_keys[0], table.chosen_keys[1]))
-    cache.append(sequence_table(cached, np.array([-1.0, -2.0]), np.array([3, 2])))
-    work = find_work(cache, [table])
-    assert (work.sides.sum(), work.missing.sum()) == (4, 2)
-    assert work.missing.tolist() == [[True, False], [False, True]]
-    groups = [work.table.group(number, work.missing[number]) for number in range(2)]
-    assert [[c.tolist() for c in group.completions] for group in groups] == [[[8, 9]], [[6]]]
-    assert pair_lengths(work.table).row_tokens(share_prompt=True, sides=work.missing).tolist() == [5, 2]
 
 
 # ---- Rows
@@ -155,9 +125,7 @@ def test_the_costliest_row_comes_first_on_every_rank_and_ranks_are_even() -> Non
 
 
 @given(seed=st.integers(0, 1000), num_groups=st.integers(1, 40), num_ranks=st.integers(1, 4))
-def test_ranks_in_lockstep_have_as_many_rows_and_compute_each_once(
-    seed: int, num_groups: int, num_ranks: int
-) -> None:
+def test_ranks_in_lockstep_compute_equal_rows_each_once(seed: int, num_groups: int, num_ranks: int) -> None:
     work = random_work(num_groups, seed=seed)
     ranks = range(num_ranks)
     plans = [plan(work, rank=rank, num_ranks=num_ranks, in_lockstep=True) for rank in ranks]

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 from support.whole_runs import lines, stop_after, text, whole_run
 
-from dpo_pack.reports.ending import print_ending, print_next
 from dpo_pack.run.samples import read_samples
 from dpo_pack.trainer import train
 
@@ -18,9 +17,7 @@ def ending_of(console: Console) -> str:
     return text(console).partition("Done: ")[2]
 
 
-def test_the_ending_has_metrics_and_samples_from_before_and_after(
-    assets: Path, tmp_path: Path, console: Console
-) -> None:
+def test_the_ending_has_metrics_and_samples_of_both(assets: Path, tmp_path: Path, console: Console) -> None:
     run = tmp_path / "my run"
     few = ("logging.samples={num: 3, max_new_tokens: 4}", "optim.lr=0.01")
     train(whole_run(assets, run, *few), console)
@@ -53,27 +50,3 @@ def test_warnings_are_repeated_at_the_end_also_of_a_resumed_run(
     told = ending_of(console)
     assert "Warnings of this run:\n  after step 2: mend it\n\nNext:\n" in told
     assert "evaluate" not in told and "before" not in told  # nothing is held out, and there are no samples
-
-
-def test_samples_that_training_has_not_changed_take_one_line(
-    assets: Path, tmp_path: Path, console: Console
-) -> None:
-    settings = ("logging.samples={num: 2, max_new_tokens: 4}", "optim.lr=1e-12", "train.max_steps=1")
-    train(whole_run(assets, tmp_path / "run", *settings, "export.verify=full"), console)
-    told = ending_of(console)
-    assert "The samples are the same before and after training\n" in told
-    assert told.count("heldout") == 1  # no sample
-    assert told.index("Verified: ") < told.index("Next:")  # the commands are the last that is printed
-
-
-def test_an_online_run_tells_its_win_rate_and_cannot_be_evaluated_on_pairs(
-    tmp_path: Path, console: Console
-) -> None:
-    metrics = {"online/win_rate": 0.75, "online/scores": 2.0}
-    intervals = {"online/win_rate": [0.7, 0.8], "online/scores": [1.0, 3.0]}
-    (tmp_path / "metrics.jsonl").write_text('{"split": "train", "step": 1}\n')
-    (tmp_path / "run.json").write_text('{"status": "finished"}')
-    print_ending(tmp_path, {"asked": {**metrics, "intervals": intervals}}, (), console)
-    assert re.search(r"wins against the start +0\.750 \(0\.700 to 0\.800\)\s", text(console))
-    print_next(tmp_path, {"asked": metrics}, console, has_images=False)
-    assert "dpopack sample" in text(console) and "evaluate" not in text(console)

@@ -13,18 +13,16 @@ import pytest
 import yaml
 from PIL import Image
 from support.rows import write_rows
-from support.tiny_pictures import encoded, picture, picture_processor, trl_row, user
+from support.tiny_pictures import picture, picture_processor, trl_row
 from support.tiny_vision import vision_config
 
-from dpo_pack.data.formats import BadRow
 from dpo_pack.data.view import ShownRecipe
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports.pages import pairs_page
 from dpo_pack.reports.pair_views import render_pairs, to_json
-from dpo_pack.run.setup import check_recipe
-from dpo_pack.run.show import _content, show_recipe
+from dpo_pack.run.show import show_recipe
 from dpo_pack.system.console import _Console
-from dpo_pack.system.errors import DataError, ModelError
+from dpo_pack.system.errors import DataError
 
 PROCESSOR = picture_processor()
 
@@ -62,30 +60,6 @@ def test_a_picture_that_changes_while_it_is_shown_is_one_line(root: Path, shown:
     with pytest.raises(DataError, match=rf"{file} has changed .* run the same command again"):
         pairs_page(shown)
     picture(1).save(file)
-
-
-def test_a_processor_that_does_not_load_is_the_only_error_of_show_and_check(tmp_path: Path) -> None:
-    PROCESSOR.processor.tokenizer.save_pretrained(tmp_path / "model")
-    vision_config("idefics3").save_pretrained(tmp_path / "model")
-    data = {"train": write_rows(tmp_path / "pairs.jsonl", [trl_row(["a.png"])])}
-    model = {"path": str(tmp_path / "model"), "images": True}
-    recipe = {"output_dir": str(tmp_path / "run"), "model": model, "data": data}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    loaded = load_recipe(tmp_path / "recipe.yaml")
-    with pytest.raises(ModelError, match="model.path") as error:
-        show_recipe(loaded, _Console(verbose=False, file=io.StringIO(), width=80, force_terminal=False))
-    assert check_recipe(loaded)[1] == [str(error.value)]
-
-
-def test_content_has_the_beginnings_of_images_only(tmp_path: Path) -> None:
-    raw = encoded(picture(1, 400, 300))
-    url = "data:image/png;base64," + base64.b64encode(raw).decode()
-    part = {"type": "image_url", "image_url": {"url": url}}
-    row = {**trl_row([]), "prompt": user(part, {"type": "text", "text": "data: " + "y" * 200})}
-    bad = BadRow("media", "", {"pixels": raw})
-    for content in (_content(row, row), _content(bad, ())):
-        assert len(str(content)) < 600 < len(raw)
-    assert "y" * 200 in str(_content(row, row))
 
 
 def test_the_first_token_of_an_image_describes_it_and_the_file_has_all_tokens(shown: ShownRecipe) -> None:

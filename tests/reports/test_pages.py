@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from support.browser import run_browser
 from support.inspected_lengths import inspect
 from support.outline import Outline
@@ -57,26 +56,6 @@ def test_the_page_is_well_formed_and_self_contained_and_says_what_the_terminal_s
 
 
 # ---- In a browser
-
-
-def screenshot(page: Path, target: Path, *, dark: bool) -> set[tuple[int, ...]]:
-    """The colours on the page; its corner must be that of the scheme."""
-    image = pytest.importorskip("PIL.Image")
-    flags = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
-    run_browser(*flags, f"--screenshot={target}", "--window-size=1060,1600", page=page)
-    pixels = np.asarray(image.open(target).convert("RGB"))
-    assert pixels[0, 0].tolist() == ([0x14, 0x16, 0x1A] if dark else [0xF7, 0xF7, 0xF5])
-    return {tuple(colour) for colour in pixels[::3, ::3].reshape(-1, 3).tolist()}
-
-
-def test_a_browser_draws_the_page_in_light_and_in_dark(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text(packing_page(full_report()), encoding="utf-8")
-    light = screenshot(page, tmp_path / "light.png", dark=False)
-    dark = screenshot(page, tmp_path / "dark.png", dark=True)
-    # The panel and the text of the best budget.
-    assert {(0xFF, 0xFF, 0xFF), (0x12, 0x80, 0x6B)} <= light
-    assert {(0x1D, 0x20, 0x26), (0x4F, 0xC9, 0xAE)} <= dark
 
 
 def test_nothing_runs_out_of_a_narrow_screen(tmp_path: Path) -> None:

@@ -171,9 +171,7 @@ def test_a_fault_is_named_with_its_remedy_in_every_view(
         assert re.search(f"WARNING pairs.jsonl, {where}.*Remedy: .*{remedy}", text), text
 
 
-def test_the_remedy_for_cut_pairs_keeps_the_longest_and_names_only_the_limit_that_is_too_low(
-    shows: Shows,
-) -> None:
+def test_the_remedy_for_cut_pairs_keeps_the_longest_and_names_the_low_limit(shows: Shows) -> None:
     prompt = [1, *range(10, 40)]  # 31 tokens
     ids: Row = {"chosen_ids": [50, 51, 2], "rejected_ids": [52, 2]}
     rows = [{**ids, "prompt_ids": prompt}, {**ids, "prompt_ids": [1, 2]}]
@@ -183,23 +181,6 @@ def test_the_remedy_for_cut_pairs_keeps_the_longest_and_names_only_the_limit_tha
     ):
         (fault,) = shows(rows, "data.truncation=prompt_left", *limits).report["warnings"]
         assert fault["remedy"].startswith(remedy) and fault["rows"] == [1]
-
-
-def test_a_fault_names_the_column_of_the_format_where_its_texts_are(shows: Shows) -> None:
-    rows = [
-        {"instruction": f"why, {number}?", "chosen": f"id-{number}", "rejected": f"no {number}"}
-        for number in range(30)
-    ]
-    compared = [
-        {"prompt": f"p-{row['chosen']}", "first": row["chosen"], "second": row["rejected"], "preference": -1}
-        for row in rows
-    ]
-    remedies = [fault["remedy"] for some in (rows, compared) for fault in shows(some).report["warnings"]]
-    assert [re.findall(r"columns\.(\w+)", remedy) for remedy in remedies] == [
-        ["chosen"],
-        ["prompt"],
-        ["first", "second"],  # a row's preference decides which of them is chosen
-    ]
 
 
 @pytest.mark.parametrize(
@@ -238,17 +219,6 @@ def test_json_has_each_token_that_the_model_gets_with_id_text_part_and_score(sho
     assert [(reason["name"], reason["count"]) for reason in value["left_out"]] == [("empty_completion", 1)]
 
 
-def test_each_token_is_scored_or_not(shows: Shows) -> None:
-    row: Row = {"prompt_ids": [5, 6], "chosen_ids": [7, 8, 9, 2], "rejected_ids": [7, 10, 2]}
-    shown = shows([{**row, "chosen_weights": [1, 0, 1, 1]}])
-    scored = [token["scored"] for token in shown.report["pairs"][0]["chosen"]]
-    assert scored == [False, False, True, False, True, True] and "3 of them scored" in screen(shown)
-    turns = [("assistant", "call"), ("user", "go on"), ("assistant", "It is sunny.")]
-    row = {**CHAT, "chosen": [{"role": role, "content": content} for role, content in turns]}
-    scored = [token["text"] for token in shows([row]).report["pairs"][0]["chosen"] if token["scored"]]
-    assert "".join(scored) == "call</s>\nIt is sunny.</s>\n"
-
-
 @pytest.mark.parametrize("text", ["Zażółć 日本語 👍🏽!", "tab\tand\x1b[31m[b]x[/b]\u200b", "a\n\n b  c "])
 def test_the_texts_of_tokens_are_the_text_whatever_its_characters(text: str, shows: Shows) -> None:
     shown = shows([{**PAIR, "chosen": text}] * 3)
@@ -264,17 +234,6 @@ def test_half_of_a_surrogate_pair_is_shown_in_every_view(shows: Shows, tmp_path:
     for text in (screen(shown), pairs_page(shown), to_json(shown)):
         assert b"ud800" in text.encode()
     assert as_json(shown)["dropped"][0]["content"]["chosen"] == "\ud800"
-
-
-def test_what_both_completions_begin_with_is_counted_and_marked(shows: Shows) -> None:
-    shown = shows([{"prompt": "ask", "chosen": "one two", "rejected": "one red"}] * 2)
-    pair = shown.report["pairs"][0]
-    differs = [a["id"] != b["id"] for a, b in zip(pair["chosen"], pair["rejected"], strict=False)]
-    shared = differs.index(True)
-    num_prompt = len(tiny_tokenizer()("ask")["input_ids"])
-    assert pair["shared_tokens"] == shared > num_prompt
-    assert f"the first {shared - num_prompt} in both" in joined(screen(shown))
-    assert screen(shown).count("[differs]") == 4
 
 
 def test_tokens_that_were_cut_are_shown_as_cut_and_are_not_among_those_of_the_model(shows: Shows) -> None:
@@ -298,21 +257,10 @@ def test_tokens_that_were_cut_are_shown_as_cut_and_are_not_among_those_of_the_mo
     assert re.search(r"</s>\] ?\[no EOS\]", joined(screen(shown)))
 
 
-def test_ids_are_on_the_screen_for_pairs_that_are_asked_for(shows: Shows) -> None:
-    rows = [PAIR, EMPTY, {**PAIR, "prompt": "Which one?"}]
-    text = screen(shows(rows, asked=[3]))
-    first = tiny_tokenizer()("Which one?")["input_ids"][0]
-    assert f"({first})" in text and "pairs.jsonl line 3" in text and "pairs.jsonl line 1" not in text
-    left_out = screen(shows(rows, asked=[2]))
-    assert "pairs.jsonl line 2: the chosen completion is empty" in left_out and "PROMPT" not in left_out
-
-
 # ---- What is read, and what is left out
 
 
-def test_only_the_first_rows_are_tokenised_and_the_screen_says_so(
-    shows: Shows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_first_rows_are_tokenised_and_told(shows: Shows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dpo_pack.run.show, "FIRST_ROWS", 5)
     rows: list[Row | str] = [*([PAIR] * 9), "{bad", PAIR]
     shown = shows(rows)
@@ -329,29 +277,6 @@ def test_only_the_first_rows_are_tokenised_and_the_screen_says_so(
     assert "5 of 5 rows tokenised" in joined(screen(shows([PAIR] * 5)))
 
 
-def test_rows_that_are_left_out_have_their_reason_file_row_and_text(shows: Shows) -> None:
-    rows: list[Row | str] = [
-        PAIR,
-        "[1, 2]",
-        {"prompt": "x"},
-        {**PAIR, "prompt": 3},
-        '{"prompt": "a", "prompt": "b"}',
-        {**PAIR, "chosen": " long" * 3000},
-    ]
-    shown = shows(rows)
-    text = joined(screen(shown))
-    for place, content in {
-        "line 2: no JSON object": "[1, 2]",
-        "line 3: no column 'chosen'": "prompt: x",
-        "line 4: prompt is a number": "rejected: The second one.",
-        "line 5: a JSON object has the key 'prompt' twice": "prompt: b",
-        "line 6: ": "characters not shown here; --html shows all]",
-    }.items():
-        assert place in text and content in text, place
-    assert " long" * 3000 in re.sub(r"\s+", " ", pairs_page(shown))
-    assert [row["row"] for row in as_json(shown)["dropped"]] == [2, 3, 4, 5, 6]
-
-
 def test_rows_that_are_left_out_are_listed_without_pairs_and_counted(shows: Shows) -> None:
     shown = shows([PAIR, *([EMPTY] * 7)], reads_all=True)
     text = screen(shown, lists_dropped=True)
@@ -359,15 +284,6 @@ def test_rows_that_are_left_out_are_listed_without_pairs_and_counted(shows: Show
     assert "[2 more of these rows; " in text
     assert "PROMPT" not in text and "packed row" not in text and len(shown.report["pairs"]) == 1
     assert "[6 more of these rows; " in screen(shown)
-
-
-def test_a_long_prompt_is_shortened_with_the_number_of_tokens_and_the_page_has_them_all(shows: Shows) -> None:
-    words = [f"w{number}" for number in range(200)]
-    shown = shows([{**PAIR, "prompt": " ".join(words)}])
-    num_tokens = sum(token["part"] == "prompt" for token in shown.report["pairs"][0]["chosen"])
-    assert f"[{num_tokens - 160:,} tokens not shown here; --html shows all]" in joined(screen(shown))
-    page = page_text(shown)
-    assert all(word in page for word in words)
 
 
 def test_a_pair_with_more_tokens_than_the_model_has_positions_is_a_fault(shows: Shows) -> None:
@@ -384,12 +300,6 @@ def test_max_pairs_ends_the_reading_as_in_a_run(shows: Shows) -> None:
     shown = shows([PAIR] * 5, "data.train.0.max_pairs=2")
     source = shown.report["sources"][0]
     assert (source["rows_read"], source["pairs_kept"], source["rows"]) == (2, 2, None)
-
-
-@pytest.mark.parametrize("asked", [4, 10**9])
-def test_a_row_that_is_not_there_is_refused(asked: int, shows: Shows) -> None:
-    with pytest.raises(RecipeError, match=rf"--pair {asked}: .*line .*pairs\.jsonl"):
-        shows([PAIR] * 3, asked=[asked])
 
 
 def test_a_source_without_rows_and_an_online_recipe_are_refused(shows: Shows) -> None:
@@ -411,9 +321,7 @@ def test_a_source_without_rows_and_an_online_recipe_are_refused(shows: Shows) ->
         ("packing.mode=padded", {"prompt": 14, "chosen": 6, "rejected": 6}),
     ],
 )
-def test_one_packed_row_is_made_of_the_pairs_that_were_read(
-    override: str, tokens: dict[str, int], shows: Shows
-) -> None:
+def test_one_packed_row_is_made_of_those_pairs(override: str, tokens: dict[str, int], shows: Shows) -> None:
     shown = shows([PAIR] * 3, override)
     row = shown.report["packed_row"]
     assert row["pairs"] == {f"pairs.jsonl line {number}": tokens for number in (1, 2, 3)}
@@ -452,9 +360,7 @@ def test_a_note_says_what_is_wrong_with_a_pair(shows: Shows) -> None:
     )
 
 
-def test_held_out_sources_are_shown_after_the_training_data_with_their_faults(
-    shows: Shows, tmp_path: Path
-) -> None:
+def test_held_out_sources_are_shown_after_training_data_with_faults(shows: Shows, tmp_path: Path) -> None:
     rows = [{"prompt": f"ask {n}", "chosen": " yes", "rejected": " no"} for n in range(3)]
     repeated = [{"prompt": "the red moon", "chosen": "the red moon yes", "rejected": "the red moon no"}] * 3
     write_rows(tmp_path / "held.jsonl", repeated)

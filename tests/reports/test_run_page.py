@@ -24,7 +24,6 @@ from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.data.store import join_pairs, write_store
 from dpo_pack.packing.lengths import Group
-from dpo_pack.reports import run_files
 from dpo_pack.reports.pages import run_page
 from dpo_pack.reports.run_files import lowest_margins, read_metrics, read_runs
 from dpo_pack.system.errors import RunError
@@ -142,18 +141,6 @@ def test_more_than_2000_lines_become_means_of_successive_lines_and_the_page_says
     found = read_metrics(tmp_path / "metrics.jsonl", 3)
     assert found["steps"] == [2, 4, 5] and found["lines_per_point"] == 2
     assert found["curves"] == {"loss": [1, 3, 5.5], "entropy": [None, 1, None]}
-
-
-def test_of_many_evaluations_and_notes_some_are_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [{**evaluation(step, 0.5), "source": name} for step in range(11) for name in ("a", "b")]
-    write_rows(run / "metrics.jsonl", lines)
-    log = "".join(f"  Note: {name}\nstep 1\n" for name in ("moo", "moo", "baa", "cluck", "quack"))
-    (run / "console.log").write_text(log)
-    monkeypatch.setattr(run_files, "_MOST_POINTS", 8)
-    monkeypatch.setattr(run_files, "_MOST_NOTES", 2)
-    (found,) = read_runs([run])
-    steps = [[line["step"] for line in lines] for lines in found["evals"].values()]
-    assert steps == [[0, 2, 4, 6, 8, 9, 10]] * 2 and found["notes"] == ["moo", "baa"]
 
 
 @pytest.mark.slow

@@ -21,9 +21,7 @@ def shown(width: int, monkeypatch: pytest.MonkeyPatch, **completions: list[str])
     return stream.getvalue()
 
 
-def test_lines_of_a_completion_stay_lines_and_control_characters_do_not_act(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lines_of_a_completion_stay_and_control_characters_are_inert(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(80, monkeypatch, model=["one\n\x1b[2Jtwo", "three"])
     lines = [line.strip() for line in text.splitlines()]
     assert lines[lines.index("one") + 1] == "\\x1b[2Jtwo"

@@ -127,12 +127,6 @@ def test_the_next_batch_is_made_before_the_host_waits_for_the_step(
 # ---- Results behind
 
 
-@pytest.fixture
-def one_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are read as they are on CUDA, when the next one is queued."""
-    monkeypatch.setitem(reference_pass.ROWS_BEHIND, "cpu", 1)
-
-
 def test_a_pass_that_reads_a_row_behind_fills_the_cache_bit_for_bit(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,8 +140,9 @@ def test_a_pass_that_reads_a_row_behind_fills_the_cache_bit_for_bit(
 
 
 def test_behind_as_well_an_interrupted_pass_keeps_what_was_read_and_a_full_memory_loses_nothing(
-    one_behind: None, model_path: Path, tmp_path: Path
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(reference_pass.ROWS_BEHIND, "cpu", 1)  # as on CUDA
     cache, tables = ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(20))]
     scorer, done = load_scorer(model_path), [0]
 
@@ -177,9 +172,7 @@ def test_copies_are_read_without_waiting_for_what_was_queued_later() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "loss", ["loss.type=sigmoid", "loss.weighting=wpo", "loss.ld_alpha=0.5", "loss.type=aot"]
-)
+@pytest.mark.parametrize("loss", ["loss.type=sigmoid", "loss.weighting=wpo"])
 def test_on_cuda_a_step_of_packed_rows_and_the_next_batch_wait_for_nothing(
     loss: str, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,6 @@ from support.two_ranks import run_on_ranks
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from dpo_pack.model.facts import router_balance, router_sentence
 from dpo_pack.model.layout import packed_row, padded_row
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.setup import check_recipe
@@ -158,9 +157,7 @@ def _train_on_ranks(assets: Path, directory: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_have_the_load_balancing_loss_of_one(
-    assets: Path, one_row: list[Any], tmp_path: Path
-) -> None:
+def test_two_processes_balance_as_one(assets: Path, one_row: list[Any], tmp_path: Path) -> None:
     run_on_ranks(_train_on_ranks, assets, tmp_path)
     one_pair = steps_of(assets, tmp_path / "alone", **ONE_PAIR)
     for strategy in ("ddp", "fsdp2"):
@@ -183,9 +180,7 @@ def test_a_token_counts_once_for_each_sequence_that_has_it() -> None:
     assert padded is not None and padded.reshape(4, 5).sum(dim=1).tolist() == [4, 5, 2, 3]
 
 
-def test_a_coefficient_is_refused_where_transformers_has_no_load_balancing_loss(
-    assets: Path, tmp_path: Path
-) -> None:
+def test_a_coefficient_is_refused_where_transformers_has_no_such_loss(assets: Path, tmp_path: Path) -> None:
     directory = tmp_path / "dense"
     tiny_tokenizer().save_pretrained(directory / "model")
     write_rows(directory / "pairs.jsonl", pairs())
@@ -217,9 +212,7 @@ def test_a_mixture_does_not_go_on_with_another_load_balancing_loss(assets: Path,
 
 
 @pytest.mark.slow
-def test_a_finished_mixture_is_not_finished_with_another_load_balancing_loss(
-    assets: Path, tmp_path: Path
-) -> None:
+def test_a_finished_mixture_is_not_finished_with_another_balancing_loss(assets: Path, tmp_path: Path) -> None:
     def recipe(run: str, coefficient: float | None, assets: Path = assets) -> Recipe:
         return recipe_of(assets, tmp_path / run, packing={}, loss={"router_aux_coef": coefficient})
 
@@ -234,12 +227,3 @@ def test_a_finished_mixture_is_not_finished_with_another_load_balancing_loss(
     write_rows(dense / "pairs.jsonl", pairs())
     for coefficient in (None, 0.0):  # the second run is finished: it has no such loss in any case
         train(recipe("plain", coefficient, dense), Console(quiet=True))
-
-
-@pytest.mark.parametrize("family", ["mixtral", "llama4_text", "deepseek_v3"])
-def test_the_start_says_which_load_balancing_loss_a_mixture_has(family: str) -> None:
-    model = tiny_model(family)
-    told = [router_sentence(model, given, router_balance(model, given)) for given in (None, 0.0)]
-    assert "loss.router_aux_coef: 0" in told[1] and told[0] != told[1]
-    if family == "mixtral":
-        assert "0.5 (" in router_sentence(model, 0.5, router_balance(model, 0.5))

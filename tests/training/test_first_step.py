@@ -74,9 +74,7 @@ def test_the_policy_as_it_starts_is_its_reference(
 
 
 @pytest.mark.parametrize("autocast", [pytest.param("none", marks=pytest.mark.slow), "bfloat16"])
-def test_experts_at_near_ties_are_no_failure(
-    autocast: str, job: Path, tmp_path: Path, console: Console
-) -> None:
+def test_experts_near_ties_are_no_failure(autocast: str, job: Path, tmp_path: Path, console: Console) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
     tiny_model("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")

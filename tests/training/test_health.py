@@ -155,9 +155,7 @@ def test_the_load_balancing_loss_is_no_reason_to_suspect_the_first_loss() -> Non
         (0.7, 0.79, {"eval_precision": "float16", "margin_noise": 0.0123}, "rounds a margin by about 0.012"),
     ],
 )
-def test_what_a_held_out_set_can_show(
-    low: float, high: float, changes: dict[str, Any], expected: str
-) -> None:
+def test_what_held_out_pairs_show(low: float, high: float, changes: dict[str, Any], expected: str) -> None:
     record = {"pairs": 400, "intervals": {"rewards/accuracies": [low, high]}, **changes}
     assert what_can_be_told(record).endswith(expected)
     assert not what_can_be_told({**record, "intervals": {}})

@@ -13,7 +13,6 @@ from support.reference_pairs import load_scorer, make_table, random_pairs
 from support.two_ranks import run_on_ranks
 from torch import Tensor
 
-import dpo_pack.training.held_out as held_out
 from dpo_pack.data.store import PairTable
 from dpo_pack.losses.objective import Objective, make_objective
 from dpo_pack.model.scorer import CompletionLogps
@@ -57,9 +56,7 @@ def evaluate(policy: CompletionLogps, *, token_budget: int = 64, packed: bool = 
     return evaluate_pairs(policy, make_builder(packed=packed), OBJECTIVE, token_budget=token_budget)
 
 
-def test_values_are_in_the_table_s_order_and_do_not_depend_on_rows(
-    policy: CompletionLogps, model_path: Path
-) -> None:
+def test_values_are_in_the_table_s_order_whatever_the_rows(policy: CompletionLogps, model_path: Path) -> None:
     values = evaluate(policy)
     builder = make_builder()
     for pair in (0, 7, NUM_PAIRS - 1):
@@ -243,15 +240,3 @@ def test_intervals_hold_the_true_mean_about_95_times_in_100() -> None:
         low, high = mean_intervals(random.exponential(size=(80, 1)), seed=trial)[0]
         held += low <= 1.0 <= high
     assert 0.89 <= held / 200 <= 0.99
-
-
-@pytest.mark.parametrize(("num_pairs", "resamples"), [(10, 1000), (50, 600), (1000, 200)])
-def test_many_pairs_take_fewer_resamples_but_at_least_200(
-    num_pairs: int, resamples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = np.random.default_rng(7).normal(size=(num_pairs, 1))
-    monkeypatch.setattr(held_out, "_MAX_DRAWS", 30_000)
-    found = mean_intervals(values, seed=0)
-    monkeypatch.setattr(held_out, "_MAX_DRAWS", 10**9)
-    monkeypatch.setattr(held_out, "NUM_RESAMPLES", resamples)
-    assert np.array_equal(mean_intervals(values, seed=0), found)

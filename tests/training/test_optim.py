@@ -70,9 +70,7 @@ FLOOR: dict[str, Any] = {"min_lr_ratio": 0.2}
         ("constant_with_warmup", {"warmup_steps": 2}, [0.0, 0.5, 1.0, 1.0, 1.0]),
     ],
 )
-def test_the_learning_rates_of_a_schedule_by_hand(
-    name: str, options: dict[str, Any], expected: list[float]
-) -> None:
+def test_the_rates_of_a_schedule_by_hand(name: str, options: dict[str, Any], expected: list[float]) -> None:
     """Of four steps and one more."""
     assert rates(name, num_steps=4, **options) == pytest.approx(expected)
 
@@ -81,9 +79,7 @@ def test_the_learning_rates_of_a_schedule_by_hand(
     ("num_steps", "ratio", "steps", "expected"),
     [(100, 0.1, None, 10), (101, 0.1, None, 11), (3, 0.0, None, 0), (100, 0.1, 0, 0), (100, 0.1, 7, 7)],
 )
-def test_warm_up_steps_replace_the_ratio_which_rounds_up(
-    num_steps: int, ratio: float, steps: int | None, expected: int
-) -> None:
+def test_warm_up_steps_replace_ratios(num_steps: int, ratio: float, steps: int | None, expected: int) -> None:
     assert OptimRecipe(warmup_ratio=ratio, warmup_steps=steps).num_warmup_steps(num_steps) == expected
 
 
@@ -96,9 +92,7 @@ def test_warm_up_steps_replace_the_ratio_which_rounds_up(
         (1e-12, 4, 0, "too small"),
     ],
 )
-def test_a_rate_that_is_never_reached_or_moves_nothing_is_told(
-    lr: float, num_steps: int, warmup_steps: int, told: str
-) -> None:
+def test_a_rate_without_effect_is_told(lr: float, num_steps: int, warmup_steps: int, told: str) -> None:
     network = nn.Linear(8, 8)
     warnings = schedule_warnings(
         build("adamw", network), lr=lr, num_steps=num_steps, warmup_steps=warmup_steps

@@ -92,16 +92,6 @@ def test_a_resumed_run_cuts_off_later_steps_also_inside_of_a_file(tmp_path: Path
     assert list(log.directory.iterdir()) == []
 
 
-def test_many_pairs_are_written_before_a_checkpoint_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dpo_pack.training.records._MOST_WAITING", 4)
-    log = new_log(tmp_path)
-    for step in (1, 2, 3):
-        add_step(log, step, [0, 1])
-    assert {line["step"] for line in read(log)} == {1, 2}
-
-
 def write_on_ranks(directory: Path) -> None:
     log = new_log(directory)
     mine = [[0, 3], [1, 5, 2]][ranks.rank()]
