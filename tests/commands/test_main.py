@@ -622,15 +622,13 @@ def test_a_page_that_cannot_be_written_is_one_line_and_ends_no_finished_run(
     assert outcome.status == 2 and outcome.err.count("\n") == 1 and "No space left" in outcome.err
 
 
-def test_recipe_prints_what_can_be_begun_with(dpopack: Dpopack, tmp_path: Path) -> None:
-    short, full = dpopack("recipe", "--defaults"), dpopack("recipe", "--defaults", "--all")
-    assert (short.status, full.status) == (0, 0) and len(short.out) < 1200 < len(full.out) / 8
-    (tmp_path / "dpo.yaml").write_text("learning_rate: 3e-7\nmodel_name_or_path: a/b\ndataset_name: c/d\n")
-    translated = dpopack("recipe", "--from", "trl", tmp_path / "dpo.yaml")
-    assert translated.status == 0 and yaml.safe_load(translated.out)["optim"]["lr"] == 3e-7
-    assert translated.err == "" and "No counterpart" not in translated.out
-    (tmp_path / "dpo.yaml").write_text("model_name_or_path: a/b\ndataset_name: c/d\nuse_dora: true\n")
-    assert "no counterpart" in dpopack("recipe", "--from", "trl", tmp_path / "dpo.yaml").err
+def test_recipe_translates_and_names_what_has_no_counterpart(dpopack: Dpopack, tmp_path: Path) -> None:
+    known = "learning_rate: 3e-7\nmodel_name_or_path: a/b\ndataset_name: c/d\n"
+    for text, is_told in ((known, False), (known + "use_dora: true\n", True)):
+        (tmp_path / "dpo.yaml").write_text(text)
+        translated = dpopack("recipe", "--from", "trl", tmp_path / "dpo.yaml")
+        assert translated.status == 0 and yaml.safe_load(translated.out)["optim"]["lr"] == 3e-7
+        assert ("no counterpart" in translated.err) == bool(translated.err) == is_told
     assert {"model", "data", "output_dir"} <= set(json.loads(dpopack("recipe", "--schema").out)["required"])
 
 

@@ -189,6 +189,24 @@ def test_an_error_has_the_line_that_reads_the_rows(row: dict[str, Any], line: st
     assert [pair.prompt for pair in pairs_of(path, columns={field: column})] == [[ASK]]
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (LFS, "Git LFS"),
+        ("why".encode("utf-16"), "UTF-16"),
+        (b"<!DOCTYPE html>", "a page"),
+        (b"[{}]", "array"),
+    ],
+)
+def test_files_are_called_what_they_are(content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=says):
+        pairs_of(tmp_path / "a.jsonl")
+
+
 def test_template_options_come_from_the_recipe_the_source_and_the_row() -> None:
     settings = TokenizationSettings(
         format="conversational", max_length=1000, template_options={"a": 1, "thinking": 2}

@@ -204,10 +204,6 @@ NOT_UTF_8 = "not UTF-8: byte 0xff.*; save it as UTF-8"
         ("a.jsonl.gz", gzip.compress(json_lines(ROWS), mtime=0)[:-12], CUT_OFF),
         ("a.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)[:-12], CUT_OFF),
         ("a.csv.gz", gzip.compress(CSV, mtime=0)[:-12], CUT_OFF),
-        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "Git LFS pointer"),
-        ("a.csv", "prompt,chosen,rejected\n".encode("utf-16"), "UTF-16 text"),
-        ("a.jsonl", b"<!DOCTYPE html>\n<html>", "a page of the web"),
-        ("a.jsonl", b'[{"prompt": "why"}]', "a JSON array"),
         *(
             (name, OTHER_KIND, "cannot be read")
             for name in ("a.jsonl.gz", "a.json.gz", "a.parquet", "a.arrow")

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.groups import CPU
 from torch import Tensor
 
 from dpo_pack.model.attention.sdpa import sdpa_attention
-from dpo_pack.model.attention.segments import AttentionOptions, make_segments
-from dpo_pack.proofs.layers import SeamCall, attention_error, plain_attention
+from dpo_pack.model.attention.segments import AttentionOptions
+from dpo_pack.proofs.layers import SeamCall, attention_error
 
 PLAIN = AttentionOptions(scale=0.25, window=None, softcap=None, sinks=None)
 LLAMA = SeamCall(num_heads=4, num_kv_heads=2, head_dim=16, value_head_dim=16, options=PLAIN, has_sinks=False)
@@ -71,18 +70,3 @@ def not_a_number(*inputs: Any) -> Tensor:
 )
 def test_a_wrong_kernel_exceeds_every_dtype_s_bound(attention: Any, name: str, dtype: torch.dtype) -> None:
     assert min(ratios(attention, CALLS[name], dtype)) > 1.0
-
-
-@pytest.mark.parametrize("num_queries", [1, 5, 9])
-def test_plain_attention_is_torch_s_where_torch_has_it(num_queries: int) -> None:
-    """Of one segment, causal from the end of its keys."""
-    torch.manual_seed(0)
-    num_keys = 9
-    query, key, value = (torch.randn(length, 4, 8) for length in (num_queries, num_keys, num_keys))
-    segments = make_segments((num_queries,), (num_keys,), torch.device("cpu"))
-    options = AttentionOptions(scale=0.3, window=None, softcap=None, sinks=None)
-    ours = plain_attention(query, key, value, segments, options)
-    mask = torch.ones(num_queries, num_keys).tril(num_keys - num_queries).bool()
-    q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
-    torch.testing.assert_close(ours, theirs.transpose(0, 1))

@@ -70,40 +70,36 @@ def test_a_bound_that_a_server_s_weights_must_exceed_is_refused() -> None:
         load(served, "online.max_staleness_steps=7", text=ONLINE)
 
 
-def test_a_run_goes_on_with_another_server_and_batch_but_not_with_another_judge() -> None:
-    begun = load(f"online.generator={{type: http, endpoint: {SERVER}}}", text=ONLINE)
-    moved = load(
-        "online.generator={type: http, endpoint: {url: 'http://other:1/v1', model: m}}",
-        "online.offload_reference=true",
-        text=ONLINE,
-    )
-    assert changed_keys(begun, moved) == []
-    vllm = load("online.generator={type: vllm}", text=ONLINE)
-    smaller = load("online.generator={type: vllm, gpu_memory_utilization: 0.2}", text=ONLINE)
-    assert changed_keys(vllm, smaller) == []
-    assert changed_keys(load(text=ONLINE), vllm) == ["online.generator.type"]
-    judged, elsewhere = (
-        load(f"online.judges=[{{type: llm, endpoint: {server}}}]", text=ONLINE)
-        for server in (
-            "{url: 'http://one:1/v1', model: m}",
-            "{url: 'http://two:2/v1', model: m, api_key_env: K, retries: 9, extra_body: {effort: low}}",
-        )
-    )
-    assert changed_keys(judged, elsewhere) == []
-    server = "endpoint: {url: 'http://one:1/v1', model: m}"
-    longer, hotter, other_form = (
-        load(f"online.judges=[{{type: llm, {server}, {key}}}]", text=ONLINE)
-        for key in ("max_new_tokens: 9", "temperature: null", "verdict: 'Winner: (.)'")
-    )
-    assert changed_keys(judged, longer) == []
-    assert changed_keys(judged, hotter) == ["online.judges.0.temperature"]
-    assert changed_keys(judged, other_form) == ["online.judges.0.verdict"]
-    another = load(
-        "online.judges=[{type: llm, endpoint: {url: 'http://one:1/v1', model: other}}]", text=ONLINE
-    )
-    assert changed_keys(judged, another) == ["online.judges.0.endpoint.model"]
-    other = load("online.judges.0.function=my.judges:other", "online.top_p=0.9", text=ONLINE)
-    assert changed_keys(load(text=ONLINE), other) == ["online.judges.0.function", "online.top_p"]
+def http(url: str) -> str:
+    return f"online.generator={{type: http, endpoint: {{url: '{url}', model: m}}}}"
+
+
+def judged(model: str = "m", url: str = "http://one:1/v1", *, more: str = "", of_judge: str = "") -> str:
+    return f"online.judges=[{{type: llm, endpoint: {{url: '{url}', model: {model}{more}}}{of_judge}}}]"
+
+
+VLLM, SMALLER = (f"online.generator={{type: vllm{more}}}" for more in ("", ", gpu_memory_utilization: 0.2"))
+
+
+@pytest.mark.parametrize(
+    ("begun", "now", "changed"),
+    [
+        ([http("http://one:1/v1")], [http("http://other:1/v1"), "online.offload_reference=true"], []),
+        ([VLLM], [SMALLER], []),
+        ([], [VLLM], ["generator.type"]),
+        ([judged()], [judged(url="http://two:2/v1", more=", api_key_env: K, retries: 9")], []),
+        ([judged()], [judged(of_judge=", max_new_tokens: 9")], []),
+        ([judged()], [judged(of_judge=", temperature: null")], ["judges.0.temperature"]),
+        ([judged()], [judged(of_judge=", verdict: 'Winner: (.)'")], ["judges.0.verdict"]),
+        ([judged()], [judged("other")], ["judges.0.endpoint.model"]),
+        ([], ["online.judges.0.function=a.b:c", "online.top_p=0.9"], ["judges.0.function", "top_p"]),
+    ],
+)
+def test_a_run_goes_on_with_another_server_and_batch_but_not_with_another_judge(
+    begun: list[str], now: list[str], changed: list[str]
+) -> None:
+    found = changed_keys(load(*begun, text=ONLINE), load(*now, text=ONLINE))
+    assert found == [f"online.{key}" for key in changed]
     assert changed_keys(load(text=ONLINE), load("train.max_steps=9"))[0].startswith("online")
 
 
