@@ -20,14 +20,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
-from pyarrow.acero import (
-    AggregateNodeOptions,
-    Declaration,
-    FilterNodeOptions,
-    ProjectNodeOptions,
-    ScanNodeOptions,
-)
 from tokenizers import Tokenizer
 
 from dpo_pack.data.store import PairTable, open_store
@@ -160,6 +152,8 @@ def lowest_margins(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     A pair has source, row, margin (the mean: by the last one the policy knows wrong labels by heart),
     num_times, last_step and texts (prompt, chosen, rejected; empty if their tokens are not at hand).
     """
+    from pyarrow import acero, dataset  # imports pandas, which no step needs
+
     parts = sorted((run["path"] / "pairs.parquet").glob("part-*.parquet"))
     if not parts:
         return []
@@ -171,13 +165,15 @@ def lowest_margins(run: Mapping[str, Any]) -> list[dict[str, Any]]:
         ("step", "hash_max", None, "last_step"),
     ]
     streamed = [
-        Declaration("scan", ScanNodeOptions(ds.dataset(parts), columns=["source", *columns])),
-        Declaration("filter", FilterNodeOptions(pc.is_finite(pc.field("margin")))),
-        Declaration("project", ProjectNodeOptions(list(columns.values()), list(columns))),
-        Declaration("aggregate", AggregateNodeOptions(sums, keys=["source", "row"])),
+        acero.Declaration(
+            "scan", acero.ScanNodeOptions(dataset.dataset(parts), columns=["source", *columns])
+        ),
+        acero.Declaration("filter", acero.FilterNodeOptions(pc.is_finite(pc.field("margin")))),
+        acero.Declaration("project", acero.ProjectNodeOptions(list(columns.values()), list(columns))),
+        acero.Declaration("aggregate", acero.AggregateNodeOptions(sums, keys=["source", "row"])),
     ]
     # On one thread, each process adds up in the same order.
-    pairs = Declaration.from_sequence(streamed).to_table(use_threads=False)
+    pairs = acero.Declaration.from_sequence(streamed).to_table(use_threads=False)
     order = [("margin", "ascending"), ("source", "ascending"), ("row", "ascending")]
     lowest = pairs.sort_by(order).slice(0, _MOST_PAIRS).to_pylist()
     texts = _texts(run, [(pair["source"], pair["row"]) for pair in lowest])
