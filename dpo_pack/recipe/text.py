@@ -60,6 +60,13 @@ class _RecipeLoader(yaml.SafeLoader):
 class _RecipeDumper(yaml.SafeDumper):
     """Quotes text that YAML 1.1 or YAML 1.2 would read as another type."""
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """YAML 1.1 reads these characters as line breaks, unless they are escapes in double quotes."""
+        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_RecipeDumper.add_representer(str, _RecipeDumper.represent_text)
 
 # The types of unquoted values in YAML 1.2; all others are text. PyYAML follows YAML 1.1, which reads 5e-7 as
 # text, 010 as 8, 1:30 as 90 and no as false.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.tiny_recipe import SMALLEST, load, message_of
 
@@ -159,6 +159,7 @@ def test_any_text_is_a_recipe_or_refused_in_one_line(tmp_path: Path, text: str) 
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     fraction=st.floats(min_value=0, max_value=1, exclude_min=True, exclude_max=True),
 )
+@example(system_prompt="\u2028", run_name="a\x85", lr=1.0, fraction=0.5)
 def test_a_dumped_recipe_is_the_same(system_prompt: str, run_name: str, lr: float, fraction: float) -> None:
     tree = yaml.safe_load(SMALLEST)
     tree["data"] |= {"eval": {"fraction": fraction}, "system_prompt": system_prompt}
