@@ -49,7 +49,8 @@ def test_a_run_has_the_tokens_pixels_and_log_probs_of_the_family_s_own_processor
     with monkeypatch.context() as patch:
         patch.setattr(AutoProcessor, "from_pretrained", lambda *_, **__: processor)
         found = answer_of(job, patch, capsys)
-    assert all(pictures for _, _, pictures in job["sequences"]) and len(job["sequences"]) == 4
+    with_pictures = [pictures for _, _, pictures in job["sequences"] if pictures]
+    assert (len(with_pictures), len(job["sequences"])) == (4, 6)
     assert found["failure"] is None and found["error"] < 1e-5, found
     assert len(records(recipe.output_dir, "train")) == 3
     setup = prepare(recipe, Console(quiet=True))
