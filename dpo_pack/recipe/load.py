@@ -36,8 +36,8 @@ REMOVED_KEYS: dict[str, tuple[tuple[object, ...] | None, str]] = {
     "packing.merge_prompts": (None, ""),
 }
 REMOVED_LOSSES = {
-    "aot": "take sigmoid, or a function of your own, which gets one value a pair",
-    "aot_unpaired": "take sigmoid, or a function of your own, which gets one value a pair",
+    "aot": "take sigmoid, or a loss of your own (loss.type: module:function)",
+    "aot_unpaired": "take sigmoid, or a loss of your own (loss.type: module:function)",
 }
 # What `dpopack recipe --defaults` prints.
 BEGINNING = """\
