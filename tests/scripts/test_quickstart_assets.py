@@ -65,7 +65,9 @@ def test_dpo_learns_both_preferences_and_the_summary_says_so(
     told = whole_runs.text(console)
     for name in ("tone", "topic"):
         assert re.search(rf"{name} \((1\.00|0\.9\d) of pairs right\): ", summary.stdout)
-        assert re.search(rf"{name}: reward accuracy +0\.500 +(1\.00|0\.9\d)", told)
+        learned = rf"What was learned, on {name}: [^\n]+\s+before +after[^\n]+\s+[─ ]+"
+        learned += r"\s+reward accuracy +0\.500 \([^)]+\) +(1\.00|0\.9\d)"
+        assert re.search(learned, told)
     assert "Warning" not in told
 
 
