@@ -214,6 +214,8 @@ def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
 
 def _path_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yields what is neither here nor a hub id. What else is wrong with a path, its reader says."""
+    if recipe.model.revision and os.path.isdir(recipe.model.path):
+        yield "model.revision", "a local directory has no revisions; leave it out"
     for key, path in recipe.inputs.items():
         if path is None or os.path.exists(path):
             continue

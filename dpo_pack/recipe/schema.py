@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BeforeValidator, Field, PrivateAttr, Strict
 
 from dpo_pack.recipe import types
-from dpo_pack.recipe.data import DataRecipe, EvalFraction, PackingRecipe, SourceRecipe
+from dpo_pack.recipe.data import IMAGE_FIELDS, DataRecipe, EvalFraction, PackingRecipe, SourceRecipe
 from dpo_pack.recipe.online import OnlineRecipe
 from dpo_pack.recipe.training import CheckpointRecipe, EvalMetric, LossRecipe, OptimRecipe, TrainRecipe
 from dpo_pack.system.hub import repo_fault
@@ -246,6 +246,14 @@ class Recipe(types.Section):
         refused["loss.router_aux_coef"] = bool(loss.router_aux_coef)
         for key in (key for key, is_set in refused.items() if model.images and is_set):
             yield key, "not with model.images yet; leave it out"
+        named = ["data.max_pixels"] if self.data.max_pixels is not None else []
+        for part, sources in (("train", self.data.train), ("eval", self.data.eval_sources)):
+            for number, source in enumerate(sources):
+                keys = [f"columns.{field}" for field in IMAGE_FIELDS if source.columns.get(field) is not None]
+                keys += ["image_folder"] if source.image_folder is not None else []
+                named += [f"data.{part}.{number}.{key}" for key in keys]
+        for key in named if not model.images else ():
+            yield key, "needs model.images: true; else no image is read"
         yield from self._broken_evaluation_rules()
         if self.online is not None:
             yield from self._broken_online_rules(self.online)

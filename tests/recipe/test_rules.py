@@ -50,6 +50,9 @@ REFUSED: list[tuple[str, str]] = [
     ("train.early_stopping={}, data.eval=e.jsonl", "train.early_stopping"),
     ("checkpoint.metric=loss, data.eval=e.jsonl", "checkpoint.metric"),
     ("model={path: m, images: true, quantize: nf4, lora: {r: 1}}", "model.quantize"),
+    ("data.max_pixels=1000", "data.max_pixels"),  # without model.images no image is read
+    ("data.train={path: a, image_folder: b}", "data.train.0.image_folder"),
+    ("data.eval={path: a, columns: {images: b}}", "data.eval.0.columns.images"),
     ("export.push_to_hub={repo: noname}", "export.push_to_hub.repo"),
 ]  # fmt: skip
 
@@ -138,6 +141,7 @@ def test_paths_that_exist_or_can_be_made_and_hub_ids_pass(override: str) -> None
         ("data.train=s3://a/b.jsonl", "data.train.0.path", "download it, and name the file"),
         ("model.path=hf://a/b", "model.path", "write the hub id (a/b)"),
         ("model.path=./none", "model.path", "'./none'"),
+        ("model={path: model, revision: v2}", "model.revision", "a local directory has no revisions"),
         ("model={path: model, quantize: nf4}", "model.quantize", "model.lora"),
         ("tokenizer.chat_template=none.jinja", "tokenizer.chat_template", "'none.jinja'"),
         ("reference.path=/none", "reference.path", "'/none'"),
