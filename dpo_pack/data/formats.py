@@ -167,12 +167,19 @@ def tokenized(row: Row) -> Pair:
 def compared(row: Row) -> Answers:
     """Returns the better and the worse of two answers: `first` where `better` is 0 or `preference` is below
     0; both may be words (model_a, tie). Raises BadRow for a tie."""
-    column = "preference" if row.get("better") is None else "better"
-    value, number = row.get(column), _as_float(row.get(column))
-    if value is None:
+    columns = [column for column in ("preference", "better") if row.get(column) is not None]
+    if not columns:
         detail = "neither the column preference nor the column better says which answer is better"
         raise BadRow("missing_column" if "preference" not in row else "wrong_type", detail)
-    word = str(value).strip().lower()
+    is_second_better = {_is_second_better(column, row[column]) for column in columns}
+    if len(is_second_better) == 2:
+        raise BadRow("contradicting_columns", "the columns preference and better name different answers")
+    first, second = _answer(row, "first"), _answer(row, "second")
+    return (second, first) if is_second_better.pop() else (first, second)
+
+
+def _is_second_better(column: str, value: object) -> bool:
+    number, word = _as_float(value), str(value).strip().lower()
     named = _FIRST_OR_SECOND.fullmatch(word)
     if word.startswith(_TIES) or (column == "preference" and number == 0):
         raise BadRow("tie", f"{column} is {str(value)[:40]!r}: neither answer is better")
@@ -180,9 +187,7 @@ def compared(row: Row) -> Answers:
         numbers = "0 or 1" if column == "better" else "a number below or above 0"
         words = "first (also a, model_a), second (also b, model_b), or tie"
         raise BadRow("wrong_type", f"{column} is {str(value)[:40]!r}; it can be {numbers}, or {words}")
-    is_second_better = number > 0 if named is None else named[1] in ("b", "second")
-    first, second = _answer(row, "first"), _answer(row, "second")
-    return (second, first) if is_second_better else (first, second)
+    return number > 0 if named is None else named[1] in ("b", "second")
 
 
 _FIRST_OR_SECOND = re.compile(  # model_a, [[B]], Response B

@@ -78,7 +78,7 @@ class ColumnNames:
                 raise BadRow("missing_column", self.missing(ours, theirs, tuple(row)), row)
             else:
                 renamed[ours] = row[theirs]
-        known = {*mapping.values()}
+        known = {theirs for ours, theirs in mapping.items() if self.reads_images or ours not in IMAGE_FIELDS}
         if self.reads_images:
             known |= _take_images(row, renamed, mapping)
         for column, value in row.items():
@@ -93,9 +93,14 @@ class ColumnNames:
     def with_nested(self, row: dict[str, Any]) -> dict[str, Any]:
         """Returns the row with a column `input.messages` if `columns` names it and the row has none."""
         for theirs in self.mapping.values():
-            value: Any = row if theirs is not None and "." in theirs and theirs not in row else None
+            value: Any = row if theirs is not None and "." in theirs else None
             for key in (theirs or "").split("."):
                 value = value.get(key) if isinstance(value, dict) else None
+            if value is not None and theirs in row:
+                raise DataError(
+                    f"{self.label}: there are a column {theirs!r} and such a key of an object, and "
+                    f"{self.key}.columns may mean either; rename one of them"
+                )
             if value is not None and theirs is not None:
                 row = {**row, theirs: value}
         return row

@@ -239,6 +239,7 @@ BAD_ROWS = [
             ({"preference": "much"}, "wrong_type"),
             ({}, "missing_column"),
             ({"better": 2}, "wrong_type"),
+            ({"better": 0, "preference": 1}, "contradicting_columns"),
             ({"preference": -1, "first": 3}, "wrong_type"),
             ({"preference": -1, "first": user("why")}, "no_assistant_turn"),
             ({"preference": -1, "first": " "}, "empty_completion"),

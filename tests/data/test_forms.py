@@ -168,8 +168,9 @@ def test_columns_may_name_a_key_in_a_column(tmp_path: Path) -> None:
     assert pairs_of(tmp_path / "a.parquet", columns=columns) == [expected]
     exact = {"input.messages": [ASK], "good": [GOOD], "bad": [BAD]}
     assert pairs_of(rows_file(tmp_path, exact, name="b.jsonl"), columns=columns) == [expected]
-    both = {**row, **exact, "input": {"messages": "other"}}  # the exact name wins
-    assert pairs_of(rows_file(tmp_path, both, name="c.jsonl"), columns=columns) == [expected]
+    both = {**row, **exact, "input": {"messages": "other"}}
+    with pytest.raises(DataError, match="'input.messages' and such a key of an object"):
+        pairs_of(rows_file(tmp_path, both, name="c.jsonl"), columns=columns)
 
 
 @pytest.mark.parametrize(
