@@ -81,6 +81,8 @@ class Ingestion:
     # What `start` finds.
     format: str = ""
     needs_prompt: bool = False  # of texts: a row without the column prompt is a bad row
+    # If chosen and rejected begin with the prompt: a text in a column beside these may be the prompt instead.
+    known_columns: Sequence[str] | None = None
     opened: OpenRows = field(init=False)
     settings: TokenizationSettings = field(init=False)
     num_workers: int = field(init=False)
@@ -183,12 +185,16 @@ class Ingestion:
         self.needs_prompt = prompt in columns
         if self.needs_prompt or prompt != "prompt":
             return  # without the column that the recipe names, each row is refused
-        texts = texts_of_columns(first_rows, beside={*FIELDS_OF_FORMAT[self.format], *self._columns.values()})
+        read = {*FIELDS_OF_FORMAT[self.format], *self._columns.values()}
+        texts = texts_of_columns(first_rows, beside=read)
         possible = [column for column in texts if not are_labels(texts[column])]
         has_answers = self.completion_tokens is not None or columns.keys() >= {
             self.source.columns.get(column, column) for column in FORMATS[self.format].completion_columns
         }
-        if not (possible and has_answers):
+        if not has_answers:
+            return
+        if not possible:
+            self.known_columns = sorted(column for column in {*read, *texts} if column is not None)
             return
         # Columns with many different texts come first, because questions differ; `system` comes last.
         possible.sort(key=lambda column: (column == "system", -len(set(texts[column]))))
@@ -200,10 +206,17 @@ class Ingestion:
         )
 
     def checked(self, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
-        """Yields the rows; a row of texts becomes a BadRow if it lacks the prompt that other rows have."""
+        """Yields the rows; a row of texts becomes a BadRow if it is uncertain what its prompt is."""
         for number, row in rows:
-            if self.needs_prompt and isinstance(row, dict) and "prompt" not in row:
-                row = BadRow("missing_column", "no column 'prompt', which other rows have", row)
+            if isinstance(row, dict) and "prompt" not in row:
+                others = (
+                    [] if self.known_columns is None else texts_of_columns([row], beside=self.known_columns)
+                )
+                if self.needs_prompt:
+                    row = BadRow("missing_column", "no column 'prompt', which other rows have", row)
+                elif others:
+                    detail = f"no column 'prompt', and {next(iter(others))!r} may be it"
+                    row = BadRow("missing_column", detail, row)
             yield number, row
 
     @property

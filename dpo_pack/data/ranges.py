@@ -63,7 +63,8 @@ def write_ranges(directory: Path, ingestion: Ingestion, facts: Mapping[str, Any]
         rows = ingestion.checked(opened.rows)
         while (max_pairs := ingestion.num_missing) != 0:
             # What becomes of a run with bad rows is decided at the end, so `on_bad_row` changes no range.
-            decided = {**facts, "max_pairs": max_pairs, "needs_prompt": ingestion.needs_prompt}
+            prompts = {"needs_prompt": ingestion.needs_prompt, "known_columns": ingestion.known_columns}
+            decided = {**facts, "max_pairs": max_pairs, **prompts}
             key = content_key({**decided, "on_bad_row": None})
             most_rows = min(LARGEST_RANGE, max(SMALLEST_RANGE, max_pairs or LARGEST_RANGE))
             found = next_range(islice(scanned.unparsed, most_rows), key, stored)

@@ -146,7 +146,9 @@ def _divided(
             "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
         )
     described = _describe(train, is_pairs)
-    of_source = described if train is whole else _describe(whole, is_pairs) if len(sources) == 1 else None
+    of_source = None  # of several sources each is described alone
+    if len(sources) == 1:
+        of_source = described if train is whole else _describe(whole, is_pairs)
     report: dict[str, Any] = {
         "train": described
         | {"sources": [_of_source(name, one, is_pairs, of_source) for name, one in sources.items()]},

@@ -235,6 +235,12 @@ def test_a_column_with_text_may_be_the_prompt(tmp_path: Path, values: list[Any])
     assert TOKENIZER.decode(splits.train.group(2).context) == "Question 2?"
 
 
+@pytest.mark.parametrize("before", [{}, {"question": None}])
+def test_questions_that_begin_late_are_not_overlooked(tmp_path: Path, before: dict[str, Any]) -> None:
+    path = write(tmp_path / "a.jsonl", [*({**row, **before} for row in IMPLICIT * 4), *QUESTIONS[-1:]])
+    assert " 121: no column 'prompt', and 'question' may be it" in refused(tmp_path, path)
+
+
 def test_columns_of_ids_scores_and_categories_are_not_taken_for_the_prompt(tmp_path: Path) -> None:
     others = [
         {"id": f"hh-{number}", "source": "web", "score": "4.5", "rank": number, "tags": ["a", "b"]}
@@ -417,6 +423,8 @@ def test_repetitions_and_leaks_are_counted(tmp_path: Path) -> None:
     assert report["eval"]["dev"]["duplicate_pairs"] == 0
     alone = load(tmp_path, train).report
     assert alone["train_pairs_in_eval"] == alone["train_prompts_in_eval"] == 0
+    both = load(tmp_path, [train, dev]).report["train"]
+    assert [source["pairs"] for source in both["sources"]] == [5, 3] and both["pairs"] == 8
 
 
 def test_lengths_are_summarised_in_tokens(tmp_path: Path) -> None:
