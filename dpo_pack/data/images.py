@@ -35,7 +35,6 @@ _MAX_RATIO = 200  # of the sides; Qwen's processors refuse more, and others sque
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others run programs, or are not tested
 _16_BITS = re.compile(r";16[BLN]")  # in the raw mode that Pillow reads, of which it keeps 8 bits
 _KEY_BYTES = 16
-_CHECKED_STAMPS = 1000  # so many of a store's files are looked at whenever it is opened
 RECORDS, CONTENT, PAIRS = "image_records.bin", "image_content.bin", "pair_images.bin"
 _RECORD_DTYPE = np.dtype(
     [
@@ -428,11 +427,10 @@ class StoredImages:
         return pixels_of(ReadImage(bytes(key), width, height, content, changed, file_size, False))
 
     def have_changed(self) -> bool:
-        """Returns True if one of _CHECKED_STAMPS files is not as it was."""
-        files = np.flatnonzero(self.records["changed"] >= 0)
-        drawn = np.random.default_rng(0).permutation(files)[:_CHECKED_STAMPS].tolist()
+        """Whether a file is not as it was: a run would find it at the step that reads it."""
+        files = np.flatnonzero(self.records["changed"] >= 0).tolist()
         stamps = self.records[["changed", "file_size"]]
-        return any(_stamp(str(self.path_of(file))) != stamps[file].item() for file in drawn)
+        return any(_stamp(str(self.path_of(file))) != stamps[file].item() for file in files)
 
 
 class ImageJoiner:

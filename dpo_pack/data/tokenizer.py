@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os.path
 import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -23,6 +25,7 @@ from dpo_pack.system.errors import ModelError, first_line
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
 # The end of a turn is among so many last tokens, because a template may write a line break after it.
 TURN_END_TOKENS = 3
+_TEMPLATE_SECONDS = 5.0  # CPU time to render one row
 
 
 class Tokenizer(Protocol):
@@ -61,14 +64,36 @@ class Tokenizer(Protocol):
 
 @contextmanager
 def rendering() -> Iterator[None]:
-    """Context in which the chat template renders a row. Raises BadRow if the template raises any error."""
+    """Context in which the chat template renders a row. Raises BadRow if the template raises any error, and
+    ModelError if it runs for long, in the main thread: it is a program that came with the model."""
+    is_main = threading.current_thread() is threading.main_thread()
     try:
+        if is_main:
+            signal.signal(signal.SIGVTALRM, _stop_template)
+            # Repeats every second, because Python drops an exception that is raised in a destructor.
+            signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_SECONDS, 1.0)
         yield
+    except _TemplateRunsError:
+        what = f"the chat template does not end within {_TEMPLATE_SECONDS:g} seconds for a row"
+        raise ModelError(
+            f"{what}; mend it, or use another one (of the policy: tokenizer.chat_template)"
+        ) from None
     except (ModelError, BadRow):
         raise
     except Exception as error:  # a template is a program that came with the model: it may raise any error
         detail = f"the chat template cannot render the row ({first_line(error)})"
         raise BadRow("template_error", detail) from error
+    finally:
+        if is_main:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+class _TemplateRunsError(BaseException):
+    """Nothing in a template or in jinja may catch it."""
+
+
+def _stop_template(signum: int, frame: object) -> None:
+    raise _TemplateRunsError
 
 
 def apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Tokenizer) -> tuple[str, ...]:
