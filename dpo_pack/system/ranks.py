@@ -85,6 +85,10 @@ def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]
         outcome: tuple[Any, DpoPackError | None] = work(), None
     except DpoPackError as error:
         outcome = None, error
+    except Exception as error:
+        if hasattr(error, "on_all_ranks"):  # the others have a RunError, and take part in this exchange
+            every_rank_says((None, RunError(f"rank 0 ended: {one_line(error)}")), group)
+        raise
     outcomes = every_rank_says(outcome, group)
     for _, failure in outcomes:
         if failure is not None:
