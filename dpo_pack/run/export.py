@@ -197,7 +197,7 @@ def job_to_verify(
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory().free
     fits = ranks.first_says(free > _ROOM_TO_READ * facts.num_parameters * trained.itemsize)
     groups, logps, bound = list[Group](), list[float](), FLOAT32_BOUND
-    if facts.settings.quantize is None and (wanted == "full" or (wanted == "auto" and fits)):
+    if facts.quantization is None and (wanted == "full" or (wanted == "auto" and fits)):
         dtype = exported_dtype(setup, loaded, Console(quiet=True))
         if dtype is not None and dtype.itemsize < trained.itemsize and loaded.adapter is None:
             round_weights(loaded.model, dtype, keeps_type=True)

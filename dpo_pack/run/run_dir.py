@@ -36,6 +36,7 @@ from dpo_pack.system.files import (
     locked,
     read_json,
     remove_directory,
+    text_of,
     write_json_atomically,
     write_text_atomically,
     writing,
@@ -154,7 +155,10 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
                 return goes_on
     _refuse_changes(root, recipe, f"{ways_out}; {way_on(recipe)}")
     sums = info.get("model_files", {})
-    damage = damage_of_files(new.model, sums) if new.model.is_dir() else "it is missing"
+    try:
+        damage = damage_of_files(new.model, sums) if new.model.is_dir() else "it is missing"
+    except OSError as error:
+        damage = f"{error.filename} cannot be read: {error.strerror}"
     if damage is not None:
         again = f"write it again with checkpoint.resume={found[-1]}, " if found else ""
         what = f"this run is finished, but {new.model} is not whole ({damage})"
@@ -327,7 +331,7 @@ def _refuse_to_replace_foreign_files(recipe: Recipe, *, overwrite: bool) -> None
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             continue
         # A process that is killed right after its start leaves its recipe alone, without run.json.
-        if path.name == RECIPE_FILE and path.is_file() and path.read_bytes() == dump_recipe(recipe).encode():
+        if path.name == RECIPE_FILE and text_of(path) == dump_recipe(recipe):
             continue
         what = (
             f"this run would replace {path}, and there is no {INFO_FILE} to show that an earlier run wrote it"

@@ -105,9 +105,11 @@ def upload_model(model: Path, page: Path, repo: str, *, private: bool) -> tuple[
                 f"push: {repo} is public, but this upload must be private; allow a public one with "
                 "--public (in a recipe: export.push_to_hub.private: false), or make the repository private"
             )
-        for file in (*model.iterdir(), page):
+        files = {page.name: page} | {str(file.relative_to(model)): file for file in model.rglob("*")}
+        for inside, file in files.items():
             if file.is_file():
-                (folder / file.name).symlink_to(file.resolve())
+                (folder / inside).parent.mkdir(parents=True, exist_ok=True)
+                (folder / inside).symlink_to(file.resolve())
         card = folder / "README.md"
         if card.exists():  # its code example names the repository, not a directory here
             text = _MODEL_ID_LINE.sub(lambda _: f'model_id = "{repo}"', card.read_text(encoding="utf-8"))
