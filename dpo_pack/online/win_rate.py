@@ -14,7 +14,7 @@ from dpo_pack.data.tokenization import Prompt
 from dpo_pack.online.interface import Completion, Draw, Failure, Generator, Judge, Scores
 from dpo_pack.online.phases import score_answers
 from dpo_pack.system import ranks
-from dpo_pack.training.held_out import mean_intervals
+from dpo_pack.training.metrics import mean_intervals
 
 # The draws of evaluations are numbered from here, so no training draw has the same random numbers.
 FIRST_DRAW = 2**40

@@ -1,4 +1,9 @@
-"""Evaluates models on a recipe's held-out sets, in a run and for `dpopack evaluate`; compares two models."""
+"""Evaluates on held-out pairs, in a run and for `dpopack evaluate`: a forward pass over all pairs, then
+means, 95 % intervals and groups of pairs, also by length, because a policy can raise its accuracy by learning
+only that the longer completion wins. Compares two models pair by pair.
+
+Legend: P pairs of the held-out set.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,22 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from dpo_pack.data.store import PairTable
+from dpo_pack.data.store import PairTable, distinct_keys
+from dpo_pack.losses.objective import Objective
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.win_rate import WinRate, win_rate_sentence
+from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
+from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.run.log import RunLog
@@ -29,18 +38,43 @@ from dpo_pack.run.state import Criterion, TrainState, ends_run, judge
 from dpo_pack.system import ranks
 from dpo_pack.system.console import shown
 from dpo_pack.system.errors import ModelError, RecipeError
+from dpo_pack.system.files import written_aside
 from dpo_pack.system.hub import HUB_ID
 from dpo_pack.system.interrupts import Interruption
 from dpo_pack.system.machine import release_memory
-from dpo_pack.training.held_out import (
-    HeldOutResult,
-    compare_results,
-    evaluate_pairs,
-    held_out_result,
-    write_held_out_pairs,
+from dpo_pack.training.batches import PairRow, RowBuilder
+from dpo_pack.training.metrics import (
+    averages,
+    join_values,
+    margin_rounding,
+    mean_intervals,
+    pair_metrics,
+    pair_values,
 )
-from dpo_pack.training.metrics import pair_metrics
 from dpo_pack.training.references import CachedReference, Reference
+from dpo_pack.training.step_loss import pair_losses
+
+# The metrics that get intervals and groups.
+METRICS_WITH_INTERVALS = ("loss", "rewards/accuracies", "rewards/margins", "kl/chosen", "kl/rejected")
+# Groups by the ratio chosen tokens / rejected tokens: the lowest ratio of each group, in rising order.
+LENGTH_BUCKETS: dict[str, float] = {
+    "chosen_under_half": 0.0,
+    "chosen_shorter": 0.5,
+    "similar_length": 1 / 1.1,
+    "chosen_longer": 1.1,
+    "chosen_over_twice": 2.0,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutResult:
+    """The result of a policy on one held-out set."""
+
+    name: str
+    table: PairTable  # the pairs
+    source_names: Sequence[str]
+    metrics: dict[str, FloatArray]  # METRICS_WITH_INTERVALS, [P] each in the order of the table
+    record: dict[str, Any]  # averages, intervals, groups: the line of metrics.jsonl
 
 
 def evaluate_sets(
@@ -58,18 +92,33 @@ def evaluate_sets(
     recipe, all_pairs, exact = setup.recipe, setup.data.eval, exact_tables(setup)
     # If data.eval is a fraction, its pairs come from all training sources. Any other set has one source.
     sources = source_names(recipe.data.train) if isinstance(recipe.data.eval, EvalFraction) else None
-    dtype = scorer.compute_dtype if exact is None else torch.float32
+    dtype, passes = scorer.compute_dtype, [reference]
+    if exact is not None:
+        assert reference.exact is not None
+        dtype, passes = torch.float32, [reference.exact, reference]
     for name, pairs in (all_pairs if exact is None else exact).items():
-        evaluate = partial(_evaluate, setup, scorer, reference, pairs, between_rows=between_rows)
-        with shown(setup.console, f"Evaluating {name}", "pairs", pairs.num_pairs) as bar:
-            values = evaluate(in_float32=exact is not None, progress=bar.advance)
-            rounded = values if exact is None else evaluate(in_float32=False)
+        found = []
+        with shown(setup.console, f"Evaluating {name}", "pairs", pairs.num_pairs * len(passes)) as bar:
+            for used in passes:
+                with contextlib.ExitStack() as stack:
+                    for model in {scorer, used.moving or scorer} if used is reference.exact else ():
+                        stack.enter_context(model.in_float32())
+                    values = evaluate_pairs(
+                        scorer,
+                        row_builder(setup, pairs, used),
+                        setup.objective,
+                        token_budget=setup.reference_token_budget,
+                        score=used.score,
+                        progress=bar.advance,
+                        between_rows=between_rows,
+                    )
+                found.append(values)
         named = sources or (name,)
         result = held_out_result(
-            name, values, pairs, setup.objective, source_names=named, dtype=dtype, seed=recipe.seed
+            name, found[0], pairs, setup.objective, source_names=named, dtype=dtype, seed=recipe.seed
         )
         if exact is not None:
-            margins = pair_metrics(rounded, beta=recipe.loss.beta, dtype=dtype)["rewards/margins"]
+            margins = pair_metrics(found[1], beta=recipe.loss.beta, dtype=dtype)["rewards/margins"]
             errors = margins.cpu().numpy() - result.metrics["rewards/margins"]
             result.record["margin_noise"] = float(np.sqrt((errors**2).mean()))
         if pairs.num_pairs < all_pairs[name].num_pairs:
@@ -77,30 +126,143 @@ def evaluate_sets(
         yield result
 
 
-def _evaluate(
-    setup: Setup,
-    scorer: CompletionLogps,
-    reference: Reference,
-    pairs: PairTable,
+@torch.no_grad()
+def evaluate_pairs(
+    policy: CompletionLogps,
+    builder: RowBuilder,
+    objective: Objective,
     *,
-    in_float32: bool,
-    **options: Any,
+    token_budget: int,
+    score: Callable[[PairRow], PairRow] = lambda row: row,
+    progress: Callable[[int], None] = lambda num_pairs: None,
+    between_rows: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Returns the `pair_values` of the pairs; `options` are those of `evaluate_pairs`."""
-    with contextlib.ExitStack() as stack:
-        if in_float32:
-            assert reference.exact is not None
-            reference = reference.exact
-            for used in {scorer, reference.moving or scorer}:
-                stack.enter_context(used.in_float32())
-        return evaluate_pairs(
-            scorer,
-            row_builder(setup, pairs, reference),
-            setup.objective,
-            token_budget=setup.reference_token_budget,
-            score=reference.score,
-            **options,
-        )
+    """Returns the `pair_values` of all pairs of the builder's table, in the table's order, on every rank.
+
+    `token_budget` limits the rows. `score` puts the reference's log-probs into a row. `progress` gets the
+    number of pairs of each row that this rank has computed. `between_rows` is called before each row, equally
+    often on every rank."""
+    build_rows = pack_sequences_longest_first if builder.is_packed else padded_rows
+    mean_chosen_tokens = float(builder.table.chosen_scored.mean())
+    parts: list[Tensor] = []
+    positions = [np.zeros(0, dtype=np.int64)]
+    rows = build_rows(builder.row_tokens(), token_budget)
+    # The ranks of a sharded model compute only together. So all ranks get equally many rows: a rank that has
+    # no row left computes the last row again, and that result is not used.
+    for first in range(0, len(rows), ranks.num_ranks()):
+        number = first + ranks.rank()
+        pairs = rows[min(number, len(rows) - 1)]
+        between_rows()
+        row = score(builder.build(pairs))
+        output = policy(row.row)
+        if number < len(rows):
+            losses = pair_losses(objective, output, row, mean_chosen_tokens)
+            parts.append(pair_values(output, row, losses))
+            positions.append(pairs)
+            progress(len(pairs))
+    order = ranks.gather_over_ranks(torch.from_numpy(np.concatenate(positions)).to(builder.device)).argsort()
+    return ranks.gather_over_ranks(join_values(parts, builder.device))[order]
+
+
+def held_out_result(
+    name: str,
+    values: Tensor,
+    table: PairTable,
+    objective: Objective,
+    *,
+    source_names: Sequence[str],
+    dtype: torch.dtype,
+    seed: int,
+) -> HeldOutResult:
+    """Returns averages, intervals and groups of `evaluate_pairs`' values, from matrix products in `dtype`."""
+    beta, has_reference = objective.options.beta, objective.needs_reference
+    columns = pair_metrics(values, beta=beta, dtype=dtype)
+    metrics = {
+        metric: columns[metric].cpu().numpy()
+        for metric in METRICS_WITH_INTERVALS
+        if has_reference or not metric.startswith("kl/")
+    }
+    noise = margin_rounding(values, beta=beta, dtype=dtype)
+    record = {
+        **means_by_group(metrics, table, source_names, seed=seed),
+        # These replace its means: another order of summation may change the lowest bit.
+        **averages(values, beta=beta, dtype=dtype, has_reference=has_reference),
+        **length_preference(metrics["rewards/accuracies"], table),
+        "eval_precision": str(dtype).removeprefix("torch."),
+        "margin_noise": float(noise.square().mean().sqrt()),
+    }
+    return HeldOutResult(name=name, table=table, source_names=source_names, metrics=metrics, record=record)
+
+
+def means_by_group(
+    metrics: Mapping[str, FloatArray], table: PairTable, source_names: Sequence[str], *, seed: int
+) -> dict[str, Any]:
+    """Returns means of `metrics`, [P] each, with intervals: over all pairs, `by_source` if the pairs have
+    several sources, and `by_length`, by LENGTH_BUCKETS. Empty groups are left out."""
+    prompts = _prompts(table)
+    ratios = table.chosen_scored / table.rejected_scored
+    buckets = np.searchsorted(list(LENGTH_BUCKETS.values()), ratios, side="right") - 1
+    described = _means(metrics, prompts, np.arange(len(ratios)), seed=seed)
+    kinds = (("by_source", table.source_indices, source_names), ("by_length", buckets, list(LENGTH_BUCKETS)))
+    for kind, numbers, names in kinds:
+        groups = {name: np.flatnonzero(numbers == number) for number, name in enumerate(names)}
+        found = {name: _means(metrics, prompts, at, seed=seed) for name, at in groups.items() if len(at)}
+        if kind != "by_source" or len(found) > 1:
+            described[kind] = found
+    return described
+
+
+def _prompts(table: PairTable) -> IntArray:
+    """Returns [P] position of the first pair that has the same prompt."""
+    first, prompts = distinct_keys(table.whole_prompt_keys)
+    return first[prompts]
+
+
+def _means(
+    metrics: Mapping[str, FloatArray], prompts: IntArray, pairs: IntArray, *, seed: int
+) -> dict[str, Any]:
+    values, prompts = np.stack([column[pairs] for column in metrics.values()], axis=1), prompts[pairs]
+    intervals = mean_intervals(values, seed=seed, prompts=prompts).tolist()
+    return {
+        "pairs": len(pairs),
+        "prompts": len(np.unique(prompts)),
+        **dict(zip(metrics, values.mean(axis=0).tolist(), strict=True)),
+        "intervals": dict(zip(metrics, intervals, strict=True)),
+    }
+
+
+def length_preference(accuracies: FloatArray, table: PairTable) -> dict[str, float]:
+    """Measures whether data and policy prefer the longer completion: the part of pairs whose chosen
+    completion is longer, and the part whose longer completion has the larger reward (a tie counts half), of
+    pairs that have a longer one. accuracies: [P] those of `pair_metrics`."""
+    difference = table.chosen_scored - table.rejected_scored
+    is_longer, differs = difference > 0, difference != 0
+    prefers_longer = np.where(is_longer, accuracies, 1 - accuracies)
+    columns = {"length/chosen_longer": is_longer, "length/prefers_longer": prefers_longer}
+    return {name: float(column[differs].mean()) for name, column in columns.items() if differs.any()}
+
+
+# -------------------------------------------------------------------------------- the policy of a run
+
+
+def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: int) -> None:
+    """Writes the metrics of each pair of all held-out sets to a Parquet file: `row` is the pair's row in the
+    source `row_source`, `source` the name of the set. Raises CacheError."""
+    tables = []
+    for result in results:
+        table = result.table
+        keys = np.concatenate([table.chosen_keys, table.rejected_keys], axis=1)  # [P, bytes of both]
+        columns: dict[str, Any] = {
+            "step": [step] * table.num_pairs,
+            "source": [result.name] * table.num_pairs,
+            "pair": [key.tobytes() for key in keys],
+            "prompt": _prompts(table),
+            "row_source": [result.source_names[number] for number in table.source_indices],
+            "row": table.row_numbers.astype(np.int64),
+        }
+        tables.append(pa.table(columns | result.metrics))
+    with written_aside(path) as temporary:
+        pq.write_table(pa.concat_tables(tables), temporary, write_page_checksum=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +330,9 @@ class Evaluator:
             )
 
 
+# -------------------------------------------------------------------------------- models on the disk
+
+
 def evaluate_models(
     recipe: Recipe, models: Sequence[str], console: Console
 ) -> list[dict[str, HeldOutResult]]:
@@ -204,12 +369,15 @@ def evaluate_models(
 def compare_models(
     results: Sequence[Mapping[str, HeldOutResult]], models: Sequence[str], *, seed: int
 ) -> dict[str, dict[str, Any]]:
-    """Returns for each held-out set, by name, the metrics of `a`, of `b` and the `difference` b - a."""
-    return {
-        name: {
-            "a": {"model": models[0], **first.record},
-            "b": {"model": models[1], **results[1][name].record},
-            "difference": compare_results(first, results[1][name], seed=seed),
+    """Returns for each held-out set, by name, the metrics of `a`, of `b` and the `difference` b - a: means,
+    intervals and groups of the differences of pairs."""
+    compared = {}
+    for name, one in results[0].items():
+        other = results[1][name]
+        differences = {metric: other.metrics[metric] - values for metric, values in one.metrics.items()}
+        compared[name] = {
+            "a": {"model": models[0], **one.record},
+            "b": {"model": models[1], **other.record},
+            "difference": means_by_group(differences, one.table, one.source_names, seed=seed),
         }
-        for name, first in results[0].items()
-    }
+    return compared

@@ -22,6 +22,7 @@ from torch import Tensor
 from dpo_pack.losses.objective import PairLogps
 from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.scorer import RowLogps
+from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.training.batches import PairRow
 
 # A pair is saturated if sigmoid(-margin), the factor in the sigmoid loss's gradient, is below this.
@@ -32,6 +33,9 @@ SATURATED_MARGIN = math.log(1 / SATURATED_SLOPE - 1)  # 4.595
 ROUNDING_PER_TOKEN = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 # Metric -> level; torch interpolates a quantile linearly between the two nearest pairs.
 MARGIN_QUANTILES = {"rewards/margins_p10": 0.1, "rewards/margins_p50": 0.5, "rewards/margins_p90": 0.9}
+
+# Resamples of an interval: the most, and with many prompts at least so many, which draw at most _MAX_DRAWS.
+NUM_RESAMPLES, _MIN_RESAMPLES, _MAX_DRAWS = 1000, 200, 50_000_000
 
 # The numbers that are kept for each pair: its loss x weight, log-probs in nats, sums over tokens.
 NAMES = (
@@ -140,3 +144,22 @@ def averages(
         metrics = {name: value for name, value in metrics.items() if not name.startswith("kl/")}
     numbers = torch.stack(list(metrics.values())).tolist()
     return dict(zip(metrics, numbers, strict=True))
+
+
+def mean_intervals(values: FloatArray, *, seed: int, prompts: IntArray | None = None) -> FloatArray:
+    """Returns 95 % intervals of means: [P, M] values of P pairs -> [M, 2], lower and upper bound.
+
+    The bootstrap's percentile interval (Efron & Tibshirani 1993, chapter 13). A resample draws prompts, each
+    with all its pairs, because these resemble each other. prompts: [P] numbers; None: each pair has its own.
+    """
+    prompts = np.arange(len(values)) if prompts is None else prompts
+    _, prompts, sizes = np.unique(prompts, return_inverse=True, return_counts=True)
+    num_prompts, rng = len(sizes), np.random.default_rng(seed)
+    sums = np.zeros((num_prompts, values.shape[1]))
+    np.add.at(sums, prompts, values)
+    means = np.empty((max(_MIN_RESAMPLES, min(NUM_RESAMPLES, _MAX_DRAWS // num_prompts)), values.shape[1]))
+    for resample in means:
+        drawn = rng.integers(0, num_prompts, num_prompts)
+        resample[:] = sums[drawn].sum(axis=0) / sizes[drawn].sum()
+    bounds: FloatArray = np.quantile(means, (0.025, 0.975), axis=0).T
+    return bounds

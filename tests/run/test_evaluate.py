@@ -17,19 +17,18 @@ from dpo_pack.data.store import PairTable
 from dpo_pack.losses.objective import Objective, make_objective
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
-from dpo_pack.training.batches import RowBuilder
-from dpo_pack.training.held_out import (
+from dpo_pack.run.evaluate import (
     LENGTH_BUCKETS,
     METRICS_WITH_INTERVALS,
     HeldOutResult,
-    compare_results,
+    compare_models,
     evaluate_pairs,
     held_out_result,
     length_preference,
-    mean_intervals,
     means_by_group,
 )
-from dpo_pack.training.metrics import logps
+from dpo_pack.training.batches import RowBuilder
+from dpo_pack.training.metrics import logps, mean_intervals
 
 NUM_PAIRS = 23
 SOURCES = ("hh", "web", "unused")
@@ -165,7 +164,8 @@ def test_a_comparison_is_the_mean_of_each_pair_s_difference_with_a_narrower_inte
     random = np.random.default_rng(0)
     better = {name: column + random.normal(0.2, 0.01, NUM_PAIRS) for name, column in one.metrics.items()}
     other = dataclasses.replace(one, metrics=better)
-    difference = compare_results(one, other, seed=0)
+    results = [{"held_out": one}, {"held_out": other}]
+    difference = compare_models(results, ["first", "second"], seed=0)["held_out"]["difference"]
     low, high = difference["intervals"]["rewards/margins"]
     assert difference["rewards/margins"] == pytest.approx(0.2, abs=0.01)
     assert 0 < low < difference["rewards/margins"] < high
