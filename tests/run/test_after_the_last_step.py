@@ -22,13 +22,12 @@ from support.two_ranks import run_on_ranks
 from support.whole_runs import assert_same_run, at_step, checkpoint_steps, stop_after, text, whole_run
 
 from dpo_pack import trainer as train_module
-from dpo_pack.run import checkpoint, checkpoint_files, export
+from dpo_pack.run import checkpoint, checkpoint_files, export, log
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.system import files
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import read_json
 from dpo_pack.trainer import train
-from dpo_pack.training import records
 
 BEST = (
     *("optim.lr=0.05", "optim.schedule=constant", "train.eval_every_steps=1", "loss.beta=1"),
@@ -63,7 +62,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 FINISHED = raising(CacheError("cannot write run.json"), where=lambda run, **facts: "model_files" in facts)
 
 
-def once(pairs: records.PairLog, lines: Any) -> bool:
+def once(pairs: log.PairLog, lines: Any) -> bool:
     """The disk has room again when the state is saved, which needs the pairs first."""
     refused.append(pairs)
     return refused.count(pairs) == 1 and lines["step"][-1].as_py() == 8
@@ -85,12 +84,12 @@ def full_at(name: str) -> Any:
     return change
 
 
-refused: list[records.PairLog] = []
+refused: list[log.PairLog] = []
 EXPORTED = ("model.safetensors", "config.json", "tokenizer.json", "README.md")
 FAILURES = {
     **{f"a full disk at {name}": (export, "save_model", full_at(name), ()) for name in EXPORTED},
     "a library's error": (export, "save_model", raising(ValueError("no such type")), ()),
-    "the last pairs": (records.PairLog, "_write", raising(FULL, where=once), ()),
+    "the last pairs": (log.PairLog, "_write", raising(FULL, where=once), ()),
     "the last word on the run": (RunDir, "update", FINISHED, ()),
     "load_best": (checkpoint, "load_trained", raising(RunError("it cannot be read")), BEST),
     "a full disk after load_best": (export, "save_model", raising(FULL), BEST),

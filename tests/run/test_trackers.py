@@ -15,9 +15,9 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from support.limits import no_file_beyond
 
+from dpo_pack.run.log import MetricsLog, end_trackers, start_trackers, track
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
-from dpo_pack.training.records import MetricsLog, end_trackers, start_trackers, track
 
 
 class RunLog:

@@ -13,9 +13,9 @@ from support.reference_pairs import make_table, random_pairs
 from support.two_ranks import run_on_ranks
 from support.whole_runs import lines, pair_lines
 
+from dpo_pack.run.log import PairLog
 from dpo_pack.system import ranks
 from dpo_pack.training.metrics import NAMES
-from dpo_pack.training.records import PairLog
 
 NUM_PAIRS = 6
 
