@@ -168,7 +168,9 @@ class Trainer:
             identity=inputs.identity,
             criterion=inputs.criterion,
             log=self.log,
-            writer=CheckpointWriter(run.checkpoints, in_background=self.recipe.checkpoint.asynchronous),
+            writer=CheckpointWriter(
+                directory=run.checkpoints, in_background=self.recipe.checkpoint.asynchronous
+            ),
         )
         self.evaluator = Evaluator(
             setup=setup,

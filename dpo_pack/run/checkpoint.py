@@ -46,13 +46,14 @@ from dpo_pack.run.checkpoint_files import (
     CheckpointWriter,
     checkpoint_path,
     checkpoints,
+    damage_of,
     load_tensors,
     saved_counters,
 )
 from dpo_pack.run.export import export_model, job_to_verify, verify
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.pairs import exact_tables
-from dpo_pack.run.run_dir import PARTS, RunDir, damage_of, only_run
+from dpo_pack.run.run_dir import PARTS, RunDir, only_run
 from dpo_pack.run.setup import Setup, load_policy, prepare
 from dpo_pack.run.state import (
     Counters,

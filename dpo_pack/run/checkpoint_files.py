@@ -108,15 +108,26 @@ def damage_of_files(directory: Path, sums: FileSums) -> str | None:
     return None
 
 
-def find_damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> str | None:
-    """Returns a text about the first damaged file, or None; each rank checks a part of the files.
+def damage_of(checkpoint: Path) -> str | None:
+    """Returns a text about a damaged file of the checkpoint, or None. Every rank checks a part of the files.
 
-    Raises OSError if a file cannot be read: if a disk does not answer for a moment, this is no damage.
+    If one rank cannot read a file, all raise RunError: if it counted as damaged, the run would go back.
     """
-    counters = read_counters(path)
-    if counters is None:
-        return f"{COUNTERS} is missing or damaged"
-    return damage_of_files(path, dict(sorted(counters["files"].items())[rank::num_ranks]))
+
+    def look() -> str | None:
+        try:
+            counters = read_counters(checkpoint)
+            if counters is None:
+                return f"{COUNTERS} is missing or damaged"
+            sums = sorted(counters["files"].items())
+            return damage_of_files(checkpoint, dict(sums[ranks.rank() :: ranks.num_ranks()]))
+        except OSError as error:
+            raise RunError(
+                f"{error.filename or checkpoint} cannot be read: {error.strerror or error}; run the same "
+                "command when the disk is back"
+            ) from error
+
+    return next((damage for damage in ranks.every_rank_does(look) if damage is not None), None)
 
 
 def with_checksum(counters: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +194,8 @@ class CheckpointContent:
     keep_steps: Collection[int]  # the checkpoints of these steps are kept, too
 
 
-class CheckpointWriter:
+@dataclass(slots=True, kw_only=True)
+class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     """Writes a run's checkpoints, one at a time. Every rank must call its methods in the same order.
 
     Each rank writes its shards, or its part of the tensors that all ranks have. In the background a thread
@@ -191,14 +203,12 @@ class CheckpointWriter:
     with those of training. (torch's async_save would end before the directory is checked and renamed.)
     """
 
-    def __init__(self, directory: Path, *, in_background: bool | Literal["auto"]) -> None:
-        """`in_background` "auto": write in the background if tensors are on a GPU and the RAM has room."""
-        self.directory = directory
-        self.in_background = in_background
-        self._pending: Future[None] | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._stager: DefaultStager | None = None
-        self._group: Any = None
+    directory: Path
+    in_background: bool | Literal["auto"]  # "auto": if tensors are on a GPU and the RAM has room
+    _pending: Future[None] | None = None
+    _thread: ThreadPoolExecutor | None = None
+    _stager: DefaultStager | None = None
+    _group: Any = None
 
     def write(self, content: CheckpointContent, *, export: Callable[[Path], object] | None = None) -> Path:
         """Writes `directory`/step-000100, now or in the background; returns its path.
@@ -245,9 +255,6 @@ class CheckpointWriter:
         staged = self._stager.stage(tensors)
         assert isinstance(staged, dict)
         return staged
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -22,9 +22,9 @@ from dpo_pack.recipe.text import show
 from dpo_pack.reference.cache import default_cache_directory
 from dpo_pack.run.checkpoint_files import (
     checkpoints,
+    damage_of,
     damage_of_files,
     file_sums,
-    find_damage,
     saved_counters,
     step_of,
 )
@@ -122,7 +122,7 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     `output_dir` or `checkpoint.resume`. Writes nothing."""
     root, resume = recipe.output_dir, recipe.checkpoint.resume
     new = RunDir(root=root, checkpoint=None, is_finished=False)
-    _refuse_to_replace_inputs(root, recipe.inputs)
+    _refuse_to_replace_inputs(recipe)
     info = read_json(root / INFO_FILE)
     totals = info.get("totals", {}) if isinstance(info, dict) and info.get("status") in _STATUSES else None
     info = info if isinstance(totals, dict) else None  # the file is missing, or no run wrote it
@@ -212,24 +212,6 @@ def _require_metrics(metrics: Path, checkpoint: Path) -> None:
         )
 
 
-def damage_of(checkpoint: Path) -> str | None:
-    """Returns a text about a damaged file of the checkpoint, or None. Every rank checks a part of the files.
-
-    If one rank cannot read a file, all raise RunError: if it counted as damaged, the run would go back.
-    """
-
-    def look() -> str | None:
-        try:
-            return find_damage(checkpoint, rank=ranks.rank(), num_ranks=ranks.num_ranks())
-        except OSError as error:
-            raise RunError(
-                f"{error.filename or checkpoint} cannot be read: {error.strerror or error}; run the same "
-                "command when the disk is back"
-            ) from error
-
-    return next((damage for damage in ranks.every_rank_does(look) if damage is not None), None)
-
-
 def begin_run(run: RunDir, recipe_text: str, device: str) -> None:
     """Writes recipe.yaml and run.json. A run that begins at step 0 first removes an earlier run's files.
 
@@ -293,22 +275,22 @@ def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> d
     for key, name in recipe.inputs.items():
         if name is None or (keys is not None and key not in keys):
             continue
-        path = Path(name)
         if key in ("model.path", "reference.path") or key.startswith("online."):
             revision = recipe.model.revision if key == "model.path" else None
             found[key] = weights_fingerprint(name, revision, weights)
         elif key == "tokenizer.path":
-            files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+            files = [file for file in map(Path(name).joinpath, TOKENIZER_FILES) if file.is_file()]
             found[key] = content_key(file_hashes(files, hashes)) if files else None
         else:
-            found[key] = path_hash(path, hashes) if path.exists() else None
+            found[key] = path_hash(Path(name), hashes) if os.path.exists(name) else None
     return found
 
 
-def _refuse_to_replace_inputs(root: Path, named: dict[str, str | None]) -> None:
+def _refuse_to_replace_inputs(recipe: Recipe) -> None:
     """Raises RunError if a file that the recipe reads lies where the run writes, and so would be replaced."""
+    root, named = recipe.output_dir, recipe.inputs
     written = [(root / name).resolve() for name in (*PARTS.values(), RECIPE_FILE, INFO_FILE)]
-    for key, path in list(named.items()):
+    for key, path in recipe.inputs.items():
         base = None if path is None else read_json(Path(path) / "adapter_config.json")
         named[f"the adapter of {key}"] = (base or {}).get("base_model_name_or_path")
     for key, path in named.items():
@@ -320,20 +302,14 @@ def _refuse_to_replace_inputs(root: Path, named: dict[str, str | None]) -> None:
 
 def _refuse_to_replace_foreign_files(recipe: Recipe, *, overwrite: bool) -> None:
     """Raises RunError if the run would replace files, but no valid run.json shows that a run wrote them."""
-    root = recipe.output_dir
-    if (root / INFO_FILE).exists():
-        if overwrite:
-            return
-        what = f"{root / INFO_FILE} cannot be read, so it is unknown which run is there; repair it"
+    root, info = recipe.output_dir, recipe.output_dir / INFO_FILE
+    if info.exists() and not overwrite:
+        what = f"{info} cannot be read, so it is unknown which run is there; repair it"
         ways_out = "name one of its checkpoints with checkpoint.resume, or start again with --overwrite"
         raise RunError(f"output_dir: {what}, use another output_dir, {ways_out}")
-    for path in (root / name for name in (*PARTS.values(), RECIPE_FILE)):
-        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-            continue
+    for path in () if info.exists() else (root / name for name in (*PARTS.values(), RECIPE_FILE)):
+        is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
         # A process that is killed right after its start leaves its recipe alone, without run.json.
-        if path.name == RECIPE_FILE and text_of(path) == dump_recipe(recipe):
-            continue
-        what = (
-            f"this run would replace {path}, and there is no {INFO_FILE} to show that an earlier run wrote it"
-        )
-        raise RunError(f"output_dir: {what}; move it away, or use another output_dir")
+        if not is_empty and not (path.name == RECIPE_FILE and text_of(path) == dump_recipe(recipe)):
+            what = f"this run would replace {path}, and there is no {INFO_FILE} to show that a run wrote it"
+            raise RunError(f"output_dir: {what}; move it away, or use another output_dir")

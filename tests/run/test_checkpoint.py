@@ -16,6 +16,7 @@ import torch
 from support.limits import no_file_beyond
 from support.refusals import refusal
 from support.tiny_models import tiny_model
+from support.two_ranks import run_on_ranks
 from torch import Tensor, nn
 
 import dpo_pack.run.checkpoint_files as checkpoint_files
@@ -25,9 +26,8 @@ from dpo_pack.run.checkpoint_files import (
     CheckpointContent,
     CheckpointWriter,
     checkpoints,
-    find_damage,
+    damage_of,
 )
-from dpo_pack.run.run_dir import damage_of
 from dpo_pack.run.state import Evaluations, Identity, ResumePoint, TrainState
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.interrupts import Interrupted
@@ -100,7 +100,7 @@ def content(
 
 
 def save(directory: Path, state: TrainState, **settings: int) -> Path:
-    with CheckpointWriter(directory, in_background=False) as writer:
+    with CheckpointWriter(directory=directory, in_background=False) as writer:
         return writer.write(content(state, **settings))
 
 
@@ -144,7 +144,7 @@ def test_a_loaded_state_is_bitwise_the_saved_one_and_goes_on_bitwise_the_same(
 ) -> None:
     straight = state_at(3, **settings)
     path = save(tmp_path, straight, metrics_offset=321)
-    assert path == tmp_path / "step-000003" and find_damage(path) is None
+    assert path == tmp_path / "step-000003" and damage_of(path) is None
     resumed = new_state(seed=1, **settings)
     assert not torch.equal(
         tensors(resumed)["model.lm_head.weight"], tensors(straight)["model.lm_head.weight"]
@@ -231,7 +231,7 @@ def test_what_is_written_in_the_background_is_the_state_as_it_was(
 
     monkeypatch.setattr(checkpoint_files, "_write", write_later)
     state = state_at(2)
-    with CheckpointWriter(tmp_path, in_background=True) as writer:
+    with CheckpointWriter(directory=tmp_path, in_background=True) as writer:
         writer.write(content(state))
         take_step(state)
         state.evaluation["held_out"]["loss"] = 9.0
@@ -254,14 +254,14 @@ def test_what_fails_in_the_background_is_told_at_the_next_occasion(
 
     state = state_at(1)
     monkeypatch.setattr(checkpoint_files, "save", no_space)
-    with CheckpointWriter(tmp_path, in_background=True) as writer:
+    with CheckpointWriter(directory=tmp_path, in_background=True) as writer:
         writer.write(content(state))
         message = refusal(lambda: writer.write(content(state)), CacheError)
         assert f"cannot write {tmp_path / 'step-000001'}: No space left on device; free space" in message
         writer.wait()  # it is told once
 
     def leave_by(error: BaseException | None) -> None:
-        with CheckpointWriter(tmp_path, in_background=True) as writer:
+        with CheckpointWriter(directory=tmp_path, in_background=True) as writer:
             writer.write(content(state))
             if error is not None:
                 raise error
@@ -285,19 +285,19 @@ def test_the_model_in_a_checkpoint_is_checked_with_the_rest_and_part_of_one_that
         export(directory)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with CheckpointWriter(tmp_path, in_background=False) as writer:
+    with CheckpointWriter(directory=tmp_path, in_background=False) as writer:
         path = writer.write(content(state_at(1)), export=export)
         message = refusal(lambda: writer.write(content(state_at(2)), export=export_half), CacheError)
     assert "No space left" in message and names(tmp_path) == ["step-000001"]
-    assert names(path) == ["checkpoint.json", "host.pt", "model", "tensors"] and find_damage(path) is None
+    assert names(path) == ["checkpoint.json", "host.pt", "model", "tensors"] and damage_of(path) is None
     (path / "model" / "part" / "model.safetensors").write_bytes(b"weighty")
-    assert find_damage(path) == "model/part/model.safetensors has other content than was written"
+    assert damage_of(path) == "model/part/model.safetensors has other content than was written"
 
 
 @pytest.mark.gpu
 def test_what_is_on_a_gpu_is_written_in_the_background_while_it_changes(tmp_path: Path) -> None:
     state = state_at(2, device="cuda")
-    with CheckpointWriter(tmp_path, in_background="auto") as writer:
+    with CheckpointWriter(directory=tmp_path, in_background="auto") as writer:
         for _ in range(3):
             writer.write(content(state, keep=9))
             assert writer.in_background
@@ -334,7 +334,7 @@ def test_a_full_disk_is_a_cache_error_and_keeps_the_earlier_checkpoint(what: str
         (model.parent / "host.pt").symlink_to("/dev/full")
 
     def save_again() -> None:
-        with CheckpointWriter(tmp_path, in_background=what == "tensors") as writer:
+        with CheckpointWriter(directory=tmp_path, in_background=what == "tensors") as writer:
             writer.write(content(state, keep=1), export=fill_disk if what == "host state" else None)
 
     with no_file_beyond(30_000) if what == "tensors" else contextlib.nullcontext():
@@ -384,16 +384,20 @@ def test_a_file_that_is_gone_cut_short_or_has_any_other_byte_is_noticed(
             changed[int(torch.randint(len(content), (), generator=generator))] ^= 0x41
         for damaged in (*changes, b"", content[: len(content) // 2], content[:-2]):
             file.write_bytes(damaged)
-            assert name in (find_damage(path) or "")
+            assert name in (damage_of(path) or "")
         file.unlink()
-        assert f"{name} is missing" in (find_damage(path) or "")
+        assert f"{name} is missing" in (damage_of(path) or "")
         if name == "checkpoint.json":
             assert "checkpoint.resume" in refusal(lambda: load(path, new_state()), RunError)
         file.write_bytes(content)
-    assert find_damage(path) is None
-    # Several ranks look at a part each, together at all.
-    (path / "host.pt").unlink()
-    assert [find_damage(path, rank=rank, num_ranks=2) is None for rank in range(2)].count(False) == 1
+    assert damage_of(path) is None
+
+
+@pytest.mark.multiprocess
+def test_ranks_look_at_a_part_of_the_files_each_and_all_learn_of_the_damage(tmp_path: Path) -> None:
+    path = save(tmp_path, state_at(1))
+    (path / "tensors" / ".metadata").unlink()  # the second of three files
+    assert run_on_ranks(lambda: damage_of(path)) == ["tensors/.metadata is missing"] * 2
 
 
 def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

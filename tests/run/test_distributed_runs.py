@@ -26,7 +26,7 @@ import dpo_pack.system.interrupts as interrupts
 import dpo_pack.trainer as train_module
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run import memory_estimate as memory_report
-from dpo_pack.run.checkpoint_files import checkpoints, find_damage
+from dpo_pack.run.checkpoint_files import checkpoints, damage_of
 from dpo_pack.run.memory_estimate import GIB
 from dpo_pack.run.samples import read_samples
 from dpo_pack.system import ranks
@@ -291,7 +291,7 @@ def test_what_two_ranks_save_is_gone_on_from_by_any(strategy: str, tmp_path: Pat
         assert_close(directory / run, directory / "full-straight")
     assert_same_run(directory / "background", directory / "full-straight")
     for path in checkpoints(directory / "background" / "checkpoints"):
-        assert find_damage(path) is None and (path / "model" / "config.json").exists()
+        assert damage_of(path) is None and (path / "model" / "config.json").exists()
         assert {file.name for file in (path / "tensors").iterdir()} == {
             ".metadata", "__0_0.distcp", "__1_0.distcp",
         }  # fmt: skip

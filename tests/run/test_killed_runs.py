@@ -21,7 +21,7 @@ import pytest
 from support.tiny_run import tiny_run
 from support.whole_runs import OVERRIDES, assert_same_run
 
-from dpo_pack.run.checkpoint_files import checkpoints, find_damage
+from dpo_pack.run.checkpoint_files import checkpoints, damage_of
 
 
 def start(assets: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -88,7 +88,7 @@ def test_the_command_goes_on_after_kill_9_of_it_or_of_a_rank(num_processes: int,
         assert status == (-signal.SIGKILL if num_processes == 1 else 1)
         assert num_processes == 1 or "was killed (SIGKILL)" in err
         assert not any(rank.is_running() for rank in ranks)
-        assert all(find_damage(path) is None for path in (run / "checkpoints").glob("[!.]*"))
+        assert all(damage_of(path) is None for path in (run / "checkpoints").glob("[!.]*"))
     assert ended(start(assets, run, number))[0] == 0
     assert_same_run(tmp_path / "straight", run)
 

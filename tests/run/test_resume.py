@@ -25,7 +25,7 @@ from support.whole_runs import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.run.checkpoint_files import checkpoints, find_damage, read_counters, with_checksum
+from dpo_pack.run.checkpoint_files import checkpoints, damage_of, read_counters, with_checksum
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.files import read_json, write_json_atomically
 from dpo_pack.trainer import train
@@ -185,7 +185,7 @@ def test_a_checkpoint_has_the_model_in_it_for_from_pretrained(
     assert torch.isfinite(model(**tokenizer("ask red", return_tensors="pt")).logits).all()
     assert "4 steps" in (early / "README.md").read_text()
     (early / "README.md").unlink()
-    assert find_damage(early.parent) == "model/README.md is missing"
+    assert damage_of(early.parent) == "model/README.md is missing"
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def test_of_damaged_checkpoints_the_next_older_whole_one_is_taken_and_that_is_sa
     assert "step-000004 is damaged" in four and "step-000002" in four
     assert "Going on after step 2" in text(console)
     assert_same_run(straight, tmp_path / "run")
-    assert all(find_damage(path) is None for path in checkpoints(tmp_path / "run" / "checkpoints"))
+    assert all(damage_of(path) is None for path in checkpoints(tmp_path / "run" / "checkpoints"))
 
 
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_has_no_later_ones(
