@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -231,15 +231,16 @@ class MetricsLog:
     opens the log at its checkpoint's offset; this removes later lines."""
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
-        self.offset, self.crc32 = offset, 0
-        self._file = None
-        if ranks.is_first():
-            self.path = path
-            with writing(path):
-                self._file = path.open("a", encoding="utf-8")
-                assert self._file.tell() >= offset
-                self._file.truncate(offset)
-                self.crc32 = zlib.crc32(path.read_bytes())
+        self.path, self.offset, self.crc32 = path, offset, 0
+        self._file = ranks.only_first_does(self._open)
+
+    def _open(self) -> TextIO:
+        with writing(self.path):
+            file = self.path.open("a", encoding="utf-8")
+            assert file.tell() >= self.offset
+            file.truncate(self.offset)
+            self.crc32 = zlib.crc32(self.path.read_bytes())
+            return file
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes a line. Numbers that are not finite become null, because JSON has no such numbers."""
@@ -382,7 +383,7 @@ def start_trackers(
         raise RunError(
             f"logging.trackers: one cannot be started ({first_line(error)}); log in to it"
         ) from error
-    begun = {tracker.name: tracker.tracker for tracker in accelerator.trackers} if ranks.is_first() else {}
+    begun = ranks.only_first_does(lambda: {one.name: one.tracker for one in accelerator.trackers}) or {}
     if "comet_ml" in begun:
         begun["comet_ml"].set_name(name)
     return begun["mlflow"].info.run_id if "mlflow" in begun else None

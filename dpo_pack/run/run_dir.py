@@ -7,7 +7,7 @@ import functools
 import os
 import shlex
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     `output_dir` or `checkpoint.resume`. Writes nothing."""
     root, resume = recipe.output_dir, recipe.checkpoint.resume
     new = RunDir(root=root, checkpoint=None, is_finished=False)
-    _refuse_to_replace_inputs(recipe)
+    _refuse_to_replace_inputs(root, recipe.inputs)
     info = read_json(root / INFO_FILE)
     totals = info.get("totals", {}) if isinstance(info, dict) and info.get("status") in _STATUSES else None
     info = info if isinstance(totals, dict) else None  # the file is missing, or no run wrote it
@@ -286,11 +286,11 @@ def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> d
     return found
 
 
-def _refuse_to_replace_inputs(recipe: Recipe) -> None:
+def _refuse_to_replace_inputs(root: Path, inputs: Mapping[str, str | None]) -> None:
     """Raises RunError if a file that the recipe reads lies where the run writes, and so would be replaced."""
-    root, named = recipe.output_dir, recipe.inputs
     written = [(root / name).resolve() for name in (*PARTS.values(), RECIPE_FILE, INFO_FILE)]
-    for key, path in recipe.inputs.items():
+    named = dict(inputs)
+    for key, path in inputs.items():
         base = None if path is None else read_json(Path(path) / "adapter_config.json")
         named[f"the adapter of {key}"] = (base or {}).get("base_model_name_or_path")
     for key, path in named.items():
