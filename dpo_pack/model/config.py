@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dpo_pack.model.attention import AttentionNeeds, BackendChoice, register_attention, select_backend
 from dpo_pack.model.logps import HeadTransform
@@ -272,3 +272,13 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("bailing_hybrid", "kimi_linear"), _KIMI),
     **{name: Family(reason=reason) for reason, names in _REFUSED.items() for name in names},
 }
+
+
+def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> set[int]:
+    """Returns the ends that a model's files name; some families have one in the generation config only.
+    With a tokenizer also its EOS, at which transformers does not stop by itself."""
+    named: list[Any] = [model.config.get_text_config().eos_token_id]
+    named.append(tokenizer and tokenizer.eos_token_id)
+    if model.can_generate():  # other models have no generation config
+        named.append(model.generation_config.eos_token_id)
+    return {end for ends in named for end in ([ends] if isinstance(ends, int) else ends or ())}

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
+from dpo_pack.model.config import eos_tokens
 from dpo_pack.model.loading import quiet_transformers
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.system.files import read_json
@@ -84,16 +85,6 @@ def save_model(
         _save_tokenizer(tokenizer, target, turn_end)
         _save_processor(config, tokenizer, target)
     return saved
-
-
-def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> set[int]:
-    """Returns the ends that a model's files name; some families have one in the generation config only.
-    With a tokenizer also its EOS, at which transformers does not stop by itself."""
-    named: list[Any] = [model.config.get_text_config().eos_token_id]
-    named.append(tokenizer and tokenizer.eos_token_id)
-    if model.can_generate():  # other models have no generation config
-        named.append(model.generation_config.eos_token_id)
-    return {end for ends in named for end in ([ends] if isinstance(ends, int) else ends or ())}
 
 
 def _kept_wide(model: PreTrainedModel, name: str, dtype: torch.dtype) -> bool:

@@ -26,10 +26,9 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from dpo_pack.data.tokenizer import end_of_turn
 from dpo_pack.model.attention import ATTENTION_NAME
-from dpo_pack.model.config import attention_names, own_attention
+from dpo_pack.model.config import attention_names, eos_tokens, own_attention
 from dpo_pack.model.fast_layers import stock_layers
 from dpo_pack.model.parallel import is_sharded
-from dpo_pack.model.saving import eos_tokens
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.interface import Completion, Draw, Failure, SamplingSettings
 from dpo_pack.system.console import shown
@@ -50,32 +49,32 @@ class TransformersGenerator:
 
     def generate(self, draws: Sequence[Draw]) -> list[tuple[Completion, ...] | Failure]:
         n = self.sampling.completions_per_prompt
-        sequences = [(draw, number) for draw in draws for number in range(n)]
-        lengths = [len(draw.prompt.ids) for draw, _ in sequences]
-        left = sorted(range(len(sequences)), key=lambda place: -lengths[place])
-        completions: dict[int, Completion] = {}
+        longest_first = sorted(range(len(draws)), key=lambda place: -len(draws[place].prompt.ids))
+        left = [(place, number) for place in longest_first for number in range(n)]
+        completions: dict[tuple[int, int], Completion] = {}
         ends = end_tokens(self.scorer.model, self.tokenizer)  # `generating` hides the generation config
-        written = shown(self.console, "Generating", "completions", len(sequences))
+        written = shown(self.console, "Generating", "completions", len(left))
         with generating(self.scorer.model), written as bar:
-            while left:  # the first prompt is the longest
-                fitting = max(1, self.token_budget // (lengths[left[0]] + self.sampling.max_new_tokens))
+            while left:
+                longest = len(draws[left[0][0]].prompt.ids) + self.sampling.max_new_tokens
+                fitting = max(1, self.token_budget // longest)
                 batch, left = left[:fitting], left[fitting:]
-                batch_completions = self._complete([sequences[place] for place in batch], ends)
-                completions.update(zip(batch, batch_completions, strict=True))
+                answers = self._complete([(draws[place], number) for place, number in batch], ends)
+                completions |= zip(batch, answers, strict=True)
                 bar.advance(len(batch))
-        return [tuple(completions[place * n + number] for number in range(n)) for place in range(len(draws))]
+        return [tuple(completions[place, number] for number in range(n)) for place in range(len(draws))]
 
     def weights_step(self, step: int) -> int:
         return step
 
     @torch.no_grad()
     def _complete(self, sequences: Sequence[tuple[Draw, int]], ends: set[int]) -> list[Completion]:
-        sampling, pad = self.sampling, 0  # masked; the tokenizer's pad id may be too large for the model
+        sampling = self.sampling
         model: Any = self.scorer.model
         prompts = [torch.tensor(draw.prompt.ids, dtype=torch.int64) for draw, _ in sequences]
-        ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")  # [B, longest]
-        ones = [torch.ones_like(prompt) for prompt in prompts]
-        mask = pad_sequence(ones, batch_first=True, padding_side="left")  # [B, longest]
+        # [B, longest]; masked zeros pad: the tokenizer's pad id may be too large for the model.
+        ids = pad_sequence(prompts, batch_first=True, padding_side="left")
+        mask = pad_sequence(list(map(torch.ones_like, prompts)), batch_first=True, padding_side="left")
         prompt_tokens, drawing = ids.shape[1], LogitsProcessorList()
         if sampling.temperature > 0.0:
             draws = (
@@ -94,7 +93,7 @@ class TransformersGenerator:
                 max_new_tokens=sampling.max_new_tokens,
                 do_sample=False,  # `drawing`, if any, draws and leaves `generate` one possible token
                 use_cache=True,
-                pad_token_id=pad,
+                pad_token_id=0,
                 eos_token_id=sorted(ends) or None,
             ),
             logits_processor=drawing,

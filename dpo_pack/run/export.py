@@ -29,19 +29,13 @@ import dpo_pack
 from dpo_pack.data.images import png_url
 from dpo_pack.data.tokenizer import TURN_END_TOKENS, end_of_turn
 from dpo_pack.model.building import load_model
-from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.config import eos_tokens, routes_tokens
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fingerprint import stored_dtype, tensor_digest
 from dpo_pack.model.loading import auto_class, load_config, load_tokenizer
 from dpo_pack.model.lora import SavedAdapter, read_adapter, require_peft, unknown_settings
 from dpo_pack.model.parallel import full_state, is_sharded
-from dpo_pack.model.saving import (
-    eos_tokens,
-    find_beyond,
-    is_tied,
-    round_weights,
-    save_model,
-)
+from dpo_pack.model.saving import find_beyond, is_tied, round_weights, save_model
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs.rows import image_groups, pair_sums, random_groups
