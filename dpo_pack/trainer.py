@@ -45,8 +45,8 @@ from rich.console import Console
 from torch import Tensor
 
 from dpo_pack.recipe.load import Recipe, check_environment, dump_recipe
-from dpo_pack.reports.ending import print_ending, print_next
 from dpo_pack.reports.pages import write_run_page
+from dpo_pack.reports.run_files import print_ending, print_next
 from dpo_pack.run.checkpoint import Saver
 from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoints
 from dpo_pack.run.evaluate import Evaluator

@@ -309,27 +309,45 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tup
     Returns the length of metrics.jsonl in bytes when the checkpoint was written, and messages about changes
     since then that are allowed. Raises RunError if the checkpoint belongs to another run or other parameters.
     """
-    counters = saved_counters(path)
+    counters, optimizer = saved_counters(path), state.optimizer
     ways_out = "use another output_dir, or start again with checkpoint.resume=never and --overwrite"
     _refuse_another(path, counters.identity, identity.fingerprints, ways_out)
     kept = torch.load(path / HOST_STATE, map_location="cpu", weights_only=True)
-    optimizer = _new_optimizer_state(state)
+    # torch makes tensors to load into, with the right device and shards, by a step that changes nothing, but
+    # only if no parameter has a gradient. DDP's have one from the start: views of its buffers.
+    gradients = [(parameter, parameter.grad) for parameter in state.scorer.parameters()]
+    optimizer.zero_grad(set_to_none=True)
+    new: dict[str, Any] = get_optimizer_state_dict(state.scorer, optimizer)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
     # A parameter that never had a gradient has no moments in the checkpoint.
     stored = FileSystemReader(path / TENSORS).read_metadata().planner_data.values()
     saved = {name[0] for part, *name in stored if part == "optimizer"}
-    moments = {name: moment for name, moment in optimizer["state"].items() if name in saved}
+    moments = {name: moment for name, moment in new["state"].items() if name in saved}
     load_tensors(path, {**_weights(state), "optimizer": moments})
     options = StateDictOptions(strict=False)
-    set_optimizer_state_dict(state.scorer, state.optimizer, {**optimizer, "state": moments}, options=options)
-    for group, settings in zip(state.optimizer.param_groups, kept["optimizer_groups"], strict=True):
+    set_optimizer_state_dict(state.scorer, optimizer, {**new, "state": moments}, options=options)
+    for group, settings in zip(optimizer.param_groups, kept["optimizer_groups"], strict=True):
         group.update(settings)
     state.scheduler.load_state_dict(kept["scheduler"])
     state.source.load_state_dict(kept["source"])
     for name in _COUNTERS:
         setattr(state, name, getattr(counters, name))
-    if counters.judged_by != identity.judged_by:  # the saved values cannot be compared with later ones
+    notes = []
+    if counters.judged_by != identity.judged_by:
         state.standing = Evaluations()
-    return counters.metrics_offset, list(_allowed_changes(counters, identity))
+        if counters.standing.best:
+            notes.append(
+                "Note: earlier evaluations were compared by another metric, held-out set or precision, so "
+                "only later ones can be the best of the run"
+            )
+    now, then = ({**one.versions, "ranks:": one.ranks} for one in (identity, counters))
+    changed = [
+        f"{name} {was} then, {now.get(name)} now" for name, was in then.items() if was != now.get(name)
+    ]
+    if changed:
+        notes.append(f"Warning: changes that may change the last bits of results: {'; '.join(changed)}")
+    return counters.metrics_offset, notes
 
 
 def load_trained(path: Path, scorer: nn.Module) -> dict[str, Any]:
@@ -350,35 +368,6 @@ def _weights(state: TrainState) -> dict[str, dict[str, Tensor]]:
 def _trained_parameters(scorer: nn.Module) -> dict[str, Tensor]:
     """Returns the trained parameters by name, tied weights once. (get_model_state_dict has them twice.)"""
     return {name: p.detach() for name, p in scorer.named_parameters() if p.requires_grad}
-
-
-def _new_optimizer_state(state: TrainState) -> dict[str, Any]:
-    """Returns the state of a new optimizer: tensors with the right device and shards, to load into.
-
-    torch creates it by a step that changes nothing, but only if no parameter has a gradient. DDP's parameters
-    have gradients from the start (views of DDP's buffers), so this function removes and restores them.
-    """
-    gradients = [(parameter, parameter.grad) for parameter in state.scorer.parameters()]
-    state.optimizer.zero_grad(set_to_none=True)
-    optimizer_state: dict[str, Any] = get_optimizer_state_dict(state.scorer, state.optimizer)
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-    return optimizer_state
-
-
-def _allowed_changes(counters: Counters, identity: Identity) -> Iterator[str]:
-    if counters.judged_by != identity.judged_by and counters.standing.best:
-        yield (
-            "Note: earlier evaluations were compared by another metric, held-out set or precision, so only "
-            "later ones can be the best of the run"
-        )
-    now = {**identity.versions, "ranks:": identity.ranks}
-    then = {**counters.versions, "ranks:": counters.ranks}
-    changed = [
-        f"{name} {was} then, {now.get(name)} now" for name, was in then.items() if was != now.get(name)
-    ]
-    if changed:
-        yield f"Warning: changes that may change the last bits of results: {'; '.join(changed)}"
 
 
 # --------------------------------------------------------------------------------- the model of a stopped run
