@@ -1,73 +1,67 @@
-"""A judge that scores with a sequence classifier with one output. Packed rows hold each prompt only once.
+"""A judge that scores with a sequence classifier with one output, in padded batches, by its own forward pass.
 
-A score is the output at the last token, but a row gives hidden states only where they predict a token. So the
-judge appends a token to each sequence, which changes no score.
-
-Legend: n completions of a prompt, S sequences of a row, D hidden size.
+Legend: n completions of a prompt, S sequences.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from dpo_pack.data.formats import BadRow, Pair
 from dpo_pack.data.tokenizer import apply_chat_template
 from dpo_pack.data.written import check_written, suited
-from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS
-from dpo_pack.model.config import choose_attention, known_positions, own_attention, replace_settings
-from dpo_pack.model.layout import Row, packed_row
+from dpo_pack.model.config import known_positions, own_attention
 from dpo_pack.model.loading import check_report, load_config, load_errors, quiet_transformers, whole_reports
-from dpo_pack.model.recurrence import wrap_recurrent_layers
-from dpo_pack.model.scorer import CompletionLogps, Precision
+from dpo_pack.model.scorer import Precision
 from dpo_pack.online.interface import Failure, Rollout, Scores
-from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
-from dpo_pack.packing.lengths import Group, common_prefix_length
-from dpo_pack.proofs.layers import prove_layers
-from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, ProofOutcome, proof_row, random_groups
-from dpo_pack.proofs.start_up import as_published, distance_from_stock
+from dpo_pack.packing.bin_packing import padded_rows
 from dpo_pack.recipe.schema import ModelRecipe
-from dpo_pack.system.errors import ModelError
+from dpo_pack.system.errors import ModelError, UnsupportedModelError
 
-TokenIds = npt.NDArray[np.int32]
+TokenIds = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelJudge:
-    """Scores with a classifier. A row may exceed `token_budget` tokens only if it has a single prompt."""
+    """Scores with a classifier. A batch of several sequences has up to `token_budget` tokens with padding."""
 
-    backbone: CompletionLogps  # only its hidden states are used
-    head: nn.Module  # [*, D] -> [*, 1]
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    autocast: torch.dtype | None
     token_budget: int
     max_tokens: int | None  # the number of positions that the model has; None: unknown
     device: torch.device
 
-    @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores | Failure]:
-        tokenized = [self._sequences(rollout) for rollout in rollouts]
-        sequences = [ids for ids in tokenized if not isinstance(ids, Failure)]
-        groups = [as_groups(ids) for ids in sequences]
-        scores: dict[int, Scores] = {}
-        if self.backbone.backend is not None:
-            tokens = [packed_row(g, torch.device("cpu"), share_prompt=True).num_tokens for g in groups]
-            rows = pack_sequences_longest_first(np.array(tokens, dtype=np.int64), self.token_budget)
-        else:
-            padded = [len(ids) * max(map(len, ids)) + len(ids) for ids in sequences]
-            rows = padded_rows(np.array(padded, dtype=np.int64), self.token_budget)
-        for prompts in rows:  # indices of the prompts of a row
-            row = proof_row(self.backbone, [group for p in prompts for group in groups[p]], self.device)
-            row_scores = self.row_scores(row)
-            ends = np.cumsum([len(sequences[p]) for p in prompts])
-            scores.update(zip(prompts.tolist(), np.split(row_scores, ends[:-1]), strict=True))
+        answers = [self._sequences(rollout) for rollout in rollouts]
+        tokenized = [answer for answer in answers if not isinstance(answer, Failure)]
+        scores = self.scores_of([ids for sequences in tokenized for ids in sequences])
+        ends = np.cumsum([len(sequences) for sequences in tokenized], dtype=np.int64)
         not_finite = Failure(reason="reward model: a score is not finite")
-        in_order = (scores[p] if np.isfinite(scores[p]).all() else not_finite for p in range(len(sequences)))
-        return [ids if isinstance(ids, Failure) else next(in_order) for ids in tokenized]
+        by_prompt = (own if np.isfinite(own).all() else not_finite for own in np.split(scores, ends))
+        return [answer if isinstance(answer, Failure) else next(by_prompt) for answer in answers]
+
+    @torch.no_grad()
+    def scores_of(self, sequences: Sequence[TokenIds]) -> Scores:
+        """Returns the scores [S]. The classifier reads each at the last token that is not its pad token."""
+        pad = self.model.config.get_text_config().pad_token_id
+        lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
+        scores = np.zeros(len(sequences))
+        for batch in padded_rows(lengths, 1 if pad is None else self.token_budget):  # 1: each alone
+            rows = [torch.from_numpy(sequences[place]) for place in batch]
+            ids = pad_sequence(rows, batch_first=True, padding_value=pad or 0)
+            mask = torch.arange(ids.shape[1]) < torch.from_numpy(lengths[batch])[:, None]
+            inputs = {"input_ids": ids, "attention_mask": mask.long()}
+            with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+                output = self.model(**{k: v.to(self.device) for k, v in inputs.items()}, use_cache=False)
+            scores[batch] = output.logits.flatten().double().cpu().numpy()
+        return scores
 
     def _sequences(self, rollout: Rollout) -> list[TokenIds] | Failure:
         """Returns n sequences (prompt + completion) in tokens of the classifier's tokenizer."""
@@ -81,13 +75,11 @@ class RewardModelJudge:
             end = str(self.tokenizer.eos_token or "")
             texts = [prompt.text + one.text + end * one.is_finished for one in rollout.completions]
         encoded: Any = self.tokenizer(texts, add_special_tokens=prompt.messages is None)["input_ids"]
-        pad = self.backbone.model.config.get_text_config().pad_token_id
-        sequences = [without_padding(np.array(ids, dtype=np.int32), pad) for ids in encoded]
-        longest = max(len(ids) for ids in sequences)
-        if self.max_tokens is not None and longest >= self.max_tokens:
+        longest = max(len(ids) for ids in encoded)
+        if self.max_tokens is not None and longest > self.max_tokens:
             reason = f"reward model: {longest} tokens, but the model has {self.max_tokens} positions"
             return Failure(reason=reason)
-        return sequences
+        return [np.array(ids, dtype=np.int64) for ids in encoded]
 
     def _conversations(self, rollout: Rollout) -> list[str]:
         """Returns the prompt with each completion as the classifier's template writes them. Raises BadRow if
@@ -101,32 +93,6 @@ class RewardModelJudge:
             raise BadRow("tools_not_written", "the chat template does not write the tools of the prompt")
         return texts
 
-    def row_scores(self, row: Row) -> Scores:
-        """Returns the scores [S] of the row's sequences."""
-        with self.backbone.autocasting(self.device):
-            hidden = self.backbone.hidden_states(row)  # [B, L, D]
-            ends = row.completion_lengths.cumsum(0) - 1
-            last = hidden.flatten(0, 1).index_select(0, row.logit_index.index_select(0, ends))  # [S, D]
-            scores: Scores = self.head(last).squeeze(-1).double().cpu().numpy()
-        return scores
-
-
-def as_groups(sequences: Sequence[TokenIds]) -> list[Group]:
-    """Appends a token to each of a prompt's sequences. Returns one Group, with their common beginning once,
-    or one for each sequence, if they begin with different tokens."""
-    shared = common_prefix_length(sequences)
-    appended = np.zeros(1, dtype=np.int32)
-    if shared == 0:
-        return [Group(context=ids, completions=(appended,)) for ids in sequences]
-    completions = tuple(np.concatenate((ids[shared:], appended)) for ids in sequences)
-    return [Group(context=sequences[0][:shared], completions=completions)]
-
-
-def without_padding(ids: TokenIds, pad: int | None) -> TokenIds:
-    """Returns `ids` up to the last token that is not `pad`, where transformers reads the score."""
-    places = np.flatnonzero(ids != pad) if pad is not None else np.arange(len(ids))
-    return ids[: int(places[-1]) + 1] if len(places) else ids[:1]
-
 
 def load_reward_model(
     path: str,
@@ -134,44 +100,31 @@ def load_reward_model(
     *,
     settings: ModelRecipe,
     precision: Precision,
-    packed: bool,
     token_budget: int,
     device: torch.device,
     recipe_key: str,
 ) -> tuple[RewardModelJudge, list[str]]:
-    """Loads the classifier at `path`, for packed rows or padded batches, with `settings` of the policy.
-    Returns it, and notes about tensors that it does not use.
+    """Loads the classifier at `path`, with `settings` of the policy. Returns it, and notes about tensors that
+    it does not use.
 
-    Raises ModelError when it cannot be loaded, gives no single score at the last token, or cannot be packed.
+    Raises ModelError when it cannot be loaded or gives no single score, or if padding changes its scores.
     """
     trusts = settings.trust_remote_code
     config = load_config(path, revision=None, trust_remote_code=trusts, recipe_key=recipe_key)
     config.num_labels = 1  # many published configs lack it: score.weight decides
-    pooling = config.get_text_config().to_dict().get("pooling")
-    if pooling not in (None, "eos"):
-        raise ModelError(
-            f"{recipe_key}: {path} pools its score over tokens ({pooling}); choose one for the last token"
-        )
-    backend = None
-    if packed:
-        choice = choose_attention(config, settings.attention, device=device, dtype=precision.activations)
-        backend = BACKENDS[choice.name]
-    replace_settings(config)
     with load_errors(path, recipe_key), quiet_transformers(), whole_reports() as reports:
-        loaded: tuple[Any, dict[str, Any]] = AutoModelForSequenceClassification.from_pretrained(
+        loaded: tuple[Any, Any] = AutoModelForSequenceClassification.from_pretrained(
             path,
             config=config,
             trust_remote_code=trusts,
             dtype=precision.parameters,
-            attn_implementation=ATTENTION_NAME if packed else own_attention(config),
+            attn_implementation=own_attention(config),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `check_report` refuses them
         )
     model, loading = loaded
-    assert isinstance(model, PreTrainedModel)
-    heads = [module for name, module in model.named_children() if name == "score"]
     others = [stored[0] for name, stored, _ in loading["mismatched_keys"] if name.startswith("score.")]
-    if others or not heads or "score.weight" in loading["missing_keys"]:
+    if others or "score" not in dict(model.named_children()) or "score.weight" in loading["missing_keys"]:
         what = f"has {others[0]} outputs" if others else "lacks score.weight"
         remedy = "choose a trained reward model with a linear `score` head of one output (num_labels: 1)"
         raise ModelError(f"{recipe_key}: {path} {what}; {remedy}")
@@ -179,51 +132,26 @@ def load_reward_model(
     reports[0].unexpected_keys -= {"lm_head.weight", "score.bias"}
     strict = settings.unused_tensors == "error"
     notes = check_report(model, reports[0], loading, source=f"{recipe_key}: {path}", refuses_unused=strict)
-    if packed:
-        wrap_recurrent_layers(model)
-    backbone = CompletionLogps(model, backend=backend, autocast=precision.autocast).to(device).eval()
     judge = RewardModelJudge(
-        backbone=backbone.requires_grad_(False),
-        head=heads[0],
+        model=model.to(device).eval().requires_grad_(False),
         tokenizer=tokenizer,
+        autocast=precision.autocast,
         token_budget=token_budget,
         max_tokens=known_positions(config),
         device=device,
     )
+    _check_padding(replace(judge, autocast=None), f"{recipe_key}: {path}")  # which would hide differences
     return judge, notes
 
 
-@torch.no_grad()
-def prove_reward_model(judge: RewardModelJudge, recipe_key: str) -> None:
-    """Proves on small rows that packing or padding changes no score. Raises UnsupportedModelError."""
-    scorer, device, is_packed = judge.backbone, judge.device, judge.backbone.backend is not None
-
-    def alone() -> Tensor:  # [S]
-        with as_published(scorer.model), scorer.autocasting(device):
-            scores = [scorer.model(input_ids=ids, use_cache=False).logits.flatten() for ids in inputs]
-        return torch.cat(scores).double()
-
-    with random_groups(scorer, device) as groups:
-        proofs = prove_layers(scorer, groups, device, compute=judge.row_scores) if is_packed else []
-        if all(proof.passed for proof in proofs):
-            # Scores of one row equal transformers' of each sequence alone, see `distance_from_stock`.
-            pad = scorer.model.config.get_text_config().pad_token_id
-            prompts = [
-                [without_padding(np.concatenate((group.context, ids)), pad) for ids in group.completions]
-                for group in groups
-            ]
-            inputs = [torch.from_numpy(ids).to(device)[None] for prompt in prompts for ids in prompt]
-            row = proof_row(scorer, [group for prompt in prompts for group in as_groups(prompt)], device)
-            together = torch.from_numpy(judge.row_scores(row)).to(device)
-            measured, passed = distance_from_stock(scorer, together, alone, torch.ones_like(together))
-            causal = "judge with a causal model that scores at the last token"
-            scores = Proof(
-                name="scores",
-                passed=passed,
-                numbers={name.removesuffix(" a token"): number for name, number in measured.items()},
-                bound="mean error <= 3 x rounding",
-                remedy=PADDED_REMEDY if is_packed else causal,
-            )
-            proofs.append(scores)
-    proved = f"{recipe_key}: {'packed rows' if is_packed else 'padded batches'}"
-    ProofOutcome(what=proved, proofs=tuple(proofs), seconds=0.0, is_remembered=False).raise_failure()
+def _check_padding(judge: RewardModelJudge, source: str) -> None:
+    """Raises UnsupportedModelError if a sequence has another score in a padded batch than alone."""
+    config, random = judge.model.config.get_text_config(), np.random.default_rng(0)
+    tokens = [token for token in range(config.vocab_size) if token != config.pad_token_id]
+    sequences = [random.choice(tokens, length) for length in (3, 8, 24)]
+    alone = np.array([judge.scores_of([ids])[0] for ids in sequences])
+    difference = float(np.abs(judge.scores_of(sequences) - alone).max())
+    rounding = max(1e-4, 64 * torch.finfo(judge.model.dtype).eps)
+    if not difference <= rounding * (1 + np.abs(alone).max()):  # `not <=` is true for NaN, too
+        remedy = "its code does not ignore padding; choose another reward model"
+        raise UnsupportedModelError(f"{source}: padding changes a score by {difference:.1e}: {remedy}")

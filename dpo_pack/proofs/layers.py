@@ -51,17 +51,11 @@ _BY_TOKEN = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
 
 
 @torch.no_grad()
-def prove_layers(
-    scorer: CompletionLogps,
-    groups: Sequence[Group],
-    device: torch.device,
-    *,
-    compute: Callable[[Row], object] | None = None,
-) -> list[Proof]:
+def prove_layers(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> list[Proof]:
     """Proves that layers call our functions (the first proof; if it fails, the only one), and that these are
-    right. `compute`, if given, runs a row instead of the scorer's own forward."""
+    right."""
     assert scorer.backend is not None
-    calls = Recorded(scorer, proof_row(scorer, groups, device), compute or scorer)
+    calls = Recorded(scorer, proof_row(scorer, groups, device))
     proofs, dtype = [prove_wiring(calls, scorer.model.config)], scorer.compute_dtype
     if proofs[0].passed and calls.attention:
         kinds = dict.fromkeys(calls.attention)  # in order of layers: the same random inputs in every process
@@ -91,7 +85,7 @@ def take_kernels(scorer: CompletionLogps, device: torch.device) -> list[str]:
         return []
     lines = []
     with random_groups(scorer, device) as groups:
-        calls = Recorded(scorer, proof_row(scorer, groups, device), scorer).recurrent.values()
+        calls = Recorded(scorer, proof_row(scorer, groups, device)).recurrent.values()
         for name in dict.fromkeys(call.name for call in calls):
             kernel = KERNELS[name]
             obstacle = _take_kernel(scorer, [call for call in calls if call.name == name], device)
@@ -132,9 +126,9 @@ class SeamCall:
 
 
 class Recorded:
-    """The calls of our functions by the layers of a model while `compute` runs a row."""
+    """The calls of our functions by the layers of a model while it computes a row."""
 
-    def __init__(self, scorer: CompletionLogps, row: Row, compute: Callable[[Row], object]) -> None:
+    def __init__(self, scorer: CompletionLogps, row: Row) -> None:
         assert scorer.backend is not None
         self.backend, self.recurrence = scorer.backend, scorer.recurrence
         self.attention: list[SeamCall] = []
@@ -143,7 +137,7 @@ class Recorded:
         self.error: UnsupportedModelError | None = None  # which ended the row
         try:
             with scorer.replaced(backend=self._attend, recurrence=self._recur):
-                compute(row)
+                scorer(row)
         except UnsupportedModelError as error:
             self.error = error
 

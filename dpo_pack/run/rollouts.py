@@ -12,7 +12,7 @@ from dpo_pack.online.http_generator import HttpGenerator
 from dpo_pack.online.interface import Generator, Judge, SamplingSettings
 from dpo_pack.online.judges import FunctionJudge, LlmJudge, WeightedJudges
 from dpo_pack.online.phases import RolloutLog
-from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model, prove_reward_model
+from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model
 from dpo_pack.online.source import OnlineSource
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.online.vllm_generator import (
@@ -146,7 +146,6 @@ def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
         tokenizer,
         settings=setup.recipe.model,
         precision=setup.policy_facts.precision,
-        packed=setup.policy_facts.is_packed,
         token_budget=setup.reference_token_budget,
         device=setup.device,
         recipe_key=key,
@@ -159,7 +158,6 @@ def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
         )
     for note in notes:
         setup.console.print(f"{key}: {note}")
-    prove_reward_model(judge, key)
     return judge
 
 

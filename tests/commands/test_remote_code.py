@@ -85,7 +85,6 @@ def test_a_reward_model_runs_no_code_that_comes_with_it(recipe: Path, tmp_path: 
         tiny_tokenizer(),
         settings=ModelRecipe(path="policy"),
         precision=Precision(parameters=torch.float32, autocast=None),
-        packed=True,
         token_budget=64,
         device=torch.device("cpu"),
         recipe_key="online.judges.0.path",

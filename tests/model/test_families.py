@@ -140,7 +140,7 @@ def seam_calls(family: str) -> list[SeamCall]:
     model = tiny_model(family, attention=ATTENTION_NAME)
     wrap_recurrent_layers(model)
     scorer = CompletionLogps(model, backend=sdpa_attention, autocast=None)
-    return Recorded(scorer, proof_row(scorer, proof_groups(tiny_models.VOCABULARY), CPU), scorer).attention
+    return Recorded(scorer, proof_row(scorer, proof_groups(tiny_models.VOCABULARY), CPU)).attention
 
 
 @pytest.mark.parametrize("family", slow_but_ten(PACKED))

@@ -23,19 +23,14 @@ from support.tiny_recipe import message_of
 from support.tiny_tokenizer import tiny_tokenizer
 from support.whole_runs import text
 from transformers import AutoModelForSequenceClassification
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextModel
 
 from dpo_pack.data.formats import Message
 from dpo_pack.data.tokenization import Prompt
-from dpo_pack.model.attention.segments import Gather
 from dpo_pack.model.scorer import Precision
 from dpo_pack.online.interface import Completion, Draw, Failure, Rollout, Scores
 from dpo_pack.online.judges import FunctionJudge, LlmJudge, WeightedJudges
-from dpo_pack.online.reward_model import (
-    RewardModelJudge,
-    load_reward_model,
-    prove_reward_model,
-    without_padding,
-)
+from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model
 from dpo_pack.recipe.online import EndpointRecipe, JudgeRecipe
 from dpo_pack.recipe.schema import ModelRecipe
 from dpo_pack.run.rollouts import build_judge
@@ -193,24 +188,17 @@ def save_reward_model(
 
 
 def reward_model(
-    path: Path,
-    *,
-    packed: bool = True,
-    token_budget: int = 64,
-    chat: bool = False,
-    autocast: torch.dtype | None = None,
+    path: Path, *, token_budget: int = 64, chat: bool = False, autocast: torch.dtype | None = None
 ) -> RewardModelJudge:
     judge, _ = load_reward_model(
         str(path),
         tiny_tokenizer(chat_template=chat),
         settings=ModelRecipe(path="policy"),
         precision=Precision(parameters=torch.float32, autocast=autocast),
-        packed=packed,
         token_budget=token_budget,
         device=torch.device("cpu"),
         recipe_key="online.judges.0.path",
     )
-    prove_reward_model(judge, "online.judges.0.path")
     return judge
 
 
@@ -242,34 +230,26 @@ def test_each_judge_of_a_recipe_is_one_of_its_type_with_its_weight(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("token_budget", "family"),
+    ("family", "token_budget", "changes"),
     [
-        (1, "llama"),
-        (4096, "gemma2"),
-        (4096, "gpt2"),
-        (4096, "qwen3_next"),  # with gated delta nets
-        *slow((1, "qwen3"), (1, "mistral"), (1, "gemma2"), (4096, "llama")),
+        ("llama", 1, {}),
+        ("llama", 4096, {"pad_token_id": None}),
+        ("llama", 4096, {"pad_token_id": 2}),  # the token that ends each sequence
+        ("gpt2", 100, {}),
+        ("gpt_oss", 4096, {}),
+        ("qwen3_next", 4096, {}),  # with gated delta nets
+        *slow(("gemma2", 4096, {}), ("mistral", 100, {}), ("qwen3_moe", 4096, {}), ("exaone4", 4096, {})),
     ],
 )
-def test_packed_scores_equal_each_sequence_alone(family: str, token_budget: int, tmp_path: Path) -> None:
-    path = save_reward_model(tmp_path, family)
-    scores = reward_model(path, token_budget=token_budget).score(ROLLOUTS)
-    for judged, of_prompt in zip(ROLLOUTS, scores, strict=True):
-        assert not isinstance(of_prompt, Failure)
-        texts = [judged.draw.prompt.text + c.text + "</s>" for c in judged.completions]
-        expected = alone(path, texts)
-        assert of_prompt == pytest.approx(expected, abs=1e-5) and len(set(expected)) > 1
-
-
-def test_padded_scores_are_the_same_and_equal_or_foreign_sequences_do_no_harm(tmp_path: Path) -> None:
-    path = save_reward_model(tmp_path, "llama")
-    odd = (*ROLLOUTS, rollout("same", " thing", " thing", number=3), replace(ROLLOUTS[0]))
-    packed, padded = reward_model(path).score(odd), reward_model(path, packed=False).score(odd)
-    for ours, theirs in zip(packed, padded, strict=True):
-        assert not isinstance(ours, Failure) and not isinstance(theirs, Failure)
-        assert ours == pytest.approx(theirs, abs=1e-5)
-    equal = packed[3]
-    assert not isinstance(equal, Failure) and equal[0] == pytest.approx(equal[1], abs=1e-6)
+def test_scores_equal_each_sequence_alone(
+    family: str, token_budget: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    path = save_reward_model(tmp_path, family, **changes)
+    judged = (*ROLLOUTS, rollout("same", " thing", " thing", number=3))
+    for each, scores in zip(judged, reward_model(path, token_budget=token_budget).score(judged), strict=True):
+        texts = [each.draw.prompt.text + c.text + "</s>" for c in each.completions]
+        assert scores == pytest.approx(alone(path, texts), abs=1e-5)
+    assert len(set(alone(path, texts))) == 1 and reward_model(path).score([]) == []
 
 
 def test_a_conversation_is_rendered_by_the_reward_model_s_own_template(tmp_path: Path) -> None:
@@ -349,75 +329,25 @@ def test_what_is_too_long_for_the_reward_model_is_set_aside(
     judge = reward_model(save_reward_model(tmp_path, family, **changes), token_budget=4096)
     long, short = judge.score([rollout("x " * positions, "a", "b"), ROLLOUTS[0]])
     assert isinstance(long, Failure) and f"the model has {positions} positions" in long.reason
-    assert short == pytest.approx(judge.score([ROLLOUTS[0]])[0], abs=1e-6)
-
-
-def test_a_sequence_leaves_one_position_for_the_token_that_is_appended(tmp_path: Path) -> None:
-    judge = reward_model(save_reward_model(tmp_path, "llama"))
     sequences = judge._sequences(ROLLOUTS[0])
     assert not isinstance(sequences, Failure)
     longest = max(map(len, sequences))
-    for most, fits in ((longest, False), (longest + 1, True)):
+    for most, fits in ((longest - 1, False), (longest, True)):
         assert isinstance(replace(judge, max_tokens=most)._sequences(ROLLOUTS[0]), list) == fits
+    assert short == pytest.approx(judge.score([ROLLOUTS[0]])[0], abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("ids", "pad", "kept"),
-    [([5, 0, 6, 0, 0], 0, [5, 0, 6]), ([5, 6], 0, [5, 6]), ([0, 0], 0, [0]), ([5, 0], None, [5, 0])],
-)
-def test_a_score_is_read_at_the_last_token_that_is_no_padding(
-    ids: list[int], pad: int | None, kept: list[int]
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_reward_model_whose_scores_depend_on_padding_is_refused(
+    autocast: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert without_padding(np.array(ids, dtype=np.int32), pad).tolist() == kept
-
-
-@pytest.mark.parametrize(
-    ("family", "packed", "autocast"),
-    [
-        ("gpt_oss", True, None),
-        ("qwen3_moe", True, torch.bfloat16),
-        ("exaone4", False, None),
-        ("hunyuan_v1_moe", False, torch.bfloat16),
-        *slow(
-            ("gpt_oss", False, torch.bfloat16), ("qwen3_moe", False, None), ("exaone4", True, torch.bfloat16)
-        ),
-    ],
-)
-def test_honest_reward_models_pass_their_proofs(
-    family: str, packed: bool, autocast: torch.dtype | None, tmp_path: Path
-) -> None:
-    reward_model(save_reward_model(tmp_path, family), packed=packed, autocast=autocast)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "packed", "message"),
-    [
-        (
-            "gemma3_text",
-            {"use_bidirectional_attention": True},
-            True,
-            "wiring proof .* attends to later tokens",
-        ),
-        ("gemma3_text", {"use_bidirectional_attention": True}, False, "scores proof .* causal model"),
-        ("phimoe", {"sliding_window": 7}, True, "wiring proof .*windows.* use packing.mode: padded"),
-        ("llama", {"pooling": "mean"}, True, "pools its score over tokens .mean."),
-    ],
-)
-def test_a_reward_model_whose_scores_would_be_others_is_refused(
-    family: str, changes: dict[str, Any], packed: bool, message: str, tmp_path: Path
-) -> None:
-    path = save_reward_model(tmp_path, family, **changes)
-    with pytest.raises(ModelError, match=rf"^online\.judges\.0\.path: .*{message}") as refused:
-        reward_model(path, packed=packed)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_gather_that_is_wrong_shows_in_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save_reward_model(tmp_path, "llama")
-    gather = Gather.__call__
-    monkeypatch.setattr(Gather, "__call__", lambda *arguments: gather(*arguments).roll(1, dims=0))
-    with pytest.raises(ModelError, match=r"packed rows are not exact on this model: the scores proof"):
-        reward_model(path)
+    path = save_reward_model(tmp_path, "gemma3_text", use_bidirectional_attention=True)
+    assert reward_model(path, autocast=autocast).score(ROLLOUTS)
+    forward = Gemma3TextModel.forward
+    without_mask = lambda *inputs, attention_mask=None, **others: forward(*inputs, **others)  # noqa: E731
+    monkeypatch.setattr(Gemma3TextModel, "forward", without_mask)
+    with pytest.raises(ModelError, match=r"^online\.judges\.0\.path: .*padding changes a score by"):
+        reward_model(path, autocast=autocast)
 
 
 def test_a_classifier_of_several_classes_and_a_language_model_are_no_reward_models(tmp_path: Path) -> None:
