@@ -172,6 +172,9 @@ class DataRecipe(types.Section):
     def broken_rules(self) -> Iterator[types.Problem]:
         if self.max_prompt_length and self.max_prompt_length >= self.max_length:
             yield "max_prompt_length", f"must be below data.max_length ({self.max_length}), for a completion"
+        talks = any("system" in FIELDS_OF_FORMAT.get(source.format, ("system",)) for source in self.train)
+        if self.continue_final_message and not talks:
+            yield "continue_final_message", "no source of data.train has conversations; leave it out"
         for part, sources in (("train", self.train), ("eval", self.eval_sources)):
             names = [source.name for source in sources]
             for index, name in enumerate(names):
