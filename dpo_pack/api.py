@@ -41,18 +41,6 @@ if TYPE_CHECKING:
     AnyRecipe = AnyPath | Mapping[str, Any] | Recipe
 
 
-# Options and arguments that an earlier release had, and what to use now.
-_DOCTOR = "use 'dpopack doctor RECIPE' (dpo_pack.doctor), which loads, proves and measures as a run does"
-_INSPECT = "use 'dpopack inspect-packing RECIPE --memory SIZE --devices N' (dpo_pack.inspect_packing)"
-REMOVED = {
-    "dry_run": _DOCTOR,
-    "full": _DOCTOR,
-    "memory": _INSPECT,
-    "devices": _INSPECT,
-    "template": "copy a file of configs/, or begin with what 'dpopack recipe --defaults' prints",
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """The output directory of a run. The properties read its files at each access."""
@@ -131,9 +119,9 @@ def doctor(
     The result's `error` says which proof has failed; None: all hold, or there is no recipe.
     """
     if recipe is None:
-        with many_imports():
-            from dpo_pack.reports import doctor_tables as tables
-            from dpo_pack.system.console import make_console
+        from dpo_pack.reports import doctor_tables as tables
+        from dpo_pack.system.console import make_console
+
         return tables.environment(make_console(quiet=quiet))
     with _on_every_rank(recipe, overrides, command, trains=True, quiet=quiet) as (loaded, console):
         from dpo_pack.reports import doctor_tables as tables
@@ -289,11 +277,10 @@ def sample(
     of the recipe or the first run, if there are no `prompts`. Returns for each model and prompt its source
     (the held-out set), prompt, model and completion.
     """
-    with many_imports():
-        from dpo_pack.reports.tables import render_completions
-        from dpo_pack.run.checkpoint import model_of
-        from dpo_pack.run.samples import sample_models
-        from dpo_pack.system.console import make_console
+    from dpo_pack.reports.tables import render_completions
+    from dpo_pack.run.checkpoint import model_of
+    from dpo_pack.run.samples import sample_models
+    from dpo_pack.system.console import make_console
 
     console, names = make_console(quiet=quiet), [os.fspath(model) for model in models]
     with contextlib.ExitStack() as stack:
@@ -320,10 +307,9 @@ def merge(
 
     base: replaces the base that the adapter names. dtype: float32, bfloat16, float16, or auto, as the base.
     """
-    with many_imports():
-        from dpo_pack.run.checkpoint import model_of
-        from dpo_pack.run.export import merge_adapter
-        from dpo_pack.system.console import make_console
+    from dpo_pack.run.checkpoint import model_of
+    from dpo_pack.run.export import merge_adapter
+    from dpo_pack.system.console import make_console
 
     console = make_console(quiet=quiet)
     with contextlib.ExitStack() as stack:
@@ -341,10 +327,9 @@ def merge(
 
 def push(source: AnyPath, repo: str, *, private: bool = True, quiet: bool = False) -> str:
     """Uploads a run's model, or what `merge` wrote, to the Hugging Face hub. Returns its URL."""
-    with many_imports():
-        from dpo_pack.run.checkpoint import model_of
-        from dpo_pack.system.console import make_console
-        from dpo_pack.system.hub import check_upload, upload_model
+    from dpo_pack.run.checkpoint import model_of
+    from dpo_pack.system.console import make_console
+    from dpo_pack.system.hub import check_upload, upload_model
 
     console, source = make_console(quiet=quiet), Path(source)
     check_upload(repo)
@@ -399,14 +384,10 @@ def load(
 ) -> Recipe:
     """Makes a Recipe from a caller's arguments. Raises RecipeError, also if this machine lacks what it needs.
 
-    Call this before torch is imported: it lets torch's CUDA allocator enlarge its blocks (segments), so rows
-    of many lengths waste less memory, makes waiting threads of OpenMP sleep early, and bounds what oneDNN
-    keeps. Settings of the user are kept. vLLM's sleep mode refuses that of the allocator.
+    Call this before torch is imported: it sets what libraries read then, unless the user has set it.
     """
     from dpo_pack.recipe.load import check_environment, load_recipe, parse_recipe
 
-    for name in overrides.keys() & REMOVED.keys():
-        raise RecipeError(f"{name}: {REMOVED[name]}")
     texts = [f"{key}={json.dumps(_as_yaml(value, key))}" for key, value in overrides.items()]
     if isinstance(recipe, str | os.PathLike):
         loaded = load_recipe(Path(recipe), texts, lenient=lenient)
@@ -414,11 +395,12 @@ def load(
         loaded = parse_recipe(_as_yaml(recipe, "recipe"), texts)
     else:
         loaded = parse_recipe(recipe.model_dump(mode="json"), texts) if texts else recipe
+    # Blocks that grow waste less memory with rows of many lengths. vLLM's sleep mode refuses them.
     has_vllm = loaded.online is not None and loaded.online.generator.type == "vllm"
     if not has_vllm and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # Threads of OpenMP that wait for each other give up their core early: another process may need it.
     if "OMP_WAIT_POLICY" not in os.environ:
-        # Threads of OpenMP that wait for each other give up their core early: another process may need it.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # about 0.03 ms; else some ms
         os.environ.setdefault("KMP_BLOCKTIME", "1")  # ms; else 200
     # oneDNN keeps compiled products by their shapes, each about 0.4 MB, and each length of a row has its own.

@@ -4,9 +4,13 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from dpo_pack.recipe.changes import COMPARING_KEYS, EARLY_STOPPING_KEYS, NEUTRAL_KEYS
-from dpo_pack.recipe.load import default_in_yaml
-from dpo_pack.recipe.mistakes import nested_sections
+from dpo_pack.recipe.load import (
+    COMPARING_KEYS,
+    EARLY_STOPPING_KEYS,
+    NEUTRAL_KEYS,
+    default_in_yaml,
+    nested_sections,
+)
 from dpo_pack.recipe.peers.peer_tables import PEERS, PeerKey, as_word, read_table, rows_of
 from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.types import Section, allowed_values

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,7 +20,6 @@ from typer.core import TyperGroup
 
 import dpo_pack
 from dpo_pack import api
-from dpo_pack.commands.cache_commands import cache_app, parse_bytes
 from dpo_pack.system.endings import USER_CAN_MEND, ending_of
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.system.interrupts import STOP_SIGNALS, interruptible
@@ -37,16 +38,15 @@ class _Commands(TyperGroup):
         except Exception as error:
             # click's NoSuchOption, of which some releases of typer have a copy
             if (option := getattr(error, "option_name", None)) is not None:
-                from dpo_pack.recipe.mistakes import advice_on_option
+                from dpo_pack.recipe.load import advice_on_option
 
-                name = option.lstrip("-")
-                if advice := api.REMOVED.get(name.replace("-", "_")) or advice_on_option(name):
+                if advice := advice_on_option(option.lstrip("-")):
                     raise RecipeError(f"no option {option}: {advice}") from None
             raise
 
 
 def _complete_key(incomplete: str) -> list[str]:
-    from dpo_pack.recipe.mistakes import recipe_fields
+    from dpo_pack.recipe.load import recipe_fields
 
     return [f"{key}=" for key in recipe_fields() if key.startswith(incomplete)]
 
@@ -59,6 +59,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+cache_app = typer.Typer(help="Look after reference log-probs.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(cache_app, name="cache")
 
 RecipeFile = Annotated[
@@ -78,6 +79,10 @@ JsonFile = Annotated[
 ]
 HtmlFile = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write the report as one page for a browser.")
+]
+
+CacheDir = Annotated[
+    Path | None, typer.Option(help="As reference.cache_dir; default: $DPO_PACK_CACHE or ~/.cache/dpo_pack.")
 ]
 
 
@@ -148,6 +153,24 @@ def _write(json_file: Path | None, text: str, html_file: Path | None = None, pag
             say(f"Page: {html_file}")
 
 
+def parse_numbers(text: str, option: str, form: str) -> tuple[int, ...]:
+    """Reads the numbers of an option, such as 1,8,64; `form` is an example. Raises RecipeError."""
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
+        raise RecipeError(f"{option} {text!r}: not positive whole numbers; write them as in {option} {form}")
+    return tuple(map(int, numbers))
+
+
+def parse_bytes(size: str, option: str, forms: str) -> int:
+    """Reads the size of an option, such as 80GiB; `forms` are examples. Raises RecipeError."""
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    with contextlib.suppress(ValidationError):
+        if re.search("[a-zA-Z]", size):  # 80 alone would be 80 bytes
+            return int(TypeAdapter(ByteSize).validate_python(size))
+    raise RecipeError(f"{option}: {size!r} is not a size; write it as {forms}")
+
+
 @app.command()
 def train(
     recipe: RecipeFile,
@@ -195,12 +218,10 @@ def inspect_packing(
     html_file: HtmlFile = None,
 ) -> None:
     """Preview rows, savings and memory, without weights."""
-    from dpo_pack.reports.tables import parse_numbers
-
     report = api.inspect_packing(
         _load(recipe, overrides),
-        ranks=() if ranks is None else parse_numbers(ranks, option="--ranks", instance="1,8,64"),
-        budgets=parse_numbers(budgets, option="--budgets", instance="4096,8192"),
+        ranks=() if ranks is None else parse_numbers(ranks, "--ranks", "1,8,64"),
+        budgets=parse_numbers(budgets, "--budgets", "4096,8192"),
         memory=None if memory is None else parse_bytes(memory, "--memory", "80GiB or 24GB"),
         devices=devices,
         quiet=json_file == Path("-"),
@@ -232,12 +253,10 @@ def show(
     share, which are scored, EOS, which were cut. Shows rows that are left out, and one packed row. Reads only
     the first rows of the data, and no model weights.
     """
-    from dpo_pack.reports.tables import parse_numbers
-
     # In `--pair 3 8`, typer takes 8 for an override.
     more = [text for text in overrides or () if pair and text.isdecimal()]
     numbers = [*(pair or ()), *more]
-    rows = {row for text in numbers for row in parse_numbers(text, option="--pair", instance="3,8")}
+    rows = {row for text in numbers for row in parse_numbers(text, "--pair", "3,8")}
     loaded = _load(recipe, [text for text in overrides or () if text not in more])
     shown = api.show(loaded, pairs=sorted(rows), dropped=dropped, quiet=json_file == Path("-"))
     from dpo_pack.reports.pages import pairs_page
@@ -424,6 +443,103 @@ def recipe_command(
         if wrong:
             raise typer.Exit(USER_CAN_MEND)
         say(f"{check} is in order")
+
+
+# --------------------------------------------------------------------------------------- reference log-probs
+
+
+@cache_app.command("list")
+def list_namespaces(
+    cache_dir: CacheDir = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
+    """List models with cached log-probs, and how many."""
+    from dpo_pack.reference.cache import find_namespaces
+
+    found = find_namespaces(cache_dir)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for one in found:
+        say(f"{one['namespace'][:12]}  {', '.join(one['models']) or 'unknown model'}")
+        say(
+            f"{'':12}  {one['parameters']}{' + ' + one['autocast'] if one['autocast'] else ''}; "
+            f"{one['sequences']:,} sequences; {one['size_bytes'] / 1e6:,.1f} MB; "
+            f"last used {datetime.fromtimestamp(one['last_used']):%Y-%m-%d %H:%M}"
+        )
+    say(f"{len(found)} namespaces, {sum(one['size_bytes'] for one in found) / 1e6:,.1f} MB")
+
+
+@cache_app.command()
+def export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The Parquet file to write.")],
+    namespace: Annotated[
+        str, typer.Option(help="Beginning of a name that `list` shows; default: the only one.")
+    ] = "",
+    cache_dir: CacheDir = None,
+) -> None:
+    """Write all log-probs of a model into one Parquet file.
+
+    `dpopack cache import` reads this file, here or on another machine.
+    """
+    from dpo_pack.reference.cache import export_namespace
+
+    say(f"{export_namespace(cache_dir, namespace, file):,} sequences written to {file}")
+
+
+@cache_app.command("import")
+def import_file(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Parquet, see docs/reference-cache.md.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe of their reference model.")],
+    overrides: Overrides = None,
+) -> None:
+    """Add your own reference log-probs to the cache.
+
+    First checks every row, then adds all rows or none. Log-probs that the cache already has do not change.
+    """
+    loaded = api.load(_load(recipe, overrides))
+    from dpo_pack.reference.cache import ReferenceCache, import_logps
+    from dpo_pack.reference.compute import find_work
+    from dpo_pack.run.setup import prepare
+    from dpo_pack.system.console import make_console
+
+    setup = prepare(loaded, make_console(), runs_models=False)
+    facts = setup.reference_facts
+    cache = ReferenceCache(facts.cache_dir, facts.namespace, used_by=facts.label)
+    num_added = import_logps(file, cache, setup.tables)
+    work = find_work(cache, setup.tables)
+    num_sequences = int(work.sides.sum())
+    say(
+        f"{file}: {num_added:,} sequences added; the cache now has "
+        f"{num_sequences - int(work.missing.sum()):,} of the recipe's {num_sequences:,} sequences"
+    )
+
+
+@cache_app.command()
+def prune(
+    older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Remove what was not used for so long: 90d, 12h.")
+    ] = None,
+    max_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Remove the longest unused until the rest fits: 20GB.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; remove nothing.")] = False,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Remove log-probs by age or size.
+
+    Even without an option, removes damaged parts that a run has moved aside, and temporary files of killed
+    runs. Does not remove files that dpopack has not written.
+    """
+    from dpo_pack.reference.cache import prune_cache
+
+    seconds = None
+    if older_than is not None:
+        if (match := re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", older_than)) is None:
+            raise RecipeError(f"--older-than: {older_than!r} is not an age; write it as 90d, 12h, 30m or 2w")
+        seconds = float(match[1]) * {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}[match[2]]
+    most = None if max_size is None else parse_bytes(max_size, "--max-size", "20GB, 500MB or 0B")
+    for line in prune_cache(cache_dir, older_than_seconds=seconds, most_bytes=most, dry_run=dry_run):
+        say(f"{'would remove' if dry_run else 'removing'} {line}")
 
 
 @app.callback(invoke_without_command=True)

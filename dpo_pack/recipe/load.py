@@ -1,21 +1,32 @@
-"""Loads, checks and writes recipes (YAML), with overrides. Imports no torch, so commands start at once."""
+"""Loads, checks, compares and writes recipes. Imports no torch, so commands start at once."""
 
+import difflib
+import functools
 import importlib.util
 import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, SourceRecipe, as_eval, as_sources, source_names
-from dpo_pack.recipe.mistakes import nested_sections, recipe_problems
+from dpo_pack.recipe.data import (
+    DATA_FILE_SUFFIXES,
+    EvalFraction,
+    RowField,
+    SourceRecipe,
+    as_eval,
+    as_sources,
+    source_names,
+)
+from dpo_pack.recipe.peers.peer_tables import PEERS, our_words, read_table, rows_of
 from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml
-from dpo_pack.recipe.types import Problem, allowed_values
+from dpo_pack.recipe.types import BROKEN_RULE, Problem, allowed_values, nested_sections
 from dpo_pack.system.hub import HUB_ID, instead_of_url, is_adapter
 from dpo_pack.system.machine import install_command
 
@@ -35,10 +46,7 @@ REMOVED_KEYS: dict[str, tuple[tuple[object, ...] | None, str]] = {
     "packing.algorithm": (None, ""),
     "packing.merge_prompts": (None, ""),
 }
-REMOVED_LOSSES = {
-    "aot": "take sigmoid, or a loss of your own (loss.type: module:function)",
-    "aot_unpaired": "take sigmoid, or a loss of your own (loss.type: module:function)",
-}
+REMOVED_LOSSES = ("aot", "aot_unpaired")
 # What `dpopack recipe --defaults` prints.
 BEGINNING = """\
 # A dpo-pack recipe: DPO of all parameters. Start it with: dpopack train RECIPE
@@ -61,6 +69,11 @@ train: {epochs: 1}               # checkpoint: {every_steps: 100} lets a run tha
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
+SECTIONS = [
+    key for key, field in Recipe.model_fields.items() if isinstance(field.annotation, type(BaseModel))
+]
+
+
 def has_tokenizer(directory: str | Path) -> bool:
     return any(os.path.isfile(os.path.join(directory, name)) for name in TOKENIZER_FILES)
 
@@ -69,11 +82,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, lenient: bool = Fa
     """Reads a recipe file, or that of a run's directory, wherever it is now, and applies `key=value`
     overrides, the last one of a key. Raises RecipeError.
 
-    lenient: values of a run that no longer exist are dropped, too, as nothing is trained; `Recipe.dropped`
-    names them.
+    lenient: nothing is trained, so values of a run that no longer exist are dropped (`Recipe.dropped`).
     """
-    begin, run = "'dpopack recipe --defaults' prints one to begin with", path
-    if path.is_dir():
+    begin, run, is_run = "'dpopack recipe --defaults' prints one to begin with", path, path.is_dir()
+    if is_run:
         path = run / RECIPE_FILE
         if not (run / INFO_FILE).is_file():
             fail(f"{run}: no run, as it has no {INFO_FILE}; give a run's output_dir or a recipe file")
@@ -82,62 +94,74 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, lenient: bool = Fa
             content = file.read(MAX_RECIPE_BYTES + 1)
         if len(content) > MAX_RECIPE_BYTES:
             fail(f"{path}: larger than {MAX_RECIPE_BYTES:,} bytes, so it is not a recipe; {begin}")
-        text = content.decode("utf-8-sig")
+        tree = read_yaml(content.decode("utf-8-sig"), where=str(path))
     except UnicodeDecodeError as error:
         fail(f"{path}: not UTF-8 (byte {error.object[error.start]:#04x} at {error.start}); save it as UTF-8")
     except OSError as error:
         fail(f"{path}: cannot read the recipe: {error.strerror}; {begin}")
-    tree = read_yaml(text, where=str(path))
     if not isinstance(tree, dict):
         fail(f"{path}: a recipe is a mapping of 'key: value' lines, not {show(tree)}; {begin}")
-    if run is not path:
-        if isinstance(tree.get("checkpoint"), dict):
-            tree["checkpoint"]["resume"] = "auto"  # another value was for the start that wrote this file
-        if run.resolve() != Path(str(tree.get("output_dir"))).resolve():
-            tree["output_dir"] = str(run)
-    dropped: list[Problem] = []
-    if lenient and run is not path:
-        tree, dropped = _without_removed(tree)
-    recipe = parse_recipe(tree, overrides, recipe_dir=path.parent)
-    recipe.dropped.extend(f"{key}: {what}" for key, what in dropped)
-    return recipe
+    if is_run and isinstance(tree.get("checkpoint"), dict):
+        tree["checkpoint"]["resume"] = "auto"  # another value was for the start that wrote this file
+    if is_run and run.resolve() != Path(str(tree.get("output_dir"))).resolve():
+        tree["output_dir"] = str(run)
+    return parse_recipe(tree, overrides, recipe_dir=path.parent, lenient=lenient and is_run)
 
 
 def parse_recipe(
-    tree: Mapping[str, Any], overrides: Sequence[str] = (), *, recipe_dir: Path = Path()
+    tree: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    recipe_dir: Path = Path(),
+    lenient: bool = False,
 ) -> Recipe:
     """Makes a recipe from a mapping; `${recipe_dir}` in paths is `recipe_dir`. Raises RecipeError."""
     tree = _without_shorthands(tree)
     for override in overrides:
         tree = _without_shorthands(apply_override(tree, override))
-    tree, removed = _without_removed(tree)
-    _fail_if_any(removed)
+    removed = _drop_removed(tree)
+    if not lenient:
+        _fail_if_any(removed)
     try:
-        return Recipe.model_validate(tree, context={"recipe_dir": os.path.abspath(recipe_dir)})
+        recipe = Recipe.model_validate(tree, context={"recipe_dir": os.path.abspath(recipe_dir)})
     except ValidationError as invalid:
-        _fail_if_any(recipe_problems(invalid.errors(include_url=False), tree))
+        _fail_if_any(_problems(invalid.errors(include_url=False), tree))
         raise
+    for key, what in removed:
+        recipe.dropped.append(f"{key}: {what}")
+    return recipe
 
 
-def _without_removed(tree: Tree) -> tuple[Tree, list[Problem]]:
-    """Drops what earlier releases had. Yields a problem for each value that made another training."""
+def _without_shorthands(tree: Mapping[str, Any]) -> Tree:
+    """Adds empty sections; makes lists of single sources. The schema refuses values of a wrong type later."""
+    full = {**tree, **{name: {} for name in SECTIONS if tree.get(name) is None}}
+    full = {name: dict(part) if isinstance(part, dict) else part for name, part in full.items()}
+    if isinstance(data := full["data"], dict):
+        if "train" in data:
+            data["train"] = as_sources(data["train"])
+        if "eval" in data:
+            data["eval"] = [] if data["eval"] is None else as_eval(data["eval"])
+    return full
+
+
+def _drop_removed(tree: Tree) -> list[Problem]:
+    """Drops what earlier releases had. Returns a problem for each value that made another training."""
     problems: list[Problem] = []
-    tree = {name: dict(part) if isinstance(part, dict) else part for name, part in tree.items()}
     for key, (harmless, remedy) in REMOVED_KEYS.items():
         section, _, name = key.partition(".")
-        if isinstance(tree.get(section), dict) and name in tree[section]:
+        if isinstance(tree[section], dict) and name in tree[section]:
             value = tree[section].pop(name)
             if harmless is not None and value not in harmless:
                 problems.append((key, f"dpo-pack no longer has it, and it is {show(value)} here; {remedy}"))
-    loss = tree.get("loss")
+    loss = tree["loss"]
     if isinstance(loss, dict) and "type" in loss:
         terms = loss["type"] if isinstance(loss["type"], list) else [{"type": loss["type"]}]
-        names = [term.get("type") if isinstance(term, dict) else None for term in terms]
-        for name in (name for name in REMOVED_LOSSES if name in names):
-            problems.append(("loss.type", f"dpo-pack no longer has {name}; {REMOVED_LOSSES[name]}"))
-            rest = [term for term, other in zip(terms, names, strict=True) if other not in REMOVED_LOSSES]
-            loss["type"] = rest or "sigmoid"
-    return tree, problems
+        kept = [t for t in terms if not isinstance(t, dict) or t.get("type") not in REMOVED_LOSSES]
+        if len(kept) < len(terms):
+            what = f"dpo-pack no longer has {' and '.join(REMOVED_LOSSES)}; take another, or one of your own"
+            problems.append(("loss.type", what))
+            loss["type"] = kept or "sigmoid"
+    return problems
 
 
 def _fail_if_any(problems: Iterable[Problem]) -> None:
@@ -148,22 +172,6 @@ def _fail_if_any(problems: Iterable[Problem]) -> None:
         lines = [f"{key}: {message}" for key, message in by_key.items()]
         more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:])})" if len(lines) > 1 else ""
         fail(lines[0] + more, lines)
-
-
-def _without_shorthands(tree: Mapping[str, Any]) -> Tree:
-    """Adds empty sections; makes lists of single sources. The schema refuses values of a wrong type later."""
-    kinds = {name: field.annotation for name, field in Recipe.model_fields.items()}
-    sections = [
-        name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)
-    ]
-    full = {**tree, **{name: {} for name in sections if tree.get(name) is None}}
-    if isinstance(full["data"], dict):
-        data = full["data"] = dict(full["data"])
-        if "train" in data:
-            data["train"] = as_sources(data["train"])
-        if "eval" in data:
-            data["eval"] = [] if data["eval"] is None else as_eval(data["eval"])
-    return full
 
 
 def dump_recipe(recipe: Recipe, *, for_others: bool = False) -> str:
@@ -186,7 +194,7 @@ def recipe_defaults() -> str:
 def _commented(section: type[BaseModel], indent: str = "") -> list[str]:
     lines = []
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if isinstance(field.annotation, type(BaseModel)):
             ((nested, _),) = nested_sections(field.annotation)
             lines += ["", f"# {nested.__doc__}", f"{name}:", *_commented(nested, indent + "  "), ""]
             continue
@@ -207,15 +215,17 @@ def default_in_yaml(field: FieldInfo) -> str:
     return to_yaml(default.model_dump() if isinstance(default, BaseModel) else default, one_line=True)
 
 
+# ------------------------------------------------------------------------------- what this machine must have
+
+
 def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
     """Raises RecipeError if a path or package is not here; trackers count only where the recipe `trains`."""
-    _fail_if_any([*_path_problems(recipe), *_adapter_problems(recipe), *_package_problems(recipe, trains)])
+    _fail_if_any([*_missing(recipe, trains), *_model_problems(recipe)])
 
 
-def _path_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields what is neither here nor a hub id. What else is wrong with a path, its reader says."""
-    if recipe.model.revision and os.path.isdir(recipe.model.path):
-        yield "model.revision", "a local directory has no revisions; leave it out"
+def _missing(recipe: Recipe, trains: bool) -> Iterator[Problem]:
+    """Yields paths that are neither here nor hub ids, and packages that keys need. What else is wrong with a
+    path, its reader says; what only a model's files need is refused when they are read."""
     for key, path in recipe.inputs.items():
         if path is None or os.path.exists(path):
             continue
@@ -223,31 +233,6 @@ def _path_problems(recipe: Recipe) -> Iterator[Problem]:
         if is_file or not HUB_ID.fullmatch(path):
             where = instead_of_url(path) or f" (relative paths start at {os.getcwd()})"
             yield key, f"no such file or directory, and not a hub id: {show(path)}{where}"
-
-
-def _adapter_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yields what depends on whether model.path is an adapter."""
-    model, has_adapter = recipe.model, is_adapter(recipe.model.path)
-    trains_adapter = model.lora is not None or has_adapter
-    if model.lora is not None and has_adapter:
-        what = "model.path is an adapter, which is trained further"
-        yield "model.lora", f"{what}; leave it out, or merge it first (dpopack merge)"
-    if model.quantize is not None and not trains_adapter:
-        yield "model.quantize", "quantised weights cannot be trained; set model.lora, or leave quantize out"
-    if model.dtype != "bfloat16":
-        return
-    # The weights of an adapter are always fp32, whatever the type of its base model.
-    if recipe.optim.name != "adamw" and not trains_adapter:
-        what = f"{recipe.optim.name} keeps no fp32 master weights for bfloat16 parameters"
-        yield "optim.name", f"{what}; set optim.name: adamw or model.dtype: float32"
-    # In bfloat16, a mix of two models, or base plus adapter, may round to the old reference. A copy is exact.
-    if recipe.reference.sync is not None and (recipe.reference.sync.mixup < 1.0 or trains_adapter):
-        remedy = "set model.dtype: float32, or mixup: 1 without an adapter"
-        yield "reference.sync", f"model.dtype bfloat16 rounds most of an update away; {remedy}"
-
-
-def _package_problems(recipe: Recipe, trains: bool) -> Iterator[Problem]:
-    """Yields packages that keys need. What only a model's files need is refused when they are read."""
     model, online = recipe.model, recipe.online
     generator, judges = ("", ()) if online is None else (online.generator.type, online.judges)
     needed = {
@@ -266,3 +251,181 @@ def _package_problems(recipe: Recipe, trains: bool) -> Iterator[Problem]:
         modules = ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]
         if not any(importlib.util.find_spec(module) for module in modules):
             yield "logging.trackers", f"{tracker} is not installed; pip install {tracker.replace('_', '-')}"
+
+
+def _model_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yields what depends on whether model.path is a directory, or an adapter."""
+    model, has_adapter = recipe.model, is_adapter(recipe.model.path)
+    trains_adapter = model.lora is not None or has_adapter
+    if model.revision and os.path.isdir(model.path):
+        yield "model.revision", "a local directory has no revisions; leave it out"
+    if model.lora is not None and has_adapter:
+        what = "model.path is an adapter, which is trained further"
+        yield "model.lora", f"{what}; leave it out, or merge it first (dpopack merge)"
+    if model.quantize is not None and not trains_adapter:
+        yield "model.quantize", "quantised weights cannot be trained; set model.lora, or leave quantize out"
+    if model.dtype != "bfloat16":
+        return
+    # The weights of an adapter are always fp32, whatever the type of its base model.
+    if recipe.optim.name != "adamw" and not trains_adapter:
+        what = f"{recipe.optim.name} keeps no fp32 master weights for bfloat16 parameters"
+        yield "optim.name", f"{what}; set optim.name: adamw or model.dtype: float32"
+    # In bfloat16, a mix of two models, or base plus adapter, may round to the old reference. A copy is exact.
+    if recipe.reference.sync is not None and (recipe.reference.sync.mixup < 1.0 or trains_adapter):
+        remedy = "set model.dtype: float32, or mixup: 1 without an adapter"
+        yield "reference.sync", f"model.dtype bfloat16 rounds most of an update away; {remedy}"
+
+
+# ------------------------------------------------------------------------------ what is wrong, and a remedy
+
+
+@functools.cache
+def recipe_fields(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, FieldInfo]:
+    """Returns the dotted keys of a recipe in the schema's order; items of lists have number 0."""
+    fields: dict[str, FieldInfo] = {}
+    for name, field in section.model_fields.items():
+        fields[prefix + name] = field
+        for nested, is_item in nested_sections(field.annotation):
+            inner = f"{prefix}{name}{'.0' if is_item else ''}"
+            fields |= {inner: field} | recipe_fields(nested, f"{inner}.")
+    return fields
+
+
+def _problems(errors: Sequence[ErrorDetails], tree: Tree) -> list[Problem]:
+    """Turns pydantic's errors into problems: unknown keys first, because a misspelt key is also missing."""
+    unknown = {str(error["loc"][0]) for error in errors if error["type"] == "extra_forbidden"}
+    peer = max(PEERS, key=lambda peer: len(rows_of(peer).keys() & unknown))
+    theirs = sorted(rows_of(peer).keys() & unknown)
+    if len(theirs) > 1 and not tree["model"] and not tree["data"]:
+        remedy = f"'dpopack recipe --from {peer} FILE > recipe.yaml' makes a recipe of it"
+        return [(", ".join(theirs[:3]), f"this is a file of {read_table(peer)['name']}; {remedy}")]
+    problems = [_problem(error) for error in sorted(errors, key=lambda e: e["type"] != "extra_forbidden")]
+    # If an item of a list is wrong, pydantic also reports that the list is too short.
+    inner = [key for key, _ in problems]
+    return [(key, message) for key, message in problems if not any(k.startswith(f"{key}.") for k in inner)]
+
+
+def _problem(error: ErrorDetails) -> Problem:
+    tags = ("(sources)", "(fraction)", "(name)", "(terms)")  # pydantic's names of the members of unions
+    parts = [str(part) for part in error["loc"] if part not in tags]
+    if error["type"] == BROKEN_RULE:
+        return ".".join(parts), error["msg"]
+    if error["type"] == "extra_forbidden":
+        return ".".join(parts), f"unknown key; {_nearest(parts)}"
+    if parts[-1] == "[key]":  # of the mapping `columns`, whose keys are fields of a pair
+        return ".".join(
+            parts[:-1]
+        ), f"write {{FIELD: column}}; the fields are {', '.join(get_args(RowField))}"
+    while _numbered(parts) not in recipe_fields():  # pydantic's names for parts of a plain value
+        parts.pop()
+    field = recipe_fields()[_numbered(parts)]
+    if error["type"] == "missing" and isinstance(error["loc"][-1], str):
+        instance = f", as in {parts[-1]}: {field.examples[0]}" if field.examples else ""
+        return ".".join(parts), f"required, but not given{instance}"
+    if error["type"] == "value_error":
+        return ".".join(parts), error["msg"].removeprefix("Value error, ")
+    allowed = allowed_values(field.annotation, field.metadata)
+    return ".".join(parts), f"must be {allowed}, not {show(error['input'])}"
+
+
+def _numbered(parts: Sequence[str]) -> str:
+    return ".".join("0" if part.isdecimal() else part for part in parts)
+
+
+def _nearest(parts: Sequence[str]) -> str:
+    *section, name = parts
+    known = recipe_fields()
+    if "." in name and name in known:
+        return f"only overrides have dots; in YAML write {name.replace('.', ': {', 1)}: ...}}"
+    beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == _numbered(section)]
+    # Names alone are compared: with the same section before them any two would be alike.
+    texts = our_words() | {key.rpartition(".")[2]: f"did you mean {key}?" for key in reversed(known)}
+    texts |= {key: f"did you mean {'.'.join([*section, key])}?" for key in beside}
+    close = difflib.get_close_matches(name, texts, n=1, cutoff=0.8)
+    return texts[close[0]] if close else f"known here: {', '.join(beside)}"
+
+
+def advice_on_option(name: str) -> str | None:
+    """Returns what to write in place of `--name`, which is no option; None if no recipe key is meant."""
+    if name == "config":
+        return "give the recipe without an option, as in dpopack train recipe.yaml"
+    name = name.replace("-", "_")
+    if keys := [key for key in recipe_fields() if name in (key, key.rpartition(".")[2])]:
+        return f"write {keys[0]}=VALUE after the recipe"
+    example = "set keys after the recipe, as in optim.lr=1e-6"
+    if name in ("set", "override"):
+        return example
+    return f"{our_words()[name]}; {example}" if name in our_words() else None
+
+
+# ------------------------------------------------------------------------ what differs between two recipes
+
+# A run may be resumed with other values of these keys, because they do not change training. (If a run could
+# start with data.on_bad_row: error, there are no bad rows. What shares a row changes rounding only.)
+NEUTRAL_KEYS: tuple[str, ...] = (
+    "output_dir", "model.attention", "model.gradient_checkpointing", "model.compile",
+    "model.activation_offload", "model.mlp_tile_tokens", "model.unused_tensors",
+    "packing.mode", "packing.token_budget", "packing.share_prompt",
+    "reference.cache_dir", "reference.token_budget", "data.on_bad_row",
+    "data.num_workers", "train.eval_every_steps", "train.eval_precision", "train.stop_on_nonfinite",
+    "checkpoint", "logging", "export",
+    "distributed.num_processes", "distributed.strategy", "distributed.hybrid", "distributed.cpu_offload",
+    "distributed.accumulate_unsharded", "online.generator.token_budget",
+    "online.generator.gpu_memory_utilization", "online.generator.endpoint", "online.offload_reference",
+)  # fmt: skip
+# With train.early_stopping these keys decide when the run ends, so they change training.
+EARLY_STOPPING_KEYS = ("checkpoint.metric", "checkpoint.eval_set", "train.eval_every_steps")
+# With train.early_stopping or checkpoint.load_best all evaluations must be comparable.
+COMPARING_KEYS = ("train.eval_precision",)
+
+
+def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Returns the dotted keys that differ and change the steps of a run in exact arithmetic, with the values
+    of both recipes. What changes only the rounding of results does not count."""
+    stops_early = old.train.early_stopping is not None or new.train.early_stopping is not None
+    compares = stops_early or old.checkpoint.load_best or new.checkpoint.load_best
+    neutral = tuple(f"{key}." for key in NEUTRAL_KEYS)
+    counting = EARLY_STOPPING_KEYS * stops_early + COMPARING_KEYS * compares
+    before, after = (_what_trains(recipe, stops_early=stops_early) for recipe in (old, new))
+    return {
+        key: values
+        for key, values in _differences(before, after)
+        if key in counting or not f"{key}.".startswith(neutral)
+    }
+
+
+def only_goes_on(old: Recipe, new: Recipe) -> bool:
+    """Whether `new` only trains for more steps, and no earlier step depends on their number."""
+    optim, changed = new.optim, changed_values(old, new)
+    has_warmup = optim.warmup_steps is None and optim.warmup_ratio > 0
+    compares = new.train.early_stopping is not None or new.checkpoint.load_best
+    are_more = all(most is None or (least is not None and most > least) for least, most in changed.values())
+    depends = not optim.schedule.startswith("constant") or has_warmup or compares
+    return (
+        bool(changed) and changed.keys() <= {"train.epochs", "train.max_steps"} and are_more and not depends
+    )
+
+
+def _what_trains(recipe: Recipe, *, stops_early: bool) -> Tree:
+    tree = recipe.model_dump(mode="json")
+    tree["loss"]["type"] = [{"type": name, "weight": weight} for name, weight in recipe.loss.terms]
+    for source in tree["data"]["train"]:
+        del source["name"]
+    for judge in (tree["online"] or {"judges": ()})["judges"]:
+        del judge["retries"], judge["max_new_tokens"]
+        if judge["endpoint"] is not None:  # training depends on the model, not on its server
+            judge["endpoint"] = {"model": judge["endpoint"]["model"]}
+    if not isinstance(recipe.data.eval, EvalFraction) and not stops_early:
+        tree["data"]["eval"] = None  # eval changes training only if it holds out training pairs
+    return tree
+
+
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    are_lists = isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
+    if are_lists and all(isinstance(item, dict) for item in (*old, *new)):
+        old, new = ({str(number): item for number, item in enumerate(items)} for items in (old, new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in {**old, **new}:
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, (old, new)

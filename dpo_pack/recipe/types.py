@@ -65,7 +65,7 @@ def allowed_values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return str(arguments[0]) if len(arguments) == 1 else "one of " + ", ".join(arguments)
     if origin in (Union, UnionType):
         return " or ".join(allowed_values(argument) for argument in arguments)
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type(BaseModel)):
         return f"a mapping with keys among {', '.join(annotation.model_fields)}"
     bounds = [
         f"{sign} {getattr(item, name)}"
@@ -75,6 +75,14 @@ def allowed_values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     ]
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
     return f"{words[annotation]} {' and '.join(bounds)}".rstrip()
+
+
+def nested_sections(annotation: Any, *, is_item: bool = False) -> Iterator[tuple[type[BaseModel], bool]]:
+    """Yields the sections that a key can hold, and whether in a list: data.eval (SourceRecipe, True), ..."""
+    if isinstance(annotation, type(BaseModel)):
+        yield annotation, is_item
+    for argument in get_args(annotation):
+        yield from nested_sections(argument, is_item=is_item or get_origin(annotation) is tuple)
 
 
 def expand_path(value: object, info: pydantic.ValidationInfo) -> object:

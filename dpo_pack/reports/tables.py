@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.process import printable
 from dpo_pack.training.health import what_can_be_told
 
@@ -66,19 +65,6 @@ def render_completions(
         answers = (texts[number].strip("\n").split("\n") for texts in completions.values())
         table.add_row(*(Text("\n".join(map(printable, lines))) for lines in answers))
         console.print(table)
-
-
-def parse_numbers(text: str, *, option: str, instance: str) -> tuple[int, ...]:
-    """Reads the numbers of an option such as `--ranks 1,8,64`. Raises RecipeError."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise RecipeError(
-            f"{option} {text!r}: not positive whole numbers; write them as in {option} {instance}"
-        )
-    return numbers
 
 
 METRIC_NAMES = {

@@ -16,8 +16,16 @@ import dpo_pack
 from dpo_pack.data.store import content_key, file_hashes, path_hash
 from dpo_pack.model.facts import router_balance
 from dpo_pack.model.fingerprint import weights_fingerprint
-from dpo_pack.recipe.changes import changed_values, only_goes_on
-from dpo_pack.recipe.load import INFO_FILE, RECIPE_FILE, TOKENIZER_FILES, Recipe, dump_recipe, load_recipe
+from dpo_pack.recipe.load import (
+    INFO_FILE,
+    RECIPE_FILE,
+    TOKENIZER_FILES,
+    Recipe,
+    changed_values,
+    dump_recipe,
+    load_recipe,
+    only_goes_on,
+)
 from dpo_pack.recipe.text import show
 from dpo_pack.reference.cache import default_cache_directory
 from dpo_pack.run.checkpoint_files import (

@@ -18,7 +18,7 @@ from support.refusals import refusal
 from support.tiny_run import NUM_PAIRS, tiny_run
 from typer.testing import CliRunner
 
-from dpo_pack.commands.cache_commands import cache_app
+from dpo_pack.commands.main import cache_app
 from dpo_pack.data.store import sequence_key
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference import cache as reference_cache

@@ -639,12 +639,9 @@ def test_recipe_translates_and_names_what_has_no_counterpart(dpopack: Dpopack, t
         ("train", "--max_length", r"data\.max_length=VALUE"),
         ("train", "--set", r"optim\.lr=1e-6"),
         ("train", "--nonsense", r"No such option: --nonsense"),
-        ("train", "--dry-run", r"dpopack doctor"),
-        ("train", "--memory", r"dpopack inspect-packing RECIPE --memory"),
-        ("recipe", "--template", r"configs/.*recipe --defaults"),
     ],
 )
-def test_an_option_that_went_or_is_a_key_is_answered_with_what_to_use(
+def test_an_option_that_is_a_key_is_answered_with_what_to_use(
     command: str, option: str, told: str, dpopack: Dpopack
 ) -> None:
     outcome = dpopack(command, "recipe.yaml", option, "1")

@@ -16,7 +16,7 @@ REFUSED: list[tuple[str, str]] = [
     ("data.max_prompt_length=2048", "data.max_prompt_length"),
     ("data.eval=[{path: e, weight: 2}]", "data.eval.0.weight"),
     ("data.train=[{path: a, name: n}, {path: b, name: n}]", "data.train.1.name"),
-    ("data={train: {path: a, format: transcript}, continue_final_message: true}", "data.continue_final_message"),
+    ("data.train.0.format=transcript, data.continue_final_message=true", "data.continue_final_message"),
     ("data.train.0.columns={chosen: a, rejected: a}", "data.train.0.columns"),
     ("data.train.0.columns={prompt: null, chosen: null}", "data.train.0.columns.chosen"),
     ("data.train={path: a, format: tokenized, columns: {prompt: q}}", "data.train.0.columns.prompt"),

@@ -79,7 +79,7 @@ def test_commands_that_read_a_run_do_without_what_no_longer_exists_and_training_
 ) -> None:
     keys = {**loading.REMOVED_KEYS, "packing.shape": (("flat",), "leave it out")}
     monkeypatch.setattr(loading, "REMOVED_KEYS", keys)
-    monkeypatch.setattr(loading, "REMOVED_LOSSES", {**loading.REMOVED_LOSSES, "ot": "take ipo"})
+    monkeypatch.setattr(loading, "REMOVED_LOSSES", ("ot",))
     file = release / "run" / "recipe.yaml"
     content = file.read_text().replace("mode: packed", "mode: packed\n  shape: round")
     file.write_text(content.replace("type: sigmoid", "type: ot"))

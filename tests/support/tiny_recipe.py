@@ -6,9 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from dpo_pack.recipe.changes import changed_values
-from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.recipe.mistakes import recipe_fields
+from dpo_pack.recipe.load import Recipe, changed_values, load_recipe, recipe_fields
 from dpo_pack.system.errors import RecipeError
 
 SMALLEST = "output_dir: runs/x\nmodel: {path: org/model}\ndata: {train: pairs.jsonl}\n"

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpo_pack.recipe.load import parse_recipe
-from dpo_pack.recipe.mistakes import recipe_fields
+from dpo_pack.recipe.load import parse_recipe, recipe_fields
 from dpo_pack.recipe.peers import peer_tables as tables
 from dpo_pack.recipe.peers.peer_tables import Outcome
 from dpo_pack.recipe.text import Tree, put, read_yaml, to_yaml
