@@ -9,11 +9,10 @@ from dpo_pack.recipe.load import (
     EARLY_STOPPING_KEYS,
     NEUTRAL_KEYS,
     default_in_yaml,
-    nested_sections,
 )
 from dpo_pack.recipe.peers.peer_tables import PEERS, PeerKey, as_word, read_table, rows_of
 from dpo_pack.recipe.schema import Recipe
-from dpo_pack.recipe.types import Section, allowed_values
+from dpo_pack.recipe.types import Section, allowed_values, nested_sections
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
