@@ -26,7 +26,7 @@ from dpo_pack.recipe.data import (
 from dpo_pack.recipe.peers.peer_tables import PEERS, our_words, read_table, rows_of
 from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml
-from dpo_pack.recipe.types import BROKEN_RULE, Problem, allowed_values, nested_sections
+from dpo_pack.recipe.types import Problem, allowed_values, nested_sections
 from dpo_pack.system.hub import HUB_ID, instead_of_url, is_adapter
 from dpo_pack.system.machine import install_command
 
@@ -308,24 +308,21 @@ def _problems(errors: Sequence[ErrorDetails], tree: Tree) -> list[Problem]:
 def _problem(error: ErrorDetails) -> Problem:
     tags = ("(sources)", "(fraction)", "(name)", "(terms)")  # pydantic's names of the members of unions
     parts = [str(part) for part in error["loc"] if part not in tags]
-    if error["type"] == BROKEN_RULE:
-        return ".".join(parts), error["msg"]
+    key = ".".join(parts)
+    if error["type"] == "value_error":
+        return key, error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        return ".".join(parts), f"unknown key; {_nearest(parts)}"
+        return key, f"unknown key; {_nearest(parts)}"
     if parts[-1] == "[key]":  # of the mapping `columns`, whose keys are fields of a pair
-        return ".".join(
-            parts[:-1]
-        ), f"write {{FIELD: column}}; the fields are {', '.join(get_args(RowField))}"
+        known = ", ".join(get_args(RowField))
+        return key.removesuffix(".[key]"), f"write {{FIELD: column}}; the fields are {known}"
     while _numbered(parts) not in recipe_fields():  # pydantic's names for parts of a plain value
         parts.pop()
-    field = recipe_fields()[_numbered(parts)]
+    key, field = ".".join(parts), recipe_fields()[_numbered(parts)]
     if error["type"] == "missing" and isinstance(error["loc"][-1], str):
         instance = f", as in {parts[-1]}: {field.examples[0]}" if field.examples else ""
-        return ".".join(parts), f"required, but not given{instance}"
-    if error["type"] == "value_error":
-        return ".".join(parts), error["msg"].removeprefix("Value error, ")
-    allowed = allowed_values(field.annotation, field.metadata)
-    return ".".join(parts), f"must be {allowed}, not {show(error['input'])}"
+        return key, f"required, but not given{instance}"
+    return key, f"must be {allowed_values(field.annotation, field.metadata)}, not {show(error['input'])}"
 
 
 def _numbered(parts: Sequence[str]) -> str:

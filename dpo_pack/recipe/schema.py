@@ -171,11 +171,6 @@ class DistributedRecipe(types.Section):
     accumulate_unsharded: bool = False
     """fsdp2: exchange gradients once a step, not after every row: fewer messages, more memory."""
 
-    def broken_rules(self) -> Iterator[types.Problem]:
-        for key in ("hybrid", "cpu_offload", "gather_dtype", "accumulate_unsharded"):
-            if self.is_changed(key) and self.strategy != "fsdp2":
-                yield key, "needs distributed.strategy: fsdp2"
-
 
 class Recipe(types.Section):
     """A training run. Attribute names are the YAML keys."""
@@ -226,26 +221,28 @@ class Recipe(types.Section):
 
     def broken_rules(self) -> Iterator[types.Problem]:
         """Yields problems between sections, each of which is valid alone."""
-        model, reference, loss = self.model, self.reference, self.loss
-        others = {"compile": model.compile is True, "mlp_tile_tokens": model.mlp_tile_tokens is not None}
-        for key in others if model.gradient_checkpointing == "selective" else ():
-            if others[key]:
+        model, reference, loss, devices = self.model, self.reference, self.loss, self.distributed
+        for key, is_on in (("compile", model.compile is True), ("mlp_tile_tokens", model.mlp_tile_tokens)):
+            if is_on and model.gradient_checkpointing == "selective":
                 yield f"model.{key}", "not with gradient_checkpointing: selective; set that to true"
         if model.activation_offload and model.gradient_checkpointing is not True:
             yield "model.activation_offload", "needs model.gradient_checkpointing: true; set it, too"
         for key in ("path", "sync"):
             if reference.is_changed(key) and not loss.needs_reference:
                 yield f"reference.{key}", f"loss.type {loss.names} uses no reference; leave it out"
-        if model.quantize is not None and self.distributed.strategy == "fsdp2":
+        for key in ("hybrid", "cpu_offload", "gather_dtype", "accumulate_unsharded"):
+            if devices.is_changed(key) and devices.strategy != "fsdp2":
+                yield f"distributed.{key}", "needs distributed.strategy: fsdp2"
+        if model.quantize is not None and devices.strategy == "fsdp2":
             yield "distributed.strategy", "fsdp2 cannot shard quantised weights (model.quantize); set ddp"
         if model.quantize is not None and reference.sync is not None:
             yield "reference.sync", "a model with model.quantize cannot follow the policy; leave it out"
-        if self.distributed.gather_dtype and model.autocast not in ("auto", "none"):
+        if devices.gather_dtype and model.autocast not in ("auto", "none"):
             yield "distributed.gather_dtype", "takes the place of model.autocast; leave one of the two out"
-        refused = {"online": self.online is not None, "model.quantize": model.quantize is not None}
-        refused["loss.router_aux_coef"] = bool(loss.router_aux_coef)
-        for key in (key for key, is_set in refused.items() if model.images and is_set):
-            yield key, "not with model.images yet; leave it out"
+        others = {"online": self.online, "model.quantize": model.quantize}
+        for key, value in (others | {"loss.router_aux_coef": loss.router_aux_coef}).items():
+            if model.images and value:
+                yield key, "not with model.images yet; leave it out"
         named = ["data.max_pixels"] if self.data.max_pixels is not None else []
         for part, sources in (("train", self.data.train), ("eval", self.data.eval_sources)):
             for number, source in enumerate(sources):

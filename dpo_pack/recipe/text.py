@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import yaml
 
 from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.process import printable
 
 Tree = dict[str, Any]  # a recipe or a part of a recipe, as read from YAML
 MAX_VALUES = 1 << 16  # in one YAML text
@@ -16,13 +17,9 @@ MAX_VALUES = 1 << 16  # in one YAML text
 
 def fail(message: str, problems: Sequence[str] = ()) -> NoReturn:
     """Raises RecipeError with the message on one line; escapes characters that cannot be printed."""
-    error = RecipeError(_printable(message))
-    error.problems = [_printable(problem) for problem in problems]
+    error = RecipeError(printable(message))
+    error.problems = [printable(problem) for problem in problems]
     raise error from None
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def show(value: object) -> str:
@@ -38,12 +35,6 @@ class _RecipeLoader(yaml.SafeLoader):
     """Reads YAML 1.2, and refuses a key that is given twice."""
 
     yaml_implicit_resolvers = {}
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (KeyError, ValueError):
-            _fail_at(node, f"cannot be read as {node.tag.rsplit(':', 1)[-1]}")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
         lines: dict[str, int] = {}
@@ -101,6 +92,8 @@ def read_yaml(text: str, *, where: str) -> Any:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         fail(f"{where}, line {line}: invalid YAML: a character that is not allowed")
+    except (KeyError, ValueError) as error:  # !!int x
+        fail(f"{where}: invalid YAML: {error}")
     except RecursionError:
         fail(f"{where}: invalid YAML: nested too deeply")
 

@@ -53,11 +53,6 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def losses_with(option: str) -> str:
-    """Returns the names of the losses that take an option, with commas between them."""
-    return ", ".join(name for name, loss in LOSSES.items() if option in loss.options)
-
-
 def _loss_name(value: object) -> object:
     if isinstance(value, str) and (value in LOSSES or types.MODULE_FUNCTION.fullmatch(value)):
         return value
@@ -140,16 +135,14 @@ class LossRecipe(types.Section):
         return any(LOSSES.get(name, Loss()).needs_reference for name, _ in self.terms)
 
     def broken_rules(self) -> Iterator[types.Problem]:
-        names = [name for name, _ in self.terms]
-        losses = ", ".join(names)
+        names, losses = [name for name, _ in self.terms], self.names
         has_own = any(types.MODULE_FUNCTION.fullmatch(name) for name in names)  # it may use all options
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield "type", f"'{name}' is given twice; add up their weights"
-        options = dict.fromkeys(o for declared in LOSSES.values() for o in declared.options)
-        for option in () if has_own else options:
-            is_used = any(option in LOSSES[name].options for name in names)
-            if self.is_changed(option) and not is_used:
-                yield option, f"not used by loss.type {losses}, only by {losses_with(option)}; leave it out"
+        for option in dict.fromkeys(option for loss in LOSSES.values() for option in loss.options):
+            users = [name for name, loss in LOSSES.items() if option in loss.options]
+            if self.is_changed(option) and not has_own and not set(users).intersection(names):
+                yield option, f"not used by loss.type {losses}, only by {', '.join(users)}; leave it out"
         if "exo_pair" in names and self.label_smoothing == 0:
             yield "label_smoothing", "must be > 0 for loss.type exo_pair, which takes its logarithm"
         if self.is_changed("f_alpha") and self.f_divergence != "alpha_divergence":

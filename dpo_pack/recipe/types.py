@@ -42,14 +42,11 @@ class Section(BaseModel):
     def _keep_the_rules(self) -> Self:
         errors: list[InitErrorDetails] = []
         for key, problem in self.broken_rules():
-            kind = PydanticCustomError(BROKEN_RULE, "{problem}", {"problem": problem})
+            kind = PydanticCustomError("value_error", "{problem}", {"problem": problem})
             errors.append({"type": kind, "loc": tuple(key.split(".")), "input": None})
         if errors:
             raise pydantic.ValidationError.from_exception_data(type(self).__name__, errors)
         return self
-
-
-BROKEN_RULE: Literal["broken_rule"] = "broken_rule"  # pydantic's type of such an error
 
 
 def allowed_values(annotation: Any, metadata: Sequence[Any] = ()) -> str:

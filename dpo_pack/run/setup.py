@@ -6,6 +6,7 @@ same steps on the first rows of each source and goes on after an error.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +59,6 @@ from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
 from dpo_pack.system.files import discard
 from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import keep_freed_memory
-from dpo_pack.system.process import has_accelerate_config
 from dpo_pack.training.optim import check_optimizer
 from dpo_pack.training.references import LiveReference
 
@@ -299,7 +299,7 @@ def resolve_and_check(
     is_policy = recipe_key == "model.path"
     path = recipe.model.path if is_policy else recipe.reference.path
     model = resolve_model(recipe, device, path, recipe_key=recipe_key)
-    if is_policy and has_accelerate_config():
+    if is_policy and any(name.startswith(("ACCELERATE_", "FSDP_")) for name in os.environ):
         check_accelerate_config(model, cpu_offload=recipe.distributed.cpu_offload)
     if checks:
         check_model(model, device, is_trained=is_policy)

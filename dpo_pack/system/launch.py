@@ -60,12 +60,17 @@ def on_every_rank(
 ) -> Iterator[Console]:
     """Runs the block on every rank, with a console that prints on rank 0 only (nowhere if `quiet`).
 
-    `wanted` is `distributed.num_processes`. If several are wanted and no launcher has started them, this
-    process starts `command` for each, waits, and raises SystemExit with their status; without a command it
-    runs the block alone. Raises RecipeError if the number of processes is wrong, RunError if the ranks
-    cannot connect or differ.
+    wanted: `distributed.num_processes`. If no launcher has started so many, this process starts `command` for
+    each, waits, and raises SystemExit with their status; without a command it runs the block alone. Raises
+    RecipeError for a wrong number of processes, RunError if the ranks cannot connect or differ.
     """
-    _refuse_other_shards()
+    for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG", "FSDP"):
+        is_fsdp2 = name == "FSDP" and os.environ.get("FSDP_VERSION") == "2"
+        if is_set(f"ACCELERATE_USE_{name}") and not is_fsdp2:
+            raise RecipeError(
+                f"distributed.strategy: accelerate's configuration asks for {name}, which dpo-pack does not "
+                "have; choose one of distributed_type: MULTI_GPU, or FSDP with fsdp_version: 2"
+            )
     place = placement(os.environ)
     num_processes = 1 if place is None and command is None else wanted_processes(wanted, place)
     if place is None and command is not None and num_processes > 1:
@@ -144,16 +149,6 @@ def meet(place: Placement, timeout: timedelta = _MEETING_TIME) -> Store:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         _stores[place] = PrefixStore(f"dpo_pack/attempt {attempt}", store)
     return _stores[place]
-
-
-def _refuse_other_shards() -> None:
-    for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG", "FSDP"):
-        is_fsdp2 = name == "FSDP" and os.environ.get("FSDP_VERSION") == "2"
-        if is_set(f"ACCELERATE_USE_{name}") and not is_fsdp2:
-            raise RecipeError(
-                f"distributed.strategy: accelerate's configuration asks for {name}, which dpo-pack does not "
-                "have; choose one of distributed_type: MULTI_GPU, or FSDP with fsdp_version: 2"
-            )
 
 
 def _join(place: Placement, store: Store) -> None:

@@ -108,11 +108,6 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
     return tasks[node]
 
 
-def has_accelerate_config() -> bool:
-    """Whether the environment has a configuration of accelerate, as `accelerate launch` writes it."""
-    return any(name.startswith(("ACCELERATE_", "FSDP_")) for name in os.environ)
-
-
 def is_set(variable: str) -> bool:
     """Whether an environment variable of accelerate says yes."""
     return os.environ.get(variable, "false").lower() in ("true", "1")
