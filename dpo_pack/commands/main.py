@@ -6,7 +6,9 @@ Functions import what they need in their bodies, so that `--help` answers at onc
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import logging
 import os
 import re
 import signal
@@ -23,7 +25,7 @@ from dpo_pack import api
 from dpo_pack.system.endings import USER_CAN_MEND, ending_of
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.system.interrupts import STOP_SIGNALS, interruptible
-from dpo_pack.system.process import Placement, complain, guard_output, placement, say
+from dpo_pack.system.process import Placement, complain, placement, say
 
 if TYPE_CHECKING:
     from dpo_pack.recipe.load import Recipe
@@ -88,7 +90,10 @@ CacheDir = Annotated[
 
 def main() -> None:
     """Runs a command. Exit status: 0 success, 2 error of the user, 130 or 143 interrupted, 1 our bug."""
-    guard_output()
+    # transformers imports bitsandbytes if it is installed; it warns of kernels that dpo-pack does not call.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # escapes for characters that its encoding lacks
     try:
         with interruptible():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `signals_blocked` has delayed them

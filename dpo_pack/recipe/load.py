@@ -19,7 +19,6 @@ from dpo_pack.recipe.data import (
     EvalFraction,
     RowField,
     SourceRecipe,
-    as_eval,
     as_sources,
     source_names,
 )
@@ -27,7 +26,7 @@ from dpo_pack.recipe.peers.peer_tables import PEERS, our_words, read_table, rows
 from dpo_pack.recipe.schema import Recipe
 from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml
 from dpo_pack.recipe.types import Problem, allowed_values, nested_sections
-from dpo_pack.system.hub import HUB_ID, instead_of_url, is_adapter
+from dpo_pack.system.hub import HUB_ID, is_adapter
 from dpo_pack.system.machine import install_command
 
 __all__ = ["Recipe", "source_names"]  # besides what is defined here
@@ -137,10 +136,8 @@ def _without_shorthands(tree: Mapping[str, Any]) -> Tree:
     full = {**tree, **{name: {} for name in SECTIONS if tree.get(name) is None}}
     full = {name: dict(part) if isinstance(part, dict) else part for name, part in full.items()}
     if isinstance(data := full["data"], dict):
-        if "train" in data:
-            data["train"] = as_sources(data["train"])
-        if "eval" in data:
-            data["eval"] = [] if data["eval"] is None else as_eval(data["eval"])
+        for part in data.keys() & {"train", "eval"}:
+            data[part] = [] if part == "eval" and data[part] is None else as_sources(data[part])
     return full
 
 
@@ -231,8 +228,8 @@ def _missing(recipe: Recipe, trains: bool) -> Iterator[Problem]:
             continue
         is_file = key == "tokenizer.chat_template" or path.endswith(DATA_FILE_SUFFIXES)
         if is_file or not HUB_ID.fullmatch(path):
-            where = instead_of_url(path) or f" (relative paths start at {os.getcwd()})"
-            yield key, f"no such file or directory, and not a hub id: {show(path)}{where}"
+            what = f"no such file or directory, and not a hub id: {show(path)}"
+            yield key, f"{what} (relative paths start at {os.getcwd()}; URLs and patterns are not read)"
     model, online = recipe.model, recipe.online
     generator, judges = ("", ()) if online is None else (online.generator.type, online.judges)
     needed = {

@@ -12,25 +12,10 @@ from dpo_pack.system.errors import RunError, first_line
 from dpo_pack.system.files import read_json
 
 HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
-# Of a repository on the hub, a branch or a file in it.
-_HUB_URL = re.compile(
-    r"(?:hf://|https?://(?:huggingface\.co|hf\.co)/)(?:datasets/)?"
-    r"(?P<id>\w[\w.-]*(?:/\w[\w.-]*)?)(?P<rest>[/@].*)?"
-)
 # The line in the model card's code example that names the model.
 _MODEL_ID_LINE = re.compile(r'^model_id = ".*"$', re.MULTILINE)
 # Files that loaders prefer. If an earlier upload left one, it would be loaded in place of the new model.
 _OLD_WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
-
-
-def instead_of_url(path: str) -> str:
-    """Returns what to write in place of a URL or pattern, as the end of a message; "": it is neither."""
-    if named := _HUB_URL.fullmatch(path):
-        others = ", a branch, tag or commit in the key revision, or download the files and name them"
-        return f"; URLs are not read: write the hub id ({named['id']}){others if named['rest'] else ''}"
-    if "*" in path:
-        return "; patterns are not expanded: name the directory, or list the files"
-    return "; URLs are not read: download it, and name the file or directory" if "://" in path else ""
 
 
 def is_adapter(path: str | Path) -> bool:

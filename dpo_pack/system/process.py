@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import io
-import logging
 import os
 import re
 import shutil
@@ -130,8 +128,6 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 def printable(text: str) -> str:
     r"""Returns the text with an escape, such as \x1b or \n, for each character that cannot be printed."""
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -155,14 +151,6 @@ def say(line: str, *, file: Any = None) -> None:
 
 def complain(line: str) -> None:
     say(line, file=sys.stderr)
-
-
-def guard_output() -> None:
-    """From now on, stdout prints escapes for characters that its encoding lacks."""
-    # transformers imports bitsandbytes if it is installed; it warns of kernels that dpo-pack does not call.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ from dpo_pack.system.errors import DataError, RecipeError
 from dpo_pack.system.process import (
     complain,
     first_host,
-    guard_output,
     many_imports,
     placement,
     say,
@@ -135,7 +134,6 @@ def test_our_lines_show_control_characters_as_escapes(capsys: pytest.CaptureFixt
 def test_the_console_shows_them_as_escapes_in_lines_tables_and_progress(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    guard_output()
     console = make_console()
     table = Table(EVIL, title=EVIL)
     table.add_row(EVIL)
@@ -151,7 +149,6 @@ def test_a_terminal_gets_the_console_s_colours(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    guard_output()
     console = make_console()
     assert console.is_terminal
     with shown(console, EVIL, "pairs", 2) as bar:
