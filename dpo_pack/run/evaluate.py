@@ -24,7 +24,7 @@ from torch import Tensor
 from dpo_pack.data.store import PairTable, distinct_keys
 from dpo_pack.losses.objective import Objective
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.online.win_rate import WinRate, win_rate_sentence
+from dpo_pack.online.phases import WinRate, win_rate_sentence
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.recipe.load import Recipe, source_names

@@ -179,15 +179,11 @@ class TrainingLines:
     _facts: list[str] = field(default_factory=list)  # of the newest line
     _left: list[str] = field(default_factory=list)
     _printed: float = 0.0
-    _has_left_out: bool = False
     _tell: Shown | None = None
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
         """In a terminal, shows the progress line while the `with` block runs."""
-        if not self.console.is_terminal:  # the lines of logged steps suffice
-            yield
-            return
         with shown(self.console, self._label(0)) as self._tell:
             yield
 
@@ -197,7 +193,7 @@ class TrainingLines:
     def advance(self, step: int, seconds: float) -> None:
         """Sets the progress line's number of steps done, and the seconds that all of them took."""
         self._left = [f"{format_seconds(seconds / step * (self.num_steps - step))} left"]
-        if self._tell is not None:
+        if self._tell is not None and self.console.is_terminal:  # else the lines of logged steps suffice
             self._tell(self._label(step), step, self.num_steps, self._left + self._facts)
 
     def show(self, record: Mapping[str, Any]) -> None:
@@ -214,8 +210,4 @@ class TrainingLines:
         if now - self._printed >= 1.0 or record["step"] in (1, self.num_steps):
             self._printed = now
             line = [f"  {self._label(record['step'])}", *self._facts[:3], *self._left, *self._facts[3:]]
-            width = self.console.width if self.console.is_terminal else 1000
-            self.console.print(_fitting(line, width))
-        elif not self._has_left_out:
-            self._has_left_out = True
-            self.console.print("  At most one step a second is printed; metrics.jsonl has all of them.")
+            self.console.print(_fitting(line, self.console.width if self.console.is_terminal else 1000))

@@ -137,15 +137,15 @@ def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
     `shape` is a type for pydantic; of a dataclass, keys that are no fields are ignored.
     """
     try:
-        return parse_json(path.read_bytes(), shape)
-    except OSError:
+        return TypeAdapter(shape).validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValueError):  # ValueError: pydantic's, also for values that are nested too deep
         return None
 
 
 def parse_json(text: bytes, shape: Any = dict[str, Any]) -> Any:
     try:
         return TypeAdapter(shape).validate_json(text, strict=True)
-    except ValueError:  # pydantic's error, also for values that are nested too deep
+    except ValueError:
         return None
 
 

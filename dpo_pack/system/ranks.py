@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpo_pack.system.errors import DpoPackError, RunError, one_line
-from dpo_pack.system.files import path_aside, writing
+from dpo_pack.system.files import writing
 from dpo_pack.system.machine import release_memory
 from dpo_pack.system.process import is_set
 
@@ -87,7 +87,7 @@ def every_rank_does(work: Callable[[], Value], group: Any = None) -> list[Value]
         outcome = None, error
     except Exception as error:
         if hasattr(error, "on_all_ranks"):  # the others have a RunError, and take part in this exchange
-            every_rank_says((None, RunError(f"rank 0 ended: {one_line(error)}")), group)
+            every_rank_says((None, RunError(f"rank {rank()} ended: {one_line(error)}")), group)
         raise
     outcomes = every_rank_says(outcome, group)
     for _, failure in outcomes:
@@ -109,13 +109,14 @@ def of_node(work: Callable[[], Value]) -> Value:
     Ranks of a node share the memory of the value's large arrays, which nobody may write to: a file without a
     name holds them, in the directory for temporary files ($TMPDIR). Raises DpoPackError on all ranks.
     """
-    if num_ranks() == 1:
-        return work()
+    return work() if num_ranks() == 1 else _on_nodes(work)
+
+
+def _on_nodes(work: Callable[[], Value]) -> Value:
     directory = Path(tempfile.gettempdir())
     seen = directory.stat()  # ranks that see another directory are on another node
     nodes = every_rank_says((socket.gethostname(), seen.st_dev, seen.st_ino))
     first = nodes.index(nodes[rank()])
-
     with contextlib.ExitStack() as stack:
 
         def share() -> list[_Place]:
@@ -193,7 +194,7 @@ def first_goes_first() -> Iterator[None]:
         outcome = error
         raise
     except Exception as error:
-        outcome = RunError(f"rank 0 ended: {one_line(error)}")
+        outcome = RunError(f"rank {rank()} ended: {one_line(error)}")
         error.on_all_ranks = True  # type: ignore[attr-defined]
         raise
     finally:
@@ -221,20 +222,16 @@ def require_shared(directory: Path, recipe_key: str) -> None:
     hosts = every_rank_says(socket.gethostname())
     if len(set(hosts)) == 1:
         return
+    with contextlib.ExitStack() as stack:
 
-    def leave_mark() -> Path:
-        mark = path_aside(directory / "shared")
-        with writing(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        return mark
+        def leave_mark() -> Path:
+            with writing(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+                mark = tempfile.NamedTemporaryFile(dir=directory, prefix=".", suffix=".tmp")
+            return Path(stack.enter_context(mark).name)
 
-    mark = first_does_for_all(leave_mark)
-    try:
+        mark = first_does_for_all(leave_mark)
         seen = every_rank_says(mark.exists())
-    finally:
-        if is_first():
-            mark.unlink()
     blind = [host for host, is_seen in zip(hosts, seen, strict=True) if not is_seen]
     if blind:
         raise RunError(
@@ -259,11 +256,10 @@ def gather_over_ranks(rows: Tensor) -> Tensor:
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Returns the elementwise sum. The host does not wait for the device."""
-    if num_ranks() == 1:
-        return values
-    result = values.clone()
-    dist.all_reduce(result)
-    return result
+    if num_ranks() > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
 
 
 def seed_step(seed: int, *, step: int, rank: int) -> None:

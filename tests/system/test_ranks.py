@@ -73,6 +73,7 @@ def _on_two(directory: Path) -> dict[str, Any]:
             raise ValueError("no such option")
 
     told["library"] = "no such option" in _message(Exception, library_fails)
+    told["while agreeing"] = _message(Exception, lambda: ranks.every_rank_does(library_fails))[-14:]
     told["failed"] = _message(DataError, lambda: ranks.first_does_for_all(fail))
     ranks.require_same({"optim.lr": 0.5, "seed": 1}, "remedy")
     told["differ"] = _message(
@@ -161,6 +162,7 @@ def test_over_two_processes_both_end_with_the_same(tmp_path: Path) -> None:
         "not shared out": "the server says 401",
         "found": True,
         "library": True,
+        "while agreeing": "no such option",
         "failed": "rank 0 found no such file",
         "differ": f"{both} differ in optim.lr and 1 more: 1.5 and 0.5; do so",
         "lacks": f"{both} differ in a: None and '{'x' * 39}; do so",
