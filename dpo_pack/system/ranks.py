@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpo_pack.system.errors import DpoPackError, RunError, one_line
-from dpo_pack.system.files import writing
+from dpo_pack.system.files import path_aside, writing
 from dpo_pack.system.machine import release_memory
 from dpo_pack.system.process import is_set
 
@@ -225,10 +225,12 @@ def require_shared(directory: Path, recipe_key: str) -> None:
     with contextlib.ExitStack() as stack:
 
         def leave_mark() -> Path:
+            mark = path_aside(directory / "shared")
             with writing(directory):
                 directory.mkdir(parents=True, exist_ok=True)
-                mark = tempfile.NamedTemporaryFile(dir=directory, prefix=".", suffix=".tmp")
-            return Path(stack.enter_context(mark).name)
+                mark.touch()
+                stack.callback(mark.unlink)
+            return mark
 
         mark = first_does_for_all(leave_mark)
         seen = every_rank_says(mark.exists())
