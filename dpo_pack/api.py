@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
 
-    from dpo_pack.data.view import ShownRecipe
     from dpo_pack.recipe.load import Recipe
+    from dpo_pack.run.show import ShownRecipe
 
     AnyPath = str | os.PathLike[str]
     AnyRecipe = AnyPath | Mapping[str, Any] | Recipe

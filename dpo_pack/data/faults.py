@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from dpo_pack.data.formats import FORMATS, are_labels
-from dpo_pack.data.tokenization import EndTokens, TokenizationSettings, TokenizedPair
-from dpo_pack.data.tokenizer import Tokenizer, template_opens_turn
+from dpo_pack.data.tokenization import TokenizationSettings, TokenizedPair
+from dpo_pack.data.tokenizer import template_opens_turn
 from dpo_pack.data.written import MESSAGE_KEY, THINKING, TOOL_KEY
 from dpo_pack.packing.lengths import AnyIntArray, Group
 
@@ -31,18 +31,12 @@ _OF_MARKS = ("<|", "_of_turn>", "INST]")
 class Origin:
     """The source of pairs, and how they became tokens."""
 
-    def __init__(
-        self,
-        key: str,
-        settings: TokenizationSettings,
-        tokenizer: Tokenizer,
-        num_positions: int | None = None,
-    ) -> None:
+    def __init__(self, key: str, settings: TokenizationSettings, num_positions: int | None = None) -> None:
         """`key` is that of the recipe; the model computes `num_positions` exactly (None: not known)."""
-        self.key, self.settings, self.tokenizer, self.num_positions = key, settings, tokenizer, num_positions
-        self.ends = EndTokens.of(tokenizer, settings.format)
+        self.key, self.settings, self.num_positions = key, settings, num_positions
+        self.tokenizer = tokenizer = settings.tokenizer
         self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id  # slow properties
-        self.is_chat = FORMATS[settings.format].content == "messages"
+        self.is_chat = settings.content == "messages"
         first = tokenizer(["a"], verbose=False)["input_ids"][0][:1]
         self.begins_with_bos = first == [self.bos]  # plain texts do, because the tokenizer adds it
         added = tokenizer.added_tokens_decoder.values()
@@ -123,7 +117,7 @@ def _find_in_tokens(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
     if moved and moved != [origin.eos]:  # some tokenizers add EOS to every text
         yield "prompt_boundary_moved", ""
     sides = list(zip(SIDES, whole.completions, fitted.completions, whole.scored or (None, None), strict=True))
-    if endless := [side for side, ids, *_ in sides if not origin.ends.found_in(ids)]:
+    if endless := [side for side, ids, *_ in sides if not origin.settings.ends_of(ids)]:
         yield "no_eos", " and ".join(endless)
     if begin[0] == origin.bos and begin.count(origin.bos) > 1:
         yield "bos_twice", ""
@@ -153,17 +147,17 @@ def sentence_of(name: str) -> str:
 
 def remedy_of(name: str, evidence: str, pair: TokenizedPair, origin: Origin) -> str:
     """Returns what the user can do about a pair that has the fault `name`."""
-    columns, whole, limits = f"{origin.key}.columns", pair.whole, origin.settings
+    columns, whole, data = f"{origin.key}.columns", pair.whole, origin.settings.data
     if name.endswith(_LABEL):
-        part, format = name.removesuffix(_LABEL), FORMATS[limits.format]
+        part, format = name.removesuffix(_LABEL), FORMATS[origin.settings.format]
         # Of answers under other names, a row's preference may decide which one is chosen.
         wanted = (part,) if part in format.completion_columns else format.completion_columns
         wanted = (format.prompt_column or part,) if part == "prompt" else wanted
         keys = " or ".join(f"{columns}.{column}" for column in wanted)
         return f"wrong column? Name the column of the texts in {keys}"
     lengths = {
-        "data.max_length": (longest_length(whole), limits.max_length),
-        "data.max_prompt_length": (len(whole.context), limits.max_prompt_length),
+        "data.max_length": (longest_length(whole), data.max_length),
+        "data.max_prompt_length": (len(whole.context), data.max_prompt_length),
     }
     keeping = [f"{key}: {length}" for key, (length, limit) in lengths.items() if limit and length > limit]
     return FAULTS[name][1].format(

@@ -108,21 +108,16 @@ class Ingestion:
                 self._check_prompts()
             self.settings = TokenizationSettings(
                 format=self.format,
-                max_length=self.data.max_length,
-                max_prompt_length=self.data.max_prompt_length,
-                truncation=self.data.truncation,
-                system_prompt=self.data.system_prompt,
-                scored_turns=self.data.scored_turns,
+                data=self.data,
+                source=self.source,
+                tokenizer=self.tokenizer,
                 completion_tokens=self.completion_tokens,
-                names_system="system" in self.source.columns,
-                template_options={**self.data.chat_template_kwargs, **self.source.chat_template_kwargs},
-                continues_turns=self.data.continue_final_message,
                 images=None if self.images is None else self._image_reader(self.images),
             )
-            check_tokenizer(self.tokenizer, self.settings, self.located.label)
+            check_tokenizer(self.settings, self.located.label)
             wanted = self.data.num_workers
             self.num_workers = 0 if wanted == "auto" or self.max_rows is not None else wanted
-            with tokenizing(self.settings, self.tokenizer, self.num_workers) as self.submit:
+            with tokenizing(self.settings, self.num_workers) as self.submit:
                 yield self.checked(rows)
 
     def _image_reader(self, processor: ImageProcessor) -> ImageReader:
@@ -254,7 +249,7 @@ class Ingestion:
         self, rows: Iterator[NumberedRow], part: "Ingestion | None" = None
     ) -> Iterator[TokenizedBatch]:
         """Yields rows as tokens; counts them here and in `part`. Takes no more than the missing pairs."""
-        origin = Origin(self.located.key, self.settings, self.tokenizer)
+        origin = Origin(self.located.key, self.settings)
         batches = tokenize_rows(rows, self.submit, num_workers=self.num_workers, max_pairs=self.num_missing)
         with closing(batches):
             for batch in batches:

@@ -23,7 +23,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,18 +57,16 @@ from dpo_pack.data.tokenizer import (
 )
 from dpo_pack.data.written import check_written, suited
 from dpo_pack.packing.lengths import AnyIntArray, Bools, Group, common_prefix_length
+from dpo_pack.recipe.data import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
 TOKENIZATION_VERSION = 8
 
-# The tokenizer gets about so many characters in one call. Its encodings take some hundred bytes a token.
-_ENCODE_CHARS = 1 << 21
 # A longer text is refused, because encoding takes a second and 200 MB for a million characters.
 _MAX_TEXT_CHARS = 1 << 22
 # Byte n of an inferred prompt's key hashes its first BEGINNINGS[n] characters, of which a split needs few.
 BEGINNINGS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
-Truncation = Literal["drop", "prompt_left", "completion_right", "error"]
 DroppedRow = tuple[int, BadRow]  # the number of a row without a pair or prompt, and the reason
 
 # What a report always counts of kept pairs, and of their completions.
@@ -77,29 +75,43 @@ _COUNTS = (
     *("completions_truncated", "completions_without_eos", "eos_lost"),
 )
 
-# The rows of a batch: at most so many, and no more after so many bytes.
+# The rows of a batch: at most so many, and no more after so many bytes. The tokenizer gets all their texts in
+# one call, so that its threads have work, and its encodings take some hundred bytes a token.
 _BATCH_ROWS = 512
-_BATCH_BYTES = 1 << 24
+_BATCH_BYTES = 1 << 20
 _BATCHES_PER_WORKER = 2  # submitted ahead, so that no worker waits for the reader
 _Result = Callable[[], "TokenizedBatch"]
 Submit = Callable[[list[NumberedRow]], _Result]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TokenizationSettings:
-    """The settings that decide the token ids, together with the rows and the tokenizer."""
+    """All that decides the token ids of a source's rows."""
 
     format: str
-    max_length: int  # of prompt + one completion
-    max_prompt_length: int | None = None
-    truncation: Truncation = "drop"  # what becomes of longer pairs
-    system_prompt: str | None = None
-    scored_turns: str = "assistant"  # or "all"; of conversations
+    data: DataRecipe
+    source: SourceRecipe
+    tokenizer: Tokenizer
     completion_tokens: int | None = None  # tokens to leave free after a prompt; None if rows are pairs
-    names_system: bool = False  # the recipe names the column with system messages
-    template_options: Mapping[str, Any] = field(default_factory=dict)  # of the recipe; those of a row win
-    continues_turns: bool = False  # data.continue_final_message
     images: ImageReader | None = None  # None: rows with images are bad rows
+    content: str = field(init=False)  # of the format
+    template_options: dict[str, Any] = field(init=False)  # of the recipe; those of a row win
+    end_ids: frozenset[int] = field(init=False)  # the tokens that end a completion
+    end_window: int = field(init=False, default=1)  # it has an end if one of so many last tokens is one
+
+    def __post_init__(self) -> None:
+        self.content = FORMATS[self.format].content
+        self.template_options = {**self.data.chat_template_kwargs, **self.source.chat_template_kwargs}
+        eos = self.tokenizer.eos_token_id
+        self.end_ids = frozenset() if eos is None else frozenset([eos])
+        if self.content == "messages":
+            # A template ends turns with EOS or with another special token (<end_of_turn>, <|eot_id|>).
+            added, self.end_window = self.tokenizer.added_tokens_decoder, TURN_END_TOKENS
+            self.end_ids |= {id for id, token in added.items() if token.special}
+
+    def ends_of(self, completion: AnyIntArray) -> list[int]:
+        """Returns the tokens at the completion's end that end it."""
+        return [token for token in completion[-self.end_window :].tolist() if token in self.end_ids]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -174,50 +186,48 @@ def _file_hashes(tokenizer: Tokenizer) -> list[list[str]]:
         return [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files]
 
 
-def check_tokenizer(tokenizer: Tokenizer, settings: TokenizationSettings, label: str) -> None:
+def check_tokenizer(settings: TokenizationSettings, label: str) -> None:
     """Raises ModelError if the tokenizer lacks the template or the token that the format needs, RecipeError
     if the recipe has a system prompt or options that no row of this format can use."""
-    content = FORMATS[settings.format].content
-    if content == "messages":
+    tokenizer, format, options = settings.tokenizer, settings.format, settings.template_options
+    if settings.content == "messages":
         if tokenizer.chat_template is None:
             raise ModelError(
-                f"the tokenizer has no chat template, which {settings.format} data ({label}) needs; "
+                f"the tokenizer has no chat template, which {format} data ({label}) needs; "
                 "name a Jinja file in tokenizer.chat_template"
             )
-        for name in settings.template_options.keys() - template_names(str(tokenizer.chat_template)):
+        for name in options.keys() - template_names(str(tokenizer.chat_template)):
             what = f"chat_template_kwargs.{name} (of data or {label}): the chat template has no {name}"
             raise RecipeError(f"{what}, so it would change nothing; correct the name, or leave it out")
-        return
-    system_prompt = None if settings.system_prompt is None else "system_prompt"
-    if key := system_prompt or (settings.template_options and "chat_template_kwargs"):
+    elif options or settings.data.system_prompt is not None:
+        key = "chat_template_kwargs" if settings.data.system_prompt is None else "system_prompt"
         raise RecipeError(
-            f"data.{key} applies to conversational data only, and {label} is {settings.format}; "
+            f"data.{key} applies to conversational data only, and {label} is {format}; "
             "remove it, or put the text into the prompts"
         )
-    if content == "text" and tokenizer.eos_token is None:
+    elif settings.content == "text" and tokenizer.eos_token is None:
         raise ModelError(
             f"the tokenizer has no EOS token to end the completions of {label} with; "
             "set tokenizer.path to one that has, or tokenise the data yourself (format: tokenized)"
         )
 
 
-def tokenize_batch(
-    rows: Sequence[NumberedRow], settings: TokenizationSettings, tokenizer: Tokenizer
-) -> TokenizedBatch:
+def tokenize_batch(rows: Sequence[NumberedRow], settings: TokenizationSettings) -> TokenizedBatch:
     """Returns the token ids of the rows that give a pair or a prompt, and the reasons of all other rows."""
-    format, is_pairs = FORMATS[settings.format], settings.completion_tokens is None
+    is_pairs = settings.completion_tokens is None
     parsed, kept, dropped = list[ReadRow](), list[TokenizedPair](), list[DroppedRow]()
     for number, values in rows:
         try:
-            parsed.append(read_row(number, values, settings, tokenizer))
+            parsed.append(read_row(number, values, settings))
         except BadRow as bad:
             dropped.append((number, bad.with_traceback(None)))
-    encode = _given_ids if format.content == "token_ids" else _encode
-    ids = encode(parsed, settings, tokenizer)
-    fit = _fitted_pair if is_pairs else _fitted_prompt
-    for row, *sequences in zip(parsed, *[ids] * (3 if is_pairs else 1), strict=True):
+    encode = _given_ids if settings.content == "token_ids" else _encode
+    ids = encode(parsed, settings)
+    fit = fit_pair if is_pairs else _fit_prompt
+    for row in parsed:
+        sequences = tuple(islice(ids, 3 if is_pairs else 1))
         try:
-            kept.append(fit(row, sequences, settings, tokenizer))
+            kept.append(fit(row, sequences, settings))
         except BadRow as bad:
             dropped.append((row.number, bad.with_traceback(None)))
     return TokenizedBatch(
@@ -230,91 +240,43 @@ def tokenize_batch(
             [one.row.images for one in kept],
             settings.images.processor.fingerprint if settings.images is not None else "",
         ),
-        prompts=() if is_pairs else tuple(_prompt_of(one, settings, tokenizer) for one in kept),
+        prompts=() if is_pairs else tuple(_prompt_of(one, settings) for one in kept),
         dropped=tuple(sorted(dropped, key=lambda row: row[0])),
-        counts=_count(kept, settings, tokenizer),
+        counts=_count(kept, settings),
         kept=tuple(kept) if is_pairs else (),
     )
 
 
-def _fitted_pair(
-    row: ReadRow, sequences: Sequence[TokenIds], settings: TokenizationSettings, tokenizer: Tokenizer
-) -> TokenizedPair:
-    whole, limits = split_at_boundary(*sequences), settings
-    if row.turns or (row.pair.chosen_weights, row.pair.rejected_weights) != (None, None):
-        whole = _with_scored(whole, row)
-    if settings.images is not None:
-        settings.images.check_placeholders(whole, has_images=bool(row.images))
-    if row.images and settings.truncation == "prompt_left":  # it would cut images
-        limits = replace(settings, truncation="drop")
-    fitted = truncate(whole, limits, tokenizer.bos_token_id)
-    return TokenizedPair(row=row, alone=sequences[0], whole=whole, fitted=fitted)
-
-
-def _count(
-    kept: Sequence[TokenizedPair], settings: TokenizationSettings, tokenizer: Tokenizer
-) -> Counter[str]:
-    is_pairs, ends = settings.completion_tokens is None, EndTokens.of(tokenizer, settings.format)
-    unknown = tokenizer.unk_token_id  # some tokenizers name EOS, because they never need one
-    knows_all = unknown in (None, tokenizer.eos_token_id, tokenizer.bos_token_id)
-    counts = Counter[str](dict.fromkeys(_COUNTS if is_pairs else (), 0))
-    counts.update({} if settings.images is None else {"images": 0, "images_scaled": 0})
-    for one in kept:
-        row, whole, fitted = one.row, one.whole, one.fitted
-        counts.update(row.counts)
-        counts["prompts_inferred"] += row.pair.has_inferred_prompt
-        if row.has_other_turns:
-            counts["pairs_with_other_turns"] += 1
-        for ids in () if knows_all else (fitted.context, *fitted.completions):
-            counts["unknown_tokens"] += int((ids == unknown).sum())
-        if not is_pairs:
-            counts["prompts_truncated"] += len(fitted.context) < len(whole.context)
-            continue
-        counts["prompt_boundary_moved"] += len(whole.context) < len(one.alone)
-        counts["completions_without_eos"] += sum(not ends.found_in(ids) for ids in whole.completions)
-        if fitted is not whole:
-            _count_cut(counts, one, ends, tokenizer)
-    return counts
-
-
-def read_row(
-    number: int, row: Mapping[str, Any] | BadRow, settings: TokenizationSettings, tokenizer: Tokenizer
-) -> ReadRow:
+def read_row(number: int, row: Mapping[str, Any] | BadRow, settings: TokenizationSettings) -> ReadRow:
     """Returns the pair of a row, or its prompt alone if rows are prompts, and its texts. Raises BadRow."""
     if isinstance(row, BadRow):
         raise row
-    format, is_pair = FORMATS[settings.format], settings.completion_tokens is None
+    format, tokenizer, is_pair = (
+        FORMATS[settings.format],
+        settings.tokenizer,
+        settings.completion_tokens is None,
+    )
     pair = (format.pair if is_pair else format.prompt)(row)
-    pair = with_system(row, pair) if settings.names_system else pair
-    images: tuple[ReadImage, ...] = ()
-    if settings.images is not None and format.content == "messages":
-        pair, images = settings.images.of_pair(pair, row["images"])
+    if "system" in settings.source.columns:
+        pair = with_system(row, pair)
+    if settings.content == "messages":
+        read = _read_messages(number, row, pair, settings)
     elif settings.images is not None and row["images"]:
         raise BadRow("media", f"rows of format {settings.format} have no place for images")
-    if format.content == "token_ids":
+    elif settings.content == "token_ids":
         _check_vocabulary(pair, len(tokenizer))
         return ReadRow(number, pair, pair, (), {})
-    if isinstance(pair.prompt, str):
-        read = _read_texts(number, pair, pair.prompt, settings, tokenizer)
-    else:
-        if settings.system_prompt is not None:
-            pair = replace(pair, prompt=with_system_message(pair.prompt, settings.system_prompt))
-        if pair.template_options:
-            _check_options(pair, tokenizer)
-        if settings.template_options:
-            pair = replace(pair, template_options={**settings.template_options, **pair.template_options})
-        check_last_turn(pair, continues=settings.continues_turns)
-        fit = suited(pair, tokenizer)
-        written = fit.pair
-        sides: Any = (written.chosen, written.rejected) if is_pair else ()
-        texts = apply_chat_template(written, sides, tokenizer)
-        counts, contents = check_written(fit, texts, tokenizer)
-        if settings.images is not None:
-            texts = settings.images.expanded(texts, images)
-            scaled = sum(image.is_scaled for image in images)
-            counts = {**counts, "images": len(images), "images_scaled": scaled}
-        other_turns = any(map(is_dialogue, sides))
-        read = ReadRow(number, pair, written, texts, counts, contents, other_turns, (), images)
+    else:  # each completion ends with one EOS
+        prompt, eos = str(pair.prompt), tokenizer.eos_token or ""
+        texts = [prompt]
+        for completion in (str(pair.chosen), str(pair.rejected)) if is_pair else ():
+            if eos and eos in completion:  # its end may be `...<|im_end|>\n` already
+                completion = re.sub(rf"({re.escape(eos)}\s*)+\Z", "", completion)
+            texts.append(prompt + completion + eos)
+        counts = {"characters": sum(map(len, texts[1:] or texts))}
+        if settings.format == "preference" and begin_of_turn(tokenizer) not in prompt:
+            counts["prompts_without_template"] = 1
+        read = ReadRow(number, pair, pair, tuple(texts), counts)
     for text in read.texts:
         if len(text) > _MAX_TEXT_CHARS:
             limit = f"more than {_MAX_TEXT_CHARS:,}"
@@ -324,33 +286,40 @@ def read_row(
         except UnicodeEncodeError as error:
             lone = f"\\u{ord(text[error.start]):04x}"
             raise BadRow("invalid_unicode", f"a text has half of a surrogate pair ({lone})") from None
-    if read.has_other_turns and settings.scored_turns == "assistant":
+    if read.has_other_turns and settings.data.scored_turns == "assistant":
         read = read._replace(turns=scored_tokens(read.written, read.texts[1:], tokenizer))
     return read
 
 
-def _read_texts(
-    number: int, pair: Pair, prompt: str, settings: TokenizationSettings, tokenizer: Tokenizer
+def _read_messages(
+    number: int, row: Mapping[str, Any], pair: Pair, settings: TokenizationSettings
 ) -> ReadRow:
-    """Returns a row of plain texts, in which each completion ends with one EOS."""
-    texts, eos = [prompt], tokenizer.eos_token or ""
-    for text in (pair.chosen, pair.rejected) if settings.completion_tokens is None else ():
-        completion = str(text)
-        if eos and eos in completion:  # its end may be `...<|im_end|>\n` already
-            completion = re.sub(rf"({re.escape(eos)}\s*)+\Z", "", completion)
-        texts.append(prompt + completion + eos)
-    counts = {"characters": sum(map(len, texts[1:] or texts))}
-    if settings.format == "preference" and begin_of_turn(tokenizer) not in prompt:
-        counts["prompts_without_template"] = 1
-    return ReadRow(number, pair, pair, tuple(texts), counts)
-
-
-def _check_options(pair: Pair, tokenizer: Tokenizer) -> None:
-    known = {"tools", *template_names(str(tokenizer.chat_template))}
-    for name, value in pair.template_options.items():
-        if name not in known and value not in (None, "", [], {}):
-            detail = f"the row's chat_template_kwargs has {name}, which the chat template does not have"
-            raise BadRow("unknown_option", detail)
+    tokenizer, data, images = settings.tokenizer, settings.data, tuple[ReadImage, ...]()
+    if settings.images is not None:
+        pair, images = settings.images.of_pair(pair, row["images"])
+    if data.system_prompt is not None:
+        assert isinstance(pair.prompt, list)
+        pair = replace(pair, prompt=with_system_message(pair.prompt, data.system_prompt))
+    if pair.template_options:
+        known = {"tools", *template_names(str(tokenizer.chat_template))}
+        for name, value in pair.template_options.items():
+            if name not in known and value not in (None, "", [], {}):
+                detail = f"the row's chat_template_kwargs has {name}, which the chat template does not have"
+                raise BadRow("unknown_option", detail)
+    if settings.template_options:
+        pair = replace(pair, template_options={**settings.template_options, **pair.template_options})
+    check_last_turn(pair, continues=data.continue_final_message)
+    fit = suited(pair, tokenizer)
+    written = fit.pair
+    sides: Any = (written.chosen, written.rejected) if settings.completion_tokens is None else ()
+    texts = apply_chat_template(written, sides, tokenizer)
+    counts, contents = check_written(fit, texts, tokenizer)
+    if settings.images is not None:
+        texts = settings.images.expanded(texts, images)
+        scaled = sum(image.is_scaled for image in images)
+        counts = {**counts, "images": len(images), "images_scaled": scaled}
+    other_turns = any(map(is_dialogue, sides))
+    return ReadRow(number, pair, written, texts, counts, contents, other_turns, (), images)
 
 
 def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
@@ -373,35 +342,23 @@ def _whole_prompt_key(row: ReadRow) -> bytes:
     return digest.digest()
 
 
-def _encode(
-    parsed: Sequence[ReadRow], settings: TokenizationSettings, tokenizer: Tokenizer
-) -> Iterator[TokenIds]:
+def _encode(parsed: Sequence[ReadRow], settings: TokenizationSettings) -> Iterator[TokenIds]:
     """Yields the ids of each row's texts."""
-    is_text = FORMATS[settings.format].content == "text"
-    texts = [text for row in parsed for text in row.texts]
-    start = 0
-    while start < len(texts):
-        # The tokenizer gets many texts in a call, so that its threads have work.
-        end, num_chars = start, 0
-        while end < len(texts) and num_chars < _ENCODE_CHARS:
-            num_chars += len(texts[end])
-            end += 1
-        encoding = tokenizer(
-            texts[start:end],
+    is_text, eos = settings.content == "text", settings.tokenizer.eos_token_id
+    if texts := [text for row in parsed for text in row.texts]:
+        encoding = settings.tokenizer(
+            texts,
             add_special_tokens=is_text,  # templates write special tokens
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,  # no warnings about lengths: truncate() checks the lengths
         )
         for ids in encoding["input_ids"]:
-            has_second_eos = is_text and ids[-2:] == [tokenizer.eos_token_id] * 2  # the tokenizer's own
+            has_second_eos = is_text and ids[-2:] == [eos, eos]  # the tokenizer's own
             yield np.array(ids[:-1] if has_second_eos else ids, dtype=np.int32)
-        start = end
 
 
-def _given_ids(
-    parsed: Sequence[ReadRow], settings: TokenizationSettings, tokenizer: Tokenizer
-) -> Iterator[TokenIds]:
+def _given_ids(parsed: Sequence[ReadRow], settings: TokenizationSettings) -> Iterator[TokenIds]:
     for _, pair, *_ in parsed:
         prompt = np.array(pair.prompt, dtype=np.int32)
         yield prompt
@@ -410,19 +367,29 @@ def _given_ids(
                 yield np.concatenate([prompt, np.array(completion, dtype=np.int32)])
 
 
-def split_at_boundary(prompt: TokenIds, with_chosen: TokenIds, with_rejected: TokenIds) -> Group:
-    """Splits the sequences where one of the two longer ones first differs from the prompt's tokens, maybe
-    before its end. Raises BadRow if a part is empty or if the completions are equal."""
-    boundary = common_prefix_length((prompt, with_chosen, with_rejected))
+def fit_pair(row: ReadRow, sequences: Sequence[TokenIds], settings: TokenizationSettings) -> TokenizedPair:
+    """Returns a pair from its prompt, prompt + chosen and prompt + rejected. The completions begin where one
+    of the longer two first differs from the prompt's tokens, maybe before its end. Raises BadRow if a part
+    is empty, if the completions are equal, or if the pair is too long."""
+    prompt, *wholes = sequences
+    boundary = common_prefix_length(sequences)
     if boundary == 0:
         raise BadRow("empty_prompt", "no prompt token comes before the completions")
-    chosen, rejected = with_chosen[boundary:], with_rejected[boundary:]
+    chosen, rejected = (ids[boundary:] for ids in wholes)
     for column, completion in (("chosen", chosen), ("rejected", rejected)):
         if len(completion) == 0:
             raise BadRow("empty_completion", f"the {column} completion has no tokens")
     if np.array_equal(chosen, rejected):
         raise BadRow("identical_completions", "chosen and rejected are the same, so the pair prefers nothing")
-    return Group(context=prompt[:boundary], completions=(chosen, rejected))
+    whole, limits = Group(context=prompt[:boundary], completions=(chosen, rejected)), settings.data
+    if row.turns or (row.pair.chosen_weights, row.pair.rejected_weights) != (None, None):
+        whole = _with_scored(whole, row)
+    if settings.images is not None:
+        settings.images.check_placeholders(whole, has_images=bool(row.images))
+    if row.images and limits.truncation == "prompt_left":  # it would cut images
+        limits = limits.model_copy(update={"truncation": "drop"})
+    fitted = truncate(whole, limits, settings.tokenizer.bos_token_id)
+    return TokenizedPair(row=row, alone=prompt, whole=whole, fitted=fitted)
 
 
 def _with_scored(ids: Group, row: ReadRow) -> Group:
@@ -440,7 +407,7 @@ def _with_scored(ids: Group, row: ReadRow) -> Group:
     return replace(ids, scored=tuple(scored))
 
 
-def truncate(pair: Group, limits: TokenizationSettings, bos_token_id: int | None) -> Group:
+def truncate(pair: Group, limits: DataRecipe, bos_token_id: int | None) -> Group:
     """Returns the pair, cut to the limits: the oldest prompt tokens, of which one or more stay, after BOS
     (`prompt_left`), or the ends of completions (`completion_right`). Raises BadRow if it does not fit, or if
     what is left of the completions is equal or not scored."""
@@ -481,11 +448,9 @@ def _with_shorter_completions(pair: Group, length: int) -> Group:
     return replace(pair, completions=(chosen, rejected), scored=scored)
 
 
-def _fitted_prompt(
-    row: ReadRow, sequences: Sequence[TokenIds], settings: TokenizationSettings, tokenizer: Tokenizer
-) -> TokenizedPair:
+def _fit_prompt(row: ReadRow, sequences: Sequence[TokenIds], settings: TokenizationSettings) -> TokenizedPair:
     """Returns the prompt, cut if a completion needs the room. Raises BadRow."""
-    (ids,) = sequences
+    (ids,), tokenizer = sequences, settings.tokenizer
     text = row.texts[0] if row.texts else str(tokenizer.decode(ids.tolist()))
     # Some tokenizers add EOS to every text. A prompt must not end with it, because the policy continues it.
     has_own_end = not row.texts or text.endswith(tokenizer.eos_token or "\0")
@@ -495,49 +460,53 @@ def _fitted_prompt(
         raise BadRow("empty_prompt", "the prompt is empty")
     room = np.zeros(settings.completion_tokens or 0, dtype=np.int32)
     whole = Group(context=ids, completions=(room, room))
-    fitted = replace(truncate(whole, settings, tokenizer.bos_token_id), completions=(NO_TOKENS, NO_TOKENS))
+    fitted = truncate(whole, settings.data, tokenizer.bos_token_id)
+    fitted = replace(fitted, completions=(NO_TOKENS, NO_TOKENS))
     return TokenizedPair(row=row, alone=ids, whole=whole, fitted=fitted)
 
 
-def _prompt_of(pair: TokenizedPair, settings: TokenizationSettings, tokenizer: Tokenizer) -> Prompt:
+def _prompt_of(pair: TokenizedPair, settings: TokenizationSettings) -> Prompt:
     row, whole = pair.row, pair.whole.context
-    is_conversation = FORMATS[settings.format].content == "messages"
-    messages: Any = tuple(row.pair.prompt) if is_conversation else None
-    text = row.texts[0] if row.texts else str(tokenizer.decode(whole.tolist()))
+    messages: Any = tuple(row.pair.prompt) if settings.content == "messages" else None
+    text = row.texts[0] if row.texts else str(settings.tokenizer.decode(whole.tolist()))
     ids, tools = pair.fitted.context.astype(np.int32, copy=False), row.pair.template_options.get("tools")
     return Prompt(ids=ids, text=text, messages=messages, row_number=row.number, tools=tools)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndTokens:
-    """The tokens that end a completion: a completion has an end if its last `window` tokens contain one."""
+def _count(kept: Sequence[TokenizedPair], settings: TokenizationSettings) -> Counter[str]:
+    is_pairs, tokenizer = settings.completion_tokens is None, settings.tokenizer
+    unknown = tokenizer.unk_token_id  # some tokenizers name EOS, because they never need one
+    knows_all = unknown in (None, tokenizer.eos_token_id, tokenizer.bos_token_id)
+    counts = Counter[str](dict.fromkeys(_COUNTS if is_pairs else (), 0))
+    counts.update({} if settings.images is None else {"images": 0, "images_scaled": 0})
+    for one in kept:
+        row, whole, fitted = one.row, one.whole, one.fitted
+        counts.update(row.counts)
+        counts["prompts_inferred"] += row.pair.has_inferred_prompt
+        if row.has_other_turns:
+            counts["pairs_with_other_turns"] += 1
+        for ids in () if knows_all else (fitted.context, *fitted.completions):
+            counts["unknown_tokens"] += int((ids == unknown).sum())
+        if not is_pairs:
+            counts["prompts_truncated"] += len(fitted.context) < len(whole.context)
+            continue
+        counts["prompt_boundary_moved"] += len(whole.context) < len(one.alone)
+        counts["completions_without_eos"] += sum(not settings.ends_of(ids) for ids in whole.completions)
+        if fitted is not whole:
+            _count_cut(counts, one, settings)
+    return counts
 
-    ids: frozenset[int]
-    window: int
 
-    @staticmethod
-    def of(tokenizer: Tokenizer, format: str) -> "EndTokens":
-        eos = frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
-        if FORMATS[format].content != "messages":
-            return EndTokens(ids=eos, window=1)
-        # A template ends turns with EOS or with another special token (<end_of_turn>, <|eot_id|>).
-        special = frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
-        return EndTokens(ids=eos | special, window=TURN_END_TOKENS)
-
-    def found_in(self, completion: AnyIntArray) -> list[int]:
-        """Returns the end tokens at the completion's end."""
-        return [token for token in completion[-self.window :].tolist() if token in self.ids]
-
-
-def _count_cut(counts: Counter[str], pair: TokenizedPair, ends: EndTokens, tokenizer: Tokenizer) -> None:
+def _count_cut(counts: Counter[str], pair: TokenizedPair, settings: TokenizationSettings) -> None:
     whole, fitted = pair.whole, pair.fitted
     cut = [whole.context[: len(whole.context) - len(fitted.context)]] * 2  # once for each side
     counts["prompt_truncated"] += len(cut[0]) > 0
     for before, after in zip(whole.completions, fitted.completions, strict=True):
         cut.append(before[len(after) :])
         counts["completions_truncated"] += len(after) < len(before)
-        counts["eos_lost"] += bool(ends.found_in(before)) and not ends.found_in(after)
-    texts = (tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in cut if len(ids))
+        counts["eos_lost"] += bool(settings.ends_of(before)) and not settings.ends_of(after)
+    decode = settings.tokenizer.decode
+    texts = (decode(ids.tolist(), skip_special_tokens=True) for ids in cut if len(ids))
     counts["characters_cut"] += sum(map(len, texts)) if pair.row.texts else 0
 
 
@@ -570,18 +539,16 @@ def tokenize_rows(
 
 
 @contextmanager
-def tokenizing(
-    settings: TokenizationSettings, tokenizer: Tokenizer, num_workers: int = 0
-) -> Iterator[Submit]:
+def tokenizing(settings: TokenizationSettings, num_workers: int = 0) -> Iterator[Submit]:
     """Gives a function that starts to tokenise a batch and returns a function that waits for the result."""
     if num_workers <= 1:
-        yield lambda batch: partial(tokenize_batch, batch, settings, tokenizer)
+        yield lambda batch: partial(tokenize_batch, batch, settings)
         return
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks of the tokenizer's threads
         initializer=_start_worker,
-        initargs=(settings, tokenizer),
+        initargs=(settings,),
     )
     try:
         yield lambda batch: pool.submit(_tokenize_in_worker, batch).result
@@ -593,16 +560,16 @@ def tokenizing(
         pool.shutdown(cancel_futures=True)
 
 
-_worker: tuple[TokenizationSettings, Tokenizer] | None = None
+_worker: TokenizationSettings | None = None
 
 
-def _start_worker(settings: TokenizationSettings, tokenizer: Tokenizer) -> None:
+def _start_worker(settings: TokenizationSettings) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too, but the parent stops them
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already use all cores
-    _worker = settings, tokenizer
+    _worker = settings
 
 
 def _tokenize_in_worker(batch: list[NumberedRow]) -> TokenizedBatch:
     assert _worker is not None
-    return tokenize_batch(batch, *_worker)
+    return tokenize_batch(batch, _worker)

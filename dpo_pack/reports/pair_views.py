@@ -19,7 +19,7 @@ from dpo_pack.system.errors import DataError
 from dpo_pack.system.process import printable
 
 if TYPE_CHECKING:  # the page of a run is written without torch
-    from dpo_pack.data.view import ShownRecipe
+    from dpo_pack.run.show import ShownRecipe
 
 Values = Mapping[str, Any]
 # The terminal shows only so much at the beginning and at the end of a long text; the page shows all.
@@ -105,7 +105,7 @@ def sections(shown: ShownRecipe, *, is_page: bool, lists_dropped: bool) -> Itera
         rows = [row for row in report["dropped"] if (row["source"], row["reason"]) == name]
         lines = _fault_lines("Left out: ", reason, source)
         for row in rows[:most]:
-            place = f"{source['label']} {source['row_word']} {row['row']:,}"
+            place = f"{source['name']} {source['row_word']} {row['row']:,}"
             lines.append(_line(Run(place, "name"), f": {row['detail']}", indent=1))
             lines += _row_lines(row["content"], is_page=is_page)
         if len(rows) > most:
@@ -132,7 +132,7 @@ def _fault_lines(title: str, fault: Values, source: Values) -> list[Line]:
     more = f" and {count - _NAMED:,} more" if count > _NAMED else ""
     word = f"{source['row_word']}{'' if count == 1 else 's'}"
     where = f"{count:,} of {counted(fault['of'], fault['unit'])} ({word} {rows}{more})"
-    lines = [_line(Run(title, "warn"), f"{source['label']}, {where}: {fault['sentence']}.")]
+    lines = [_line(Run(title, "warn"), f"{source['name']}, {where}: {fault['sentence']}.")]
     if fault["remedy"]:
         lines.append(_line(Run("Remedy: ", "name"), f"{fault['remedy']}.", indent=2))
     return lines

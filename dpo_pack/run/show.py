@@ -1,25 +1,36 @@
-"""Reads a recipe's pairs for `dpopack show`, without loading weights. Writes no files."""
+"""What `dpopack show` shows: the pairs of a recipe as tokens, their faults, and the rows that are left out.
+Loads no weights and writes no files."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from dpo_pack.data.faults import FEW, Origin, source_notes
-from dpo_pack.data.formats import FORMATS, BadRow
-from dpo_pack.data.images import image_label
+from dpo_pack.data.faults import (
+    FEW,
+    SIDES,
+    Origin,
+    faults_of,
+    find_in,
+    longest_length,
+    remedy_of,
+    sentence_of,
+    source_notes,
+)
+from dpo_pack.data.formats import BadRow
+from dpo_pack.data.images import ImageProcessor, ReadImage, image_label
 from dpo_pack.data.ingest import Ingestion, columns_sentence
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.sources import locate_source
 from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
 from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows, tokenizing
-from dpo_pack.data.view import ShownRecipe, find_faults, shown_pair
 from dpo_pack.model.config import known_positions
+from dpo_pack.packing.lengths import AnyIntArray, common_prefix_length
 from dpo_pack.packing.plan import plan_epoch
 from dpo_pack.recipe.data import PackingRecipe
 from dpo_pack.recipe.load import Recipe, source_names
@@ -29,6 +40,36 @@ from dpo_pack.system.errors import DataError, ModelError, RecipeError
 from dpo_pack.system.process import printable
 
 FIRST_ROWS = 200  # of each source that are read, besides the rows that the user asks for
+# Tokens decode to this if their last bytes begin a character, whose other bytes are in the next tokens.
+_PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRecipe:
+    """All that `dpopack show` shows."""
+
+    # What `--json` writes. Tokens have `is_cut` besides: truncation removes them.
+    report: dict[str, Any]
+    images: list[ReadImage]  # of the pairs that are shown, as in the report
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict for each pair: source, row, warnings, and as texts prompt, chosen and rejected."""
+
+        def text(pair: dict[str, Any], side: str, part: str) -> str:
+            return "".join(token["text"] for token in pair[side] if token["part"] == part)
+
+        return [
+            {name: pair[name] for name in ("source", "row", "warnings")}
+            | {"prompt": text(pair, "chosen", "prompt")}
+            | {side: text(pair, side, "completion") for side in SIDES}
+            for pair in self.report["pairs"]
+        ]
+
+    def __repr__(self) -> str:
+        names = ", ".join(source["name"] for source in self.report["sources"])
+        pairs, warnings = (len(self.report[key]) for key in ("pairs", "warnings"))
+        return f"ShownRecipe({names}: {pairs:,} pairs, {warnings:,} warnings)"
 
 
 def show_recipe(
@@ -49,68 +90,48 @@ def show_recipe(
         if recipe.model.images:
             raise
     tokenizer = prepare_tokenizer(recipe, images)
-    report: dict[str, Any] = {"model": recipe.model.path, "asked": bool(asked_rows)}
-    report |= {name: [] for name in ("settings", "sources", "warnings", "pairs", "left_out", "dropped")}
-    read: dict[str, TokenizedPair] = {}  # the pairs by their places
-    trained: dict[str, TokenizedPair] = {}  # those of training sources
+    positions = "unknown" if num_positions is None else f"{num_positions:,}"
+    owner = "processor" if images is not None and images.gives_template(tokenizer) else "tokenizer"
+    settings = [
+        f"Model {recipe.model.path}, tokenizer {recipe.tokenizer.path or 'of the model'}, "
+        f'{len(tokenizer):,} tokens, EOS "{tokenizer.eos_token}"; chat template, for conversations only: '
+        f"{recipe.tokenizer.chat_template or f'of the {owner}'}",
+        f"data.max_length: {data.max_length:,} tokens of prompt and one completion; data.truncation: "
+        f"{data.truncation}; positions that the model computes exactly: {positions}",
+    ]
+    report: dict[str, Any] = {"model": recipe.model.path, "asked": bool(asked_rows), "settings": settings}
+    report |= {name: [] for name in ("sources", "warnings", "pairs", "left_out", "dropped")}
+    read: dict[str, dict[str, TokenizedPair]] = {"train": {}, "eval": {}}  # the pairs by their places
     for part, sources in (("train", data.train), ("eval", data.eval_sources)):
-        labels = [source.name or Path(source.path).name for source in sources]
         for number, (source, name) in enumerate(zip(sources, source_names(sources), strict=True)):
-            label = labels[number] if labels.count(labels[number]) == 1 else name
-            label = label if part == "train" else f"{label} (held out)"
-            key = f"data.{part}.{number}"
-            located = locate_source(source, key, None, reads_images=images is not None)
+            located = locate_source(source, f"data.{part}.{number}", None, reads_images=images is not None)
             ingestion = Ingestion(
                 located=located, source=source, data=data, tokenizer=tokenizer, images=images
             )
-            rows = _read_rows(ingestion, label, console, asked_rows, reads_all=reads_all)
-            origin = Origin(key, ingestion.settings, tokenizer, num_positions)
-            pairs = _report_source(
-                report, ingestion, rows, origin, asked_rows, {"name": name, "label": label}
-            )
-            read |= pairs
-            trained |= pairs if part == "train" else {}
+            name = name if part == "train" else f"{name} (held out)"
+            rows = _read_rows(report, ingestion, name, console, asked_rows, reads_all=reads_all)
+            read[part] |= _report_source(report, ingestion, name, rows, num_positions, asked_rows)
     there = {row["row"] for row in (*report["pairs"], *report["dropped"])}
     if missing := sorted(set(asked_rows) - there):
-        names = ", ".join(source["label"] for source in report["sources"])
+        names = ", ".join(source["name"] for source in report["sources"])
         raise RecipeError(f"--pair {missing[0]}: no such {ingestion.opened.row_word} was read of {names}")
-    owners: dict[bytes, list[str]] = {}  # the places of the pairs that have each image
-    for place, pair in read.items():
-        for image in pair.row.images:
-            owners.setdefault(image.key, []).append(place)
-    shown = [image for pair in report["pairs"] for image in read[pair["place"]].row.images]
-    shown = list({image.key: image for image in shown}.values())
-    report["images"] = [
-        {"label": image_label(image, images), "pairs": owners[image.key]} for image in shown if images
-    ]
-    report["image_token"] = None if images is None else images.token_id
-    report["packed_row"] = _packed_row(trained, recipe.packing, share_prompt=recipe.shares_prompts)
-    template = "no chat template, because the data is not a conversation"
-    if any(FORMATS[source["format"]].content == "messages" for source in report["sources"]):
-        owner = "processor" if images is not None and images.gives_template(tokenizer) else "tokenizer"
-        template = f"chat template: {recipe.tokenizer.chat_template or f'of the {owner}'}"
-    positions = "unknown" if num_positions is None else f"{num_positions:,}"
-    report["settings"] = [
-        f"Model {recipe.model.path}, tokenizer {recipe.tokenizer.path or 'of the model'}, "
-        f'{len(tokenizer):,} tokens, EOS "{tokenizer.eos_token}"; {template}',
-        f"data.max_length: {data.max_length:,} tokens of prompt and one completion; data.truncation: "
-        f"{data.truncation}; positions that the model computes exactly: {positions}",
-        *dict.fromkeys(report["settings"]),
-    ]
+    shown = _add_images(report, read["train"] | read["eval"], images)
+    report["packed_row"] = _packed_row(read["train"], recipe.packing, share_prompt=recipe.shares_prompts)
     return ShownRecipe(report=report, images=shown)
 
 
-class _Rows(NamedTuple):
-    pairs: list[TokenizedPair]  # the first ones, and those asked for
-    dropped: list[dict[str, Any]]  # rows that are left out: the first ones of each reason, or those asked for
-    contents: dict[int, Any]  # of the rows of `pairs`: what the format reads
-    num_rows: int | None  # of the source; None: not known
-
-
 def _read_rows(
-    ingestion: Ingestion, label: str, console: Console, asked_rows: Collection[int], *, reads_all: bool
-) -> _Rows:
-    pairs, dropped, contents = list[TokenizedPair](), list[dict[str, Any]](), dict[int, Any]()
+    report: dict[str, Any],
+    ingestion: Ingestion,
+    name: str,
+    console: Console,
+    asked_rows: Collection[int],
+    *,
+    reads_all: bool,
+) -> dict[int, tuple[TokenizedPair, Any]]:
+    """Adds the rows that are left out to the report: the first ones of each reason, or those asked for.
+    Returns by their numbers the first pairs and those asked for, with what the format reads of their rows."""
+    kept: dict[int, tuple[TokenizedPair, Any]] = {}
     taken: dict[int, Any] = {}  # the rows that are being tokenised
 
     def selected() -> Iterator[NumberedRow]:
@@ -121,82 +142,74 @@ def _read_rows(
             if position >= FIRST_ROWS and number >= max(asked_rows, default=0) and not reads_all:
                 return
 
+    most = ingestion.source.max_pairs
     with (
         ingestion.start() as rows,
         console.status("Reading data") as status,
-        tokenizing(ingestion.settings, ingestion.tokenizer) as submit,
-        closing(
-            tokenize_rows(selected(), submit, num_workers=0, max_pairs=ingestion.source.max_pairs)
-        ) as batches,
+        tokenizing(ingestion.settings) as submit,
+        closing(tokenize_rows(selected(), submit, num_workers=0, max_pairs=most)) as batches,
     ):
         for batch in batches:
             ingestion.count(batch)
-            status.update(printable(f"Reading {label}: {ingestion.num_rows:,} rows"))
+            status.update(printable(f"Reading {name}: {ingestion.num_rows:,} rows"))
             for number, bad in batch.dropped:
                 if number in (asked_rows or ingestion.dropped_rows[bad.reason]):
-                    content = _content(taken[number], ingestion.columns_read)
-                    row = {"row": number, "reason": bad.reason, "detail": bad.detail, "content": content}
-                    dropped.append(row)
+                    about = {"source": name, "row": number, "reason": bad.reason, "detail": bad.detail}
+                    report["dropped"].append({**about, "content": _content(taken[number], ingestion)})
             for pair in batch.kept:
-                if len(pairs) < FIRST_ROWS or pair.row.number in asked_rows:
-                    pairs.append(pair)
-                    contents[pair.row.number] = _content(taken[pair.row.number], ingestion.columns_read)
+                if len(kept) < FIRST_ROWS or pair.row.number in asked_rows:
+                    kept[pair.row.number] = pair, _content(taken[pair.row.number], ingestion)
             taken.clear()
         is_at_end = next(rows, None) is None and (reads_all or ingestion.num_rows <= FIRST_ROWS)
     if ingestion.num_rows == 0:
         raise DataError(f"{ingestion.located.label} has no rows; correct or remove {ingestion.located.key}")
-    num_rows = ingestion.num_rows if is_at_end else ingestion.opened.num_rows
-    return _Rows(pairs, dropped, contents, num_rows)
+    report["sources"].append({"rows": ingestion.num_rows if is_at_end else ingestion.opened.num_rows})
+    return kept
 
 
 def _report_source(
     report: dict[str, Any],
     ingestion: Ingestion,
-    rows: _Rows,
-    origin: Origin,
+    name: str,
+    kept: Mapping[int, tuple[TokenizedPair, Any]],
+    num_positions: int | None,
     asked_rows: Collection[int],
-    names: dict[str, str],
 ) -> dict[str, TokenizedPair]:
     """Adds a source to the report, and returns its pairs by their places."""
-    pairs, summary, word = rows.pairs, ingestion.summary(), ingestion.opened.row_word
+    origin = Origin(ingestion.located.key, ingestion.settings, num_positions)
+    pairs, summary, word = [pair for pair, _ in kept.values()], ingestion.summary(), ingestion.opened.row_word
     left_out = [_reason(reason, ingestion) for reason in ingestion.first_dropped]
-    faults = [*find_faults(pairs, origin), *(one for one in left_out if one["count"] >= FEW * one["of"])]
+    faults = [*_find_faults(pairs, origin), *(one for one in left_out if one["count"] >= FEW * one["of"])]
     faults.sort(key=lambda fault: -fault["count"])
-    first = [pair.row.number for pair in pairs[: 2 if origin.key.startswith("data.train.") else 1]]
+    first = [*kept][: 2 if origin.key.startswith("data.train.") else 1]
     wanted = asked_rows or {*first, *(fault["rows"][0] for fault in faults)}
-    places = {f"{names['label']} {word} {pair.row.number:,}": pair for pair in pairs}
     known = {fault["name"] for fault in faults}
-    of_source = {
-        "warnings": faults,
-        "left_out": left_out,
-        "dropped": rows.dropped,
-        "pairs": [
-            {"place": place, "content": rows.contents[pair.row.number], **shown_pair(pair, origin, known)}
-            for place, pair in places.items()
-            if pair.row.number in wanted
-        ],
-    }
-    for name, ones in of_source.items():
-        report[name] += ({"source": names["name"], **one} for one in ones)
-    source = {
-        **names,
+    places = {number: f"{name} {word} {number:,}" for number in kept}
+    report["warnings"] += ({"source": name, **fault} for fault in faults)
+    report["left_out"] += ({"source": name, **reason} for reason in left_out)
+    report["pairs"] += (
+        {"source": name, "place": places[number], "content": content, **_shown_pair(pair, origin, known)}
+        for number, (pair, content) in kept.items()
+        if number in wanted
+    )
+    source, num_read, num_kept = report["sources"][-1], ingestion.num_rows, ingestion.num_kept
+    source |= {
+        "name": name,
         "row_word": word,
         "format": ingestion.format,
         "columns": ingestion.columns_read,
         "columns_not_read": summary["columns_not_read"],
-        "rows_read": ingestion.num_rows,
-        "rows": rows.num_rows,
-        "pairs_kept": ingestion.num_kept,
+        "rows_read": num_read,
+        "pairs_kept": num_kept,
     }
-    report["sources"].append(source)
-    of_all = "only" if rows.num_rows is None else f"{ingestion.num_rows:,} of"
+    of_all = "only" if source["rows"] is None else f"{num_read:,} of"
     report["settings"] += [
-        f"{names['label']}, format {ingestion.format}: {of_all} {rows.num_rows or ingestion.num_rows:,} rows "
-        f"tokenised, {ingestion.num_kept:,} kept, {ingestion.num_rows - ingestion.num_kept:,} left out",
-        columns_sentence(ingestion.columns_read, summary["columns_not_read"]),
-        *(f"{names['label']}: {note}" for note in source_notes(summary, names_left_out=False)),
+        f"{name}, format {ingestion.format}: {of_all} {source['rows'] or num_read:,} rows tokenised, "
+        f"{num_kept:,} kept, {num_read - num_kept:,} left out",
+        f"{name}: {columns_sentence(ingestion.columns_read, summary['columns_not_read'])}",
+        *(f"{name}: {note}" for note in source_notes(summary, names_left_out=False)),
     ]
-    return places
+    return {places[pair.row.number]: pair for pair in pairs}
 
 
 def _reason(name: str, ingestion: Ingestion) -> dict[str, Any]:
@@ -217,7 +230,24 @@ def _reason(name: str, ingestion: Ingestion) -> dict[str, Any]:
     }
 
 
-def _content(row: Any, fields: Collection[str]) -> Any:
+def _find_faults(pairs: Sequence[TokenizedPair], origin: Origin) -> Iterator[dict[str, Any]]:
+    for name, found in faults_of(pairs, origin).items():
+        if name == "prompt_in_completion" and len(found) < FEW * len(pairs):
+            continue  # a few answers may well repeat it
+        pair, evidence = max(found, key=lambda one: longest_length(one[0].whole))
+        yield {
+            "name": name,
+            "sentence": sentence_of(name)
+            + (f": {evidence}, and others" if evidence and "label" in name else ""),
+            "remedy": remedy_of(name, evidence, pair, origin),
+            "rows": [pair.row.number for pair, _ in found],
+            "count": len(found),
+            "of": len(pairs),
+            "unit": "pair",
+        }
+
+
+def _content(row: Any, ingestion: Ingestion) -> Any:
     """Returns what the format reads of a row, with the beginnings of images, which can be megabytes."""
 
     def shortened(value: Any) -> Any:
@@ -230,7 +260,76 @@ def _content(row: Any, fields: Collection[str]) -> Any:
 
     if isinstance(row, BadRow):
         return shortened(row.content)
-    return shortened({field: row[field] for field in fields if field in row} or row)
+    return shortened({field: row[field] for field in ingestion.columns_read if field in row} or row)
+
+
+def _shown_pair(pair: TokenizedPair, origin: Origin, known: Collection[str]) -> dict[str, Any]:
+    """Returns a pair as the model gets it; `known` are the faults of its source."""
+    whole, fitted, num_prompt = pair.whole, pair.fitted, len(pair.whole.context)
+    # `prompt_left` cuts the tokens before `end`; BOS stays if there is room for it.
+    begin = int(len(fitted.context) > 1 and whole.context[0] == origin.bos)
+    end = begin + num_prompt - len(fitted.context)
+    shown: dict[str, Any] = {"row": pair.row.number}
+    scored = whole.scored or [np.ones(len(ids), dtype=np.bool_) for ids in whole.completions]
+    for number, side in enumerate(SIDES):
+        ids = np.concatenate([whole.context, whole.completions[number]])
+        num_kept = num_prompt + len(fitted.completions[number])
+        shown[side] = [
+            {
+                "id": int(ids[at]),
+                "text": text,
+                "part": "prompt" if at < num_prompt else "completion",
+                "scored": num_prompt <= at < num_kept and bool(scored[number][at - num_prompt]),
+                "is_cut": begin <= at < end or at >= num_kept,
+            }
+            for at, text in enumerate(_token_texts(ids, pair, origin))
+        ]
+    ends = [origin.settings.ends_of(completion)[-1:] for completion in fitted.completions]
+    return shown | {
+        "shared_tokens": len(fitted.context) + common_prefix_length(fitted.completions),
+        "ends_with": {side: origin.text(np.array(ids)) for side, ids in zip(SIDES, ends, strict=True)},
+        "warnings": [f"{name} {shows}".rstrip() for name, shows in find_in(pair, origin) if name in known],
+    }
+
+
+def _token_texts(ids: AnyIntArray, pair: TokenizedPair, origin: Origin) -> list[str]:
+    """Returns the texts of tokens, which joined are that of the sequence. The last token of a character has
+    the character, the first one of an image describes the image."""
+    texts: list[str] = []
+    begin = known = 0  # `ids[begin:known]` gave the last text that is not empty
+    for end in range(1, len(ids) + 1):
+        text = origin.text(ids[begin:end], known - begin)
+        is_part = text.endswith(_PART_OF_A_CHARACTER) and end < len(ids)
+        texts.append("" if is_part else text)
+        if not is_part:
+            begin, known = known, end
+    if origin.settings.images is not None and pair.row.images:
+        processor = origin.settings.images.processor
+        places = iter(np.flatnonzero(ids == processor.token_id).tolist())
+        for image in pair.row.images:
+            label = image_label(image, processor)
+            for _ in range(processor.num_tokens((image.width, image.height))):
+                texts[next(places)], label = label, ""
+    return texts
+
+
+def _add_images(
+    report: dict[str, Any], pairs: Mapping[str, TokenizedPair], processor: ImageProcessor | None
+) -> list[ReadImage]:
+    """Adds the images of the pairs that are shown to the report, and returns them."""
+    report["images"], report["image_token"] = [], None
+    if processor is None:
+        return []
+    places: dict[bytes, list[str]] = {}  # of the pairs that have each image
+    for place, pair in pairs.items():
+        for image in pair.row.images:
+            places.setdefault(image.key, []).append(place)
+    shown = {image.key: image for pair in report["pairs"] for image in pairs[pair["place"]].row.images}
+    report["images"] = [
+        {"label": image_label(image, processor), "pairs": places[key]} for key, image in shown.items()
+    ]
+    report["image_token"] = processor.token_id
+    return [*shown.values()]
 
 
 def _packed_row(

@@ -213,7 +213,7 @@ REFUSED: list[tuple[str, str]] = [
     (f"inspect-packing RECIPE --json {FILE}/out", r"cannot write .*file/out"),
     ("recipe", r"--defaults"),
     ("recipe --all --schema", r"--all .* --defaults"),
-    ("show RECIPE --pair 17", r"--pair 17: no such line was read of pairs\.jsonl"),
+    ("show RECIPE --pair 17", r"--pair 17: no such line was read of pairs"),
     ("show RECIPE --pair 0", r"--pair '0': not positive whole numbers"),
     ("show RECIPE --pair x", r"--pair 'x': not positive whole numbers"),
     ("show RECIPE 3", r"'3': write it as key=value"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
-from support.rows import said, write_rows
+from support.rows import said, tokenization_settings, write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -20,7 +21,7 @@ from dpo_pack.data.faults import source_notes
 from dpo_pack.data.formats import FORMATS, BadRow, Pair
 from dpo_pack.data.ingest import Ingestion
 from dpo_pack.data.sources import load_source, locate_source
-from dpo_pack.data.tokenization import TokenizationSettings, read_row
+from dpo_pack.data.tokenization import read_row
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
 
@@ -209,11 +210,11 @@ def test_files_are_called_what_they_are(content: bytes, says: str, tmp_path: Pat
 
 
 def test_template_options_come_from_the_recipe_the_source_and_the_row() -> None:
-    settings = TokenizationSettings(
-        format="conversational", max_length=1000, template_options={"a": 1, "thinking": 2}
-    )
-    read = read_row(1, {**LISTS, "chat_template_kwargs": {"thinking": 3}}, settings, TOKENIZER)
-    assert read.pair.template_options == {"a": 1, "thinking": 3}
+    options: Any = {"chat_template_kwargs": {"a": 0, "b": 1, "thinking": 2}}
+    settings = tokenization_settings("conversational", TOKENIZER, **options)
+    settings = replace(settings, source=SourceRecipe(path="a.jsonl", chat_template_kwargs={"a": 1}))
+    read = read_row(1, {**LISTS, "chat_template_kwargs": {"thinking": 3}}, settings)
+    assert read.pair.template_options == {"a": 1, "b": 1, "thinking": 3}
     with pytest.raises(Exception, match="dpo-pack sets tokenize"):
         DataRecipe.model_validate({"train": "a.jsonl", "chat_template_kwargs": {"tokenize": True}})
 
@@ -283,8 +284,8 @@ def test_a_prompt_that_ends_with_an_answer_is_refused_or_goes_on_as_one_turn(tmp
     path = rows_file(tmp_path, begun)
     with pytest.raises(DataError, match="answered_prompt.*set data.continue_final_message: true"):
         pairs_of(path)
-    settings = TokenizationSettings(format="conversational", max_length=1000, continues_turns=True)
-    prompt, chosen, _ = read_row(1, begun, settings, TOKENIZER).texts
-    _, whole, _ = read_row(1, {**LISTS, "chosen": [said("assistant", "begood")]}, settings, TOKENIZER).texts
+    settings = tokenization_settings("conversational", TOKENIZER, continue_final_message=True)
+    prompt, chosen, _ = read_row(1, begun, settings).texts
+    _, whole, _ = read_row(1, {**LISTS, "chosen": [said("assistant", "begood")]}, settings).texts
     assert prompt.endswith("be") and chosen == whole and chosen.startswith(prompt)
     assert len(pairs_of(path, {"continue_final_message": True})) == 1

@@ -15,20 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.file_operations import in_forks
 from support.refusals import refusal
-from support.rows import assistant, said, user
+from support.rows import assistant, said, tokenization_settings, user
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from dpo_pack.data import tokenization
-from dpo_pack.data.formats import BadRow
+from dpo_pack.data.formats import BadRow, Pair
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.store import PairTable, TokenStore, open_store, sequence_key, write_store
 from dpo_pack.data.tokenization import (
-    TokenizationSettings,
+    ReadRow,
     TokenizedBatch,
-    Truncation,
     check_tokenizer,
-    split_at_boundary,
+    fit_pair,
     tokenize_batch,
     tokenize_rows,
     tokenizer_fingerprint,
@@ -36,6 +35,7 @@ from dpo_pack.data.tokenization import (
     truncate,
 )
 from dpo_pack.packing.lengths import Group
+from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.system.errors import CacheError, DataError, ModelError, RecipeError
 
 TOKENIZER = tiny_tokenizer()
@@ -64,10 +64,6 @@ CHAT_ROWS: list[dict[str, Any]] = [
 ]
 
 
-def settings(format: str = "preference", max_length: int = 10_000, **options: Any) -> TokenizationSettings:
-    return TokenizationSettings(format=format, max_length=max_length, **options)
-
-
 def numbered(rows: list[dict[str, Any]]) -> list[NumberedRow]:
     return list(enumerate(rows, start=1))
 
@@ -75,7 +71,7 @@ def numbered(rows: list[dict[str, Any]]) -> list[NumberedRow]:
 def tokenize(
     rows: list[dict[str, Any]], format: str, tokenizer: Any = TOKENIZER, **limits: Any
 ) -> TokenizedBatch:
-    return tokenize_batch(numbered(rows), settings(format, **limits), tokenizer)
+    return tokenize_batch(numbered(rows), tokenization_settings(format, tokenizer, **limits))
 
 
 def ids_of(pairs: TokenStore) -> list[list[list[int]]]:
@@ -168,11 +164,9 @@ def test_templates_that_do_not_close_a_turn_are_counted_and_left_alone() -> None
     assert batch.counts["completions_without_eos"] == 4
 
 
-def test_ids_do_not_depend_on_how_rows_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_do_not_depend_on_how_rows_are_batched() -> None:
     together = ids_of(tokenize(TEXT_ROWS, "preference").pairs)
     assert [ids_of(tokenize([row], "preference").pairs)[0] for row in TEXT_ROWS] == together
-    monkeypatch.setattr(tokenization, "_ENCODE_CHARS", 1)
-    assert ids_of(tokenize(TEXT_ROWS, "preference").pairs) == together
 
 
 def test_token_ids_of_the_user_are_kept() -> None:
@@ -218,19 +212,19 @@ def test_a_row_that_cannot_be_tokenised_is_dropped_with_its_reason_and_the_other
 
 def test_a_tokenizer_must_have_what_the_format_needs() -> None:
     with pytest.raises(ModelError, match="no chat template.*tokenizer.chat_template"):
-        check_tokenizer(TOKENIZER, settings("conversational"), "pairs.jsonl")
+        check_tokenizer(tokenization_settings("conversational", TOKENIZER), "pairs.jsonl")
     without_eos = tiny_tokenizer()
     without_eos.eos_token = None
     for format in ("preference", "transcript"):
         with pytest.raises(ModelError, match="no EOS token.*tokenizer.path"):
-            check_tokenizer(without_eos, settings(format), "pairs.jsonl")
-    check_tokenizer(without_eos, settings("tokenized"), "pairs.jsonl")
+            check_tokenizer(tokenization_settings(format, without_eos), "pairs.jsonl")
+    check_tokenizer(tokenization_settings("tokenized", without_eos), "pairs.jsonl")
 
 
 def test_a_system_prompt_is_refused_where_no_template_could_show_it() -> None:
     for format in ("preference", "transcript", "tokenized"):
         with pytest.raises(RecipeError, match="data.system_prompt applies to conversational data only"):
-            check_tokenizer(TOKENIZER, settings(format, system_prompt="Be kind."), "pairs.jsonl")
+            check_tokenizer(tokenization_settings(format, system_prompt="Be kind."), "pairs.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -240,12 +234,14 @@ def test_a_system_prompt_is_refused_where_no_template_could_show_it() -> None:
 def test_the_boundary_is_the_naive_one(prompt: list[int], chosen: list[int], rejected: list[int]) -> None:
     expected = naive_ids(prompt, chosen, rejected)
     arrays = [np.array(ids, dtype=np.int32) for ids in (prompt, chosen, rejected)]
+    texts = Pair(prompt="")
+    row, settings = ReadRow(1, texts, texts, (), {}), tokenization_settings("preference", TOKENIZER)
     if all(expected):
-        pair = split_at_boundary(*arrays)
+        pair = fit_pair(row, arrays, settings).whole
         assert [ids.tolist() for ids in (pair.context, *pair.completions)] == expected
     else:
         with pytest.raises(BadRow):
-            split_at_boundary(*arrays)
+            fit_pair(row, arrays, settings)
 
 
 def pair_of(prompt: int, chosen: int, rejected: int) -> Group:
@@ -255,6 +251,11 @@ def pair_of(prompt: int, chosen: int, rejected: int) -> Group:
 
 
 LENGTHS = st.integers(1, 12)
+DATA = DataRecipe.model_validate({"train": "pairs.jsonl"})
+
+
+def limits_of(**limits: Any) -> DataRecipe:
+    return DATA.model_copy(update=limits)
 
 
 @given(LENGTHS, LENGTHS, LENGTHS, st.integers(2, 16), st.none() | LENGTHS, st.booleans())
@@ -262,7 +263,7 @@ def test_prompt_left_keeps_completions_whole_and_as_much_of_the_prompt_as_fits(
     prompt: int, chosen: int, rejected: int, max_length: int, max_prompt_length: int | None, has_bos: bool
 ) -> None:
     pair = pair_of(prompt, chosen, rejected)
-    limits = settings(max_length=max_length, max_prompt_length=max_prompt_length, truncation="prompt_left")
+    limits = limits_of(max_length=max_length, max_prompt_length=max_prompt_length, truncation="prompt_left")
     room = max_length - max(chosen, rejected)
     if room < 1:
         with pytest.raises(BadRow, match="too_long"):
@@ -280,7 +281,7 @@ def test_prompt_left_keeps_completions_whole_and_as_much_of_the_prompt_as_fits(
 @given(LENGTHS, LENGTHS, LENGTHS, st.integers(2, 16))
 def test_completion_right_cuts_as_trl_does(prompt: int, chosen: int, rejected: int, max_length: int) -> None:
     pair = pair_of(prompt, chosen, rejected)
-    limits = settings(max_length=max_length, truncation="completion_right")
+    limits = limits_of(max_length=max_length, truncation="completion_right")
     if prompt >= max_length:
         with pytest.raises(BadRow, match="too_long"):
             truncate(pair, limits, None)
@@ -293,10 +294,10 @@ def test_completion_right_cuts_as_trl_does(prompt: int, chosen: int, rejected: i
 
 @given(LENGTHS, LENGTHS, LENGTHS, st.integers(2, 16), st.sampled_from(["drop", "error"]))
 def test_drop_and_error_refuse_exactly_what_is_too_long(
-    prompt: int, chosen: int, rejected: int, max_length: int, truncation: Truncation
+    prompt: int, chosen: int, rejected: int, max_length: int, truncation: str
 ) -> None:
     pair = pair_of(prompt, chosen, rejected)
-    limits = settings(max_length=max_length, truncation=truncation)
+    limits = limits_of(max_length=max_length, truncation=truncation)
     if prompt + max(chosen, rejected) > max_length:
         with pytest.raises(BadRow, match="too_long"):
             truncate(pair, limits, None)
@@ -305,8 +306,8 @@ def test_drop_and_error_refuse_exactly_what_is_too_long(
 
 
 @pytest.mark.parametrize("truncation", ["drop", "error", "completion_right"])
-def test_a_prompt_beyond_its_own_limit_is_refused_where_prompts_are_not_cut(truncation: Truncation) -> None:
-    limits = settings(max_length=100, max_prompt_length=3, truncation=truncation)
+def test_a_prompt_beyond_its_own_limit_is_refused_where_prompts_are_not_cut(truncation: str) -> None:
+    limits = limits_of(max_length=100, max_prompt_length=3, truncation=truncation)
     assert len(truncate(pair_of(3, 1, 1), limits, None).context) == 3
     with pytest.raises(BadRow, match="prompt_too_long"):
         truncate(pair_of(4, 1, 1), limits, None)
@@ -447,7 +448,7 @@ def stream(rows: list[dict[str, Any]], limit: int) -> Iterator[NumberedRow]:
 
 
 def all_batches(rows: Iterator[NumberedRow], num_workers: int, max_pairs: int | None) -> TokenizedBatch:
-    with tokenizing(settings(), TOKENIZER, num_workers) as submit:
+    with tokenizing(tokenization_settings("preference", TOKENIZER), num_workers) as submit:
         batches = list(tokenize_rows(rows, submit, num_workers=num_workers, max_pairs=max_pairs))
     return TokenizedBatch(
         num_rows=sum(batch.num_rows for batch in batches),
@@ -489,13 +490,13 @@ def test_a_process_that_dies_while_it_tokenises_is_one_line() -> None:
 
 
 def _die() -> None:
-    with tokenizing(settings(), TOKENIZER, 2):
+    with tokenizing(tokenization_settings("preference", TOKENIZER), 2):
         raise BrokenProcessPool
 
 
 def test_ctrl_c_ends_no_process_that_tokenises_before_its_parent_asks() -> None:
     def handler() -> bool:
-        tokenization._start_worker(settings("preference"), TOKENIZER)
+        tokenization._start_worker(tokenization_settings("preference", TOKENIZER))
         return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
     assert in_forks([handler]) == [True]

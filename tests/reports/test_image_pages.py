@@ -16,11 +16,10 @@ from support.rows import write_rows
 from support.tiny_pictures import picture, picture_processor, trl_row
 from support.tiny_vision import vision_config
 
-from dpo_pack.data.view import ShownRecipe
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports.pages import pairs_page
 from dpo_pack.reports.pair_views import render_pairs, to_json
-from dpo_pack.run.show import show_recipe
+from dpo_pack.run.show import ShownRecipe, show_recipe
 from dpo_pack.system.console import _Console
 from dpo_pack.system.errors import DataError
 
@@ -80,7 +79,7 @@ def test_the_first_token_of_an_image_describes_it_and_the_file_has_all_tokens(sh
 def test_the_page_draws_each_image_once(shown: ShownRecipe) -> None:
     figures = re.findall(r"<figure>.*?</figure>", pairs_page(shown), re.DOTALL)
     assert len(figures) == 2
-    assert "pairs.jsonl line 1, pairs.jsonl line 2</figcaption>" in figures[0]
+    assert "pairs line 1, pairs line 2</figcaption>" in figures[0]
     for figure, expected in zip(figures, (picture(1), picture(2, 200, 100)), strict=True):
         (url,) = re.findall(r'src="data:image/png;base64,([^"]+)"', figure)
         drawn = Image.open(io.BytesIO(base64.b64decode(url)))

@@ -17,11 +17,10 @@ from support.rows import assistant, user, write_rows
 from support.tiny_tokenizer import CHAT_TEMPLATE, tiny_tokenizer
 
 import dpo_pack.run.show
-from dpo_pack.data.view import ShownRecipe
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reports.pages import pairs_page
 from dpo_pack.reports.pair_views import render_pairs, to_json
-from dpo_pack.run.show import show_recipe
+from dpo_pack.run.show import ShownRecipe, show_recipe
 from dpo_pack.system.console import _Console
 from dpo_pack.system.errors import DataError, RecipeError
 
@@ -168,7 +167,7 @@ def test_a_fault_is_named_with_its_remedy_in_every_view(
     (warning,) = as_json(shown)["warnings"]
     assert (warning["name"], warning["source"]) == (name, "pairs") and re.search(remedy, warning["remedy"])
     for text in (joined(screen(shown)), page_text(shown)):
-        assert re.search(f"WARNING pairs.jsonl, {where}.*Remedy: .*{remedy}", text), text
+        assert re.search(f"WARNING pairs, {where}.*Remedy: .*{remedy}", text), text
 
 
 def test_the_remedy_for_cut_pairs_keeps_the_longest_and_names_the_low_limit(shows: Shows) -> None:
@@ -324,7 +323,7 @@ def test_a_source_without_rows_and_an_online_recipe_are_refused(shows: Shows) ->
 def test_one_packed_row_is_made_of_those_pairs(override: str, tokens: dict[str, int], shows: Shows) -> None:
     shown = shows([PAIR] * 3, override)
     row = shown.report["packed_row"]
-    assert row["pairs"] == {f"pairs.jsonl line {number}": tokens for number in (1, 2, 3)}
+    assert row["pairs"] == {f"pairs line {number}": tokens for number in (1, 2, 3)}
     assert row["tokens"] == 3 * sum(tokens.values())
     for text in (joined(screen(shown)), page_text(shown)):
         assert f"3 pairs, {row['tokens']:,} of 8,192 tokens" in text
@@ -366,11 +365,11 @@ def test_held_out_sources_are_shown_after_training_data_with_faults(shows: Shows
     write_rows(tmp_path / "held.jsonl", repeated)
     shown = shows(rows, f"data.eval={tmp_path / 'held.jsonl'}", template=None)
     text = joined(screen(shown, 120))
-    assert "held.jsonl (held out), format preference: 3 of 3 rows tokenised, 3 kept" in text
-    assert "WARNING held.jsonl (held out), 3 of 3 pairs (lines 1, 2, 3): " in text
+    assert "held (held out), format preference: 3 of 3 rows tokenised, 3 kept" in text
+    assert "WARNING held (held out), 3 of 3 pairs (lines 1, 2, 3): " in text
     assert "data.eval.0.columns: {prompt: null}" in text
     pairs = [(pair["source"], pair["row"]) for pair in as_json(shown)["pairs"]]
-    assert pairs == [("pairs", 1), ("pairs", 2), ("held", 1)]
+    assert pairs == [("pairs", 1), ("pairs", 2), ("held (held out)", 1)]
     assert shown.report["packed_row"] is not None and all(
         "held" not in place for place in shown.report["packed_row"]["pairs"]
     )

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from dpo_pack.data import tokenization
 from dpo_pack.data.formats import possible_formats
-from dpo_pack.data.tokenization import TokenizationSettings, tokenize_batch
+from dpo_pack.data.tokenization import tokenize_batch
 from dpo_pack.model import fingerprint
 from dpo_pack.packing import plan
 from dpo_pack.packing.plan import epoch_order, plan_epoch
@@ -26,7 +26,7 @@ from dpo_pack.reference.cache import ReferenceCache
 from support.conformance import CONFORMANCE
 from support.oracle import completion_logps_one_by_one
 from support.reference_pairs import NAMESPACE, Pair, all_sums, load_scorer, make_table, run_pass
-from support.rows import assistant, said, user
+from support.rows import assistant, said, tokenization_settings, user
 from support.tiny_models import VOCABULARY, tiny_model
 from support.tiny_tokenizer import CHAT_TEMPLATE
 
@@ -103,15 +103,16 @@ def _tokenized(
 ) -> list[Any]:
     tokenizer: Any = AutoTokenizer.from_pretrained(CONFORMANCE / "policy")
     tokenizer.chat_template = CHAT_TEMPLATE
-    settings = TokenizationSettings(
-        format=format,
+    settings = tokenization_settings(
+        format,
+        tokenizer,
         system_prompt=system_prompt,
         max_length=max_length,
         max_prompt_length=max_prompt_length,
         truncation=truncation,
         completion_tokens=completion_tokens,
     )
-    batch = tokenize_batch(list(enumerate(rows, start=1)), settings, tokenizer)
+    batch = tokenize_batch(list(enumerate(rows, start=1)), settings)
     by_row: dict[int, Any] = {number: bad.reason for number, bad in batch.dropped}
     tokens = batch.pairs.tokens.tolist()
     for record in batch.pairs.records:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dpo_pack.data.sources import Data, load_data
-from dpo_pack.recipe.schema import DataRecipe
+from dpo_pack.data.tokenization import TokenizationSettings
+from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from support.tiny_tokenizer import tiny_tokenizer
 
 
@@ -48,4 +49,18 @@ def load_splits(
         cache_dir=directory / "cache",
         images=images,
         max_new_tokens=max_new_tokens,
+    )
+
+
+def tokenization_settings(
+    format: str, tokenizer: Any = None, *, completion_tokens: int | None = None, **data: Any
+) -> TokenizationSettings:
+    """`data`: keys of the recipe's section, with any values."""
+    section = DataRecipe.model_validate({"train": "pairs.jsonl"})
+    return TokenizationSettings(
+        format=format,
+        data=section.model_copy(update={"max_length": 10_000, **data}),
+        source=SourceRecipe(path="pairs.jsonl"),
+        tokenizer=tokenizer or tiny_tokenizer(),
+        completion_tokens=completion_tokens,
     )
