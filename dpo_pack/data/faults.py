@@ -20,12 +20,10 @@ _QUOTED_CHARACTERS = 40
 _LEAST_PROMPT_CHARACTERS = 8  # a shorter prompt may be in an answer by chance
 _EDGE_TOKENS = 4  # BOS and EOS at an edge are among so many tokens: a template may write line breaks there
 _LABEL = "_is_a_label"
-# Marks of turns in popular chat templates, and what texts with one of them have, which is found faster.
-_MARKS = [
+_MARKS = [  # of turns, in popular chat templates
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|eot_id|>", "<|user|>", "<|assistant|>"),
     *("<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"),
 ]
-_OF_MARKS = ("<|", "_of_turn>", "INST]")
 
 
 class Origin:
@@ -82,30 +80,29 @@ def faults_of(pairs: Sequence[TokenizedPair], origin: Origin) -> dict[str, list[
 
 def find_in(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
     """Yields the faults of a pair."""
-    row = pair.row.pair
+    read, row = pair.row, pair.row.pair
     prompt, *answers = map(_last_text, (row.prompt, row.chosen, row.rejected))
-    begin = prompt[:_QUOTED_CHARACTERS]  # is found faster
-    repeating = [side for side, text in zip(SIDES, answers, strict=True) if begin in text and prompt in text]
+    repeating = [side for side, text in zip(SIDES, answers, strict=True) if prompt in text]
     # An answer may well quote a tool's result.
     may_quote = origin.is_chat and row.prompt[-1].get("role") != "user"  # type: ignore[union-attr]
     if repeating and not may_quote and len(prompt) >= _LEAST_PROMPT_CHARACTERS:
         yield "prompt_in_completion", f"{' and '.join(repeating)}: {_quoted(prompt)}"
-    parts = ["\n".join(texts) for texts in pair.row.contents]
-    if any([begin in text for begin in origin.controls_begin for text in parts]):  # faster than to search
-        hits = zip(("prompt", *SIDES), map(origin.controls.search, parts), strict=True)
-        if found := [f"{part}: {_quoted(hit[0])}" for part, hit in hits if hit is not None]:
-            yield "control_tokens_in_text", found[0]
-    if any([sign in prompt for sign in _OF_MARKS]):
-        yield from [("foreign_marks", _quoted(mark)) for mark in origin.foreign_marks if mark in prompt][:1]
-    if "tools_not_written" in pair.row.counts:
+    for part, text in zip(("prompt", *SIDES), map("\n".join, read.contents), strict=False):
+        # First characters are found much faster.
+        if any([begin in text for begin in origin.controls_begin]) and (hit := origin.controls.search(text)):
+            yield "control_tokens_in_text", f"{part}: {_quoted(hit[0])}"
+            break
+    if foreign := [mark for mark in origin.foreign_marks if mark in prompt]:
+        yield "foreign_marks", _quoted(foreign[0])
+    if "tools_not_written" in read.counts:
         yield "tools_not_written", ""
     if origin.is_chat and (answer := answers[0][:_QUOTED_CHARACTERS]):
-        before, whole = pair.row.texts[:2]
+        before, whole = read.texts[:2]
         header, *after = whole[len(before) :].split(answer, 1)
         if after and header.strip() and whole.startswith(before):
-            role = str(pair.row.written.prompt[-1]["role"])  # type: ignore[index]
+            role = str(read.written.prompt[-1]["role"])  # type: ignore[index]
             if role not in origin.opens_turn:
-                origin.opens_turn[role] = template_opens_turn(pair.row.written, origin.tokenizer)
+                origin.opens_turn[role] = template_opens_turn(read.written, origin.tokenizer)
             if not origin.opens_turn[role]:
                 yield "no_generation_prompt", _quoted(header)
     yield from _find_in_tokens(pair, origin)
@@ -139,22 +136,13 @@ def _find_in_tokens(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
         yield "completion_cut", " and ".join(cuts)
 
 
-def sentence_of(name: str) -> str:
-    if name.endswith(_LABEL):
-        return f"{name.removesuffix(_LABEL)} is an id or a category, no text"
-    return FAULTS[name][0]
-
-
 def remedy_of(name: str, evidence: str, pair: TokenizedPair, origin: Origin) -> str:
     """Returns what the user can do about a pair that has the fault `name`."""
     columns, whole, data = f"{origin.key}.columns", pair.whole, origin.settings.data
-    if name.endswith(_LABEL):
-        part, format = name.removesuffix(_LABEL), FORMATS[origin.settings.format]
-        # Of answers under other names, a row's preference may decide which one is chosen.
-        wanted = (part,) if part in format.completion_columns else format.completion_columns
-        wanted = (format.prompt_column or part,) if part == "prompt" else wanted
-        keys = " or ".join(f"{columns}.{column}" for column in wanted)
-        return f"wrong column? Name the column of the texts in {keys}"
+    part, format = name.removesuffix(_LABEL), FORMATS[origin.settings.format]
+    # Of answers under other names, a row's preference may decide which one is chosen.
+    wanted = (part,) if part in format.completion_columns else format.completion_columns
+    wanted = (format.prompt_column or part,) if part == "prompt" else wanted
     lengths = {
         "data.max_length": (longest_length(whole), data.max_length),
         "data.max_prompt_length": (len(whole.context), data.max_prompt_length),
@@ -163,6 +151,7 @@ def remedy_of(name: str, evidence: str, pair: TokenizedPair, origin: Origin) -> 
     return FAULTS[name][1].format(
         evidence=evidence,
         columns=columns,
+        of_texts=" or ".join(f"{columns}.{column}" for column in wanted),
         first=_quoted(origin.text(whole.context[:1])),
         eos=f"{origin.tokenizer.eos_token} (id {origin.eos})",
         positions=origin.num_positions,
@@ -186,20 +175,15 @@ def source_notes(summary: Mapping[str, Any], *, names_left_out: bool = True) -> 
         warning = "Warning: " if dropped >= FEW * summary["rows_read"] else ""
         yield f"{warning}{dropped:,} of {summary['rows_read']:,} rows are left out: {reasons}"
     counts = {"of earlier reasoning": "characters_of_earlier_reasoning", "cut off": "characters_cut"}
-    missing = [f"{summary[key]:,} {name}" for name, key in counts.items() if summary.get(key)]
-    if missing:
+    if missing := [f"{summary[key]:,} {name}" for name, key in counts.items() if summary.get(key)]:
         share = int(summary["characters_in_tokens"] * 10_000) / 100
         yield f"{share:g} % of all characters are in the tokens; not: {', '.join(missing)}"
-    for name, sentence in _CHANGES.items():
-        if summary.get(name):
+    for name, sentence in _NOTES.items():
+        if summary.get(name) and not (name == "prompts_without_template" and "foreign_marks" in faults):
             yield f"in {summary[name]:,} of {kept:,} {what} {sentence}"
     for part, begin in (("tools", TOOL_KEY), ("messages", MESSAGE_KEY)):
         if keys := [key.removeprefix(begin) for key in summary if key.startswith(begin)]:
             yield f"of the {part} the chat template leaves out the keys {', '.join(sorted(keys))}"
-    texts = summary.get("prompts_without_template")
-    if texts and "foreign_marks" not in faults:
-        how = "for a chat model, columns: {instruction: prompt} makes messages of them"
-        yield f"{texts:,} of {kept:,} {what} are texts without the marks of the chat template; {how}"
     if unknown := summary.get("unknown_tokens"):
         yield f"Warning: {unknown:,} tokens stand for texts that this tokenizer does not know, and are lost"
     if files := summary.get("files_not_read"):
@@ -209,20 +193,21 @@ def source_notes(summary: Mapping[str, Any], *, names_left_out: bool = True) -> 
     for name, found in faults.items():
         if found["pairs"] >= FEW * kept:
             yield (
-                f"Warning: {name} in {found['pairs']:,} of {kept:,} {what}: {sentence_of(name)}; "
+                f"Warning: {name} in {found['pairs']:,} of {kept:,} {what}: {FAULTS[name][0]}; "
                 f"dpopack show RECIPE --pair {found['first_row']} shows one"
             )
 
 
-_CHANGES = {
+_NOTES = {  # by counts of a summary
     "developer_as_system": "the role developer is written as system, which the chat template knows",
     "parts_joined": "parts of text are joined by a line break, because the chat template takes text",
     "texts_as_parts": "texts are given as parts, because the chat template takes parts",
     "arguments_as_objects": "arguments of tool calls are given as objects, which the chat template takes",
     "arguments_as_text": "arguments of tool calls are given as JSON text, which the chat template takes",
     "texts_changed": "the chat template writes a text in another form, as with other white space or signs",
+    "prompts_without_template": "texts are without the marks of the chat template; for a chat model, "
+    "columns: {instruction: prompt} makes messages of them",
 }
-
 _KEEP = "{keeping} keeps these pairs whole; data.truncation: drop leaves them out"
 # What each fault means for the model, and its remedy; `remedy_of` fills in the words in braces.
 FAULTS: dict[str, tuple[str, str]] = {
@@ -286,4 +271,11 @@ FAULTS: dict[str, tuple[str, str]] = {
         "a sequence has more positions than the model computes exactly, so a run stops",
         "set data.max_length: {positions}",
     ),
+    **{
+        f"{part}{_LABEL}": (
+            f"{part} is an id or a category, no text",
+            "wrong column? Name the column of the texts in {of_texts}",
+        )
+        for part in ("prompt", *SIDES)
+    },
 }

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from dpo_pack.data.faults import (
+    FAULTS,
     FEW,
     SIDES,
     Origin,
@@ -19,7 +20,6 @@ from dpo_pack.data.faults import (
     find_in,
     longest_length,
     remedy_of,
-    sentence_of,
     source_notes,
 )
 from dpo_pack.data.formats import BadRow
@@ -237,8 +237,7 @@ def _find_faults(pairs: Sequence[TokenizedPair], origin: Origin) -> Iterator[dic
         pair, evidence = max(found, key=lambda one: longest_length(one[0].whole))
         yield {
             "name": name,
-            "sentence": sentence_of(name)
-            + (f": {evidence}, and others" if evidence and "label" in name else ""),
+            "sentence": FAULTS[name][0] + (f": {evidence}, and others" if "label" in name else ""),
             "remedy": remedy_of(name, evidence, pair, origin),
             "rows": [pair.row.number for pair, _ in found],
             "count": len(found),

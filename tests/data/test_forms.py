@@ -243,7 +243,7 @@ def test_an_option_of_a_row_that_the_template_does_not_have_makes_a_bad_row(tmp_
 def test_texts_that_a_chat_model_would_get_otherwise_are_told(tmp_path: Path) -> None:
     plain = {"prompt": "why", "chosen": " a", "rejected": " b"}
     rendered = {**plain, "prompt": "<s>user\nwhy</s>\n<s>assistant\n"}
-    assert "1 of 2 pairs are texts without the marks of the chat template" in notes(
+    assert "in 1 of 2 pairs texts are without the marks of the chat template" in notes(
         rows_file(tmp_path, plain, rendered), TOKENIZER
     )
     assert "template" not in notes(rows_file(tmp_path, plain), tiny_tokenizer())
