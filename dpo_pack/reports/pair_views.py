@@ -25,6 +25,10 @@ Values = Mapping[str, Any]
 # The terminal shows only so much at the beginning and at the end of a long text; the page shows all.
 _SHOWN_TOKENS, _SHOWN_CHARACTERS = (120, 40), (240, 60)
 _NAMED = 8  # rows of a fault, and pairs of a packed row
+_MARKS = (
+    "| is between two tokens (on a page, hold the pointer over a token to see its id), ↵ is a line break; "
+    "[marks] in brackets are not text of the pair."
+)
 # The styles of `Run` are classes in the style sheet of the page; this is what rich calls them.
 _STYLES = {
     **{"prompt-token": "blue", "chosen-token": "green", "rejected-token": "red", "unscored": "dim"},
@@ -45,18 +49,12 @@ Line = tuple[int, list[Run]]  # the indent of a line, and its pieces
 
 def to_json(shown: ShownRecipe) -> str:
     """Returns the report as JSON text. Sequences have the tokens that the model gets, without those cut."""
-
-    def of_model(tokens: Sequence[Values]) -> list[Values]:
-        return [
-            {key: token[key] for key in token if key != "is_cut"} for token in tokens if not token["is_cut"]
-        ]
-
-    pairs = [
-        {**pair, **{side: of_model(pair[side]) for side in ("chosen", "rejected")}}
-        for pair in shown.report["pairs"]
-    ]
-    value = {**shown.report, "pairs": pairs}
-    text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
+    pairs = [dict(pair) for pair in shown.report["pairs"]]
+    for pair in pairs:
+        for side in ("chosen", "rejected"):
+            kept = [dict(token) for token in pair[side] if not token["is_cut"]]
+            pair[side] = [token for token in kept if not token.pop("is_cut")]
+    text = json.dumps({**shown.report, "pairs": pairs}, indent=2, ensure_ascii=False, default=str) + "\n"
     return text.encode(errors="backslashreplace").decode()  # half of a surrogate pair becomes JSON's escape
 
 
@@ -84,26 +82,21 @@ def image_url(image: ReadImage) -> str:
 def sections(shown: ShownRecipe, *, is_page: bool, lists_dropped: bool) -> Iterator[list[Line]]:
     """Yields the sections of a view; with `lists_dropped`, rows that are left out but no pairs."""
     report = shown.report
-    sources = {source["name"]: source for source in report["sources"]}
+    is_asked, sources = report["asked"], {source["name"]: source for source in report["sources"]}
     yield [_line(sentence) for sentence in report["settings"]]
-    yield from (_fault_lines("WARNING ", fault, sources[fault["source"]]) for fault in report["warnings"])
+    yield from (_fault_lines("WARNING ", fault, sources) for fault in report["warnings"])
     if not report["warnings"]:
-        others = " in these pairs; other rows are left out." if report["left_out"] else "."
-        yield [_line(f"No common fault was found{others}" if report["pairs"] else "No pair is left.")]
-    if report["pairs"] and (report["asked"] or not lists_dropped):
-        ids = "Hold the pointer over a token to see its id" if is_page else "| is between two tokens"
-        marks = f"{ids}, ↵ is a line break; [marks] in brackets are not text of the pair."
-        yield [_line(Run(marks, "facts"))]
+        yield [_line("No common fault was found." if report["pairs"] else "No pair is left.")]
+    if report["pairs"] and (is_asked or not lists_dropped):
+        yield [_line(Run(_MARKS, "facts"))]
         for pair in report["pairs"]:
-            has_ids, image_token = report["asked"] and not is_page, report["image_token"]
-            title = _line(Run(pair["place"], "name"))
-            options = {"is_page": is_page, "has_ids": has_ids, "image_token": image_token}
-            yield [title, *_pair_lines(pair, **options)]
-    most = 5 if is_page or report["asked"] or lists_dropped else 1
+            has_ids, image_token = is_asked and not is_page, report["image_token"]
+            yield [*_pair_lines(pair, is_page=is_page, has_ids=has_ids, image_token=image_token)]
+    most = 5 if is_page or is_asked or lists_dropped else 1
     for reason in report["left_out"]:
         source, name = sources[reason["source"]], (reason["source"], reason["name"])
         rows = [row for row in report["dropped"] if (row["source"], row["reason"]) == name]
-        lines = _fault_lines("Left out: ", reason, source)
+        lines = _fault_lines("Left out: ", reason, sources)
         for row in rows[:most]:
             place = f"{source['name']} {source['row_word']} {row['row']:,}"
             lines.append(_line(Run(place, "name"), f": {row['detail']}", indent=1))
@@ -115,7 +108,7 @@ def sections(shown: ShownRecipe, *, is_page: bool, lists_dropped: bool) -> Itera
             yield lines
     if not report["left_out"]:
         yield [_line("Left out: none of the rows that were read.")]
-    if report["packed_row"] is not None and not report["asked"] and not lists_dropped:
+    if report["packed_row"] is not None and not is_asked and not lists_dropped:
         yield _packed_row(report["packed_row"])
     more = "More: --pair N (row N, with ids of tokens), --dropped (reads all rows), --html FILE (a page)."
     yield [_line(Run(more, "facts"))]
@@ -126,8 +119,8 @@ def _line(*runs: Run | str, indent: int = 0) -> Line:
     return indent, [run._replace(text=printable(run.text)) for run in pieces]
 
 
-def _fault_lines(title: str, fault: Values, source: Values) -> list[Line]:
-    count = fault["count"]
+def _fault_lines(title: str, fault: Values, sources: Mapping[str, Values]) -> list[Line]:
+    count, source = fault["count"], sources[fault["source"]]
     rows = ", ".join(f"{number:,}" for number in fault["rows"][:_NAMED])
     more = f" and {count - _NAMED:,} more" if count > _NAMED else ""
     word = f"{source['row_word']}{'' if count == 1 else 's'}"
@@ -139,6 +132,7 @@ def _fault_lines(title: str, fault: Values, source: Values) -> list[Line]:
 
 
 def _pair_lines(pair: Values, *, is_page: bool, has_ids: bool, image_token: int | None) -> Iterator[Line]:
+    yield _line(Run(pair["place"], "name"))
     yield from (_line(Run("! ", "warn"), warning) for warning in pair["warnings"])
     if has_ids:
         yield from _row_lines(pair["content"], is_page=is_page)
@@ -168,28 +162,28 @@ def _tokens(
 ) -> Iterator[Run]:
     head, tail = _SHOWN_TOKENS
     is_long = len(tokens) > 1.25 * (head + tail) and not is_page
-    num_hidden = len(tokens) - head - tail if is_long else 0
+    num_hidden, was_cut, text = len(tokens) - head - tail if is_long else 0, False, "\n"
     for number, token in enumerate(tokens):
-        was_cut = number > 0 and tokens[number - 1]["is_cut"]
         if token["is_cut"] != was_cut:
-            yield Run("[cut off:" if token["is_cut"] else "]", "warn")
+            yield Run("]" if was_cut else "[cut off:", "warn")
+            was_cut = token["is_cut"]
         if number and number == num_shared:
             yield Run("[differs]", "mark")
         if num_hidden and number == head:
             yield Run(f"[{num_hidden:,} tokens not shown here; --html shows all]", "mark")
         if head <= number < head + num_hidden:
             continue
-        if not is_page and number and not tokens[number - 1]["text"].endswith("\n"):
+        if not is_page and not text.endswith("\n"):
             yield Run("|", "mark")
         style = f"{'prompt' if number < num_shared else part}-token"
         style += "" if token["part"] == "prompt" or token["scored"] else " unscored"
         text = "↵\n".join(map(printable, token["text"].split("\n")))
-        yield Run(text.removesuffix("\n"), "cut" if token["is_cut"] else style, f"token id {token['id']}")
+        yield Run(text.removesuffix("\n"), "cut" if was_cut else style, f"token id {token['id']}")
         if has_ids:
             yield Run(f"({token['id']})", "mark")
         if text.endswith("\n"):
             yield Run("\n")
-    if tokens and tokens[-1]["is_cut"]:
+    if was_cut:
         yield Run("]", "warn")
 
 

@@ -498,7 +498,7 @@ def test_show_needs_no_weights_and_writes_json_and_a_page(recipe: Path, dpopack:
         printed = dpopack("show", recipe, *asked, "--json", "-")
         assert (printed.status, printed.err) == (0, "")
         found = [(pair["source"], pair["row"]) for pair in json.loads(printed.out)["pairs"]]
-        assert found == [("pairs", 3), ("pairs", 8), ("heldout", 3)]
+        assert found == [("pairs", 3), ("pairs", 8), ("heldout (held out)", 3)]
 
 
 def test_recipe_prints_defaults_that_it_accepts(recipe: Path, dpopack: Dpopack) -> None:
