@@ -264,7 +264,7 @@ def show(
 
     console = make_console(quiet=quiet)
     shown = show_recipe(loaded, console, asked_rows=set(pairs), reads_all=dropped)
-    render_pairs(shown, console, lists_dropped=dropped)
+    render_pairs(shown.report, console, lists_dropped=dropped)
     return shown
 
 

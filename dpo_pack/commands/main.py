@@ -267,7 +267,7 @@ def show(
     from dpo_pack.reports.pages import pairs_page
     from dpo_pack.reports.pair_views import to_json
 
-    _write(json_file, to_json(shown), html_file, pairs_page(shown) if html_file else "")
+    _write(json_file, to_json(shown.report), html_file, pairs_page(shown) if html_file else "")
 
 
 @app.command()

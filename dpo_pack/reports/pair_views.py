@@ -1,13 +1,13 @@
 """The views of `dpopack show`: JSON, and sections of lines, which the terminal and the HTML page show.
 
-They show the report of a `ShownRecipe`, which is a dict.
+They show the `report` of run/show.py's ShownRecipe.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -17,9 +17,6 @@ from dpo_pack.data.images import ReadImage, pixels_of, png_url
 from dpo_pack.reports.tables import counted
 from dpo_pack.system.errors import DataError
 from dpo_pack.system.process import printable
-
-if TYPE_CHECKING:  # the page of a run is written without torch
-    from dpo_pack.run.show import ShownRecipe
 
 Values = Mapping[str, Any]
 # The terminal shows only so much at the beginning and at the end of a long text; the page shows all.
@@ -47,20 +44,20 @@ class Run(NamedTuple):
 Line = tuple[int, list[Run]]  # the indent of a line, and its pieces
 
 
-def to_json(shown: ShownRecipe) -> str:
+def to_json(report: Values) -> str:
     """Returns the report as JSON text. Sequences have the tokens that the model gets, without those cut."""
-    pairs = [dict(pair) for pair in shown.report["pairs"]]
+    pairs = [dict(pair) for pair in report["pairs"]]
     for pair in pairs:
         for side in ("chosen", "rejected"):
             kept = [dict(token) for token in pair[side] if not token["is_cut"]]
             pair[side] = [token for token in kept if not token.pop("is_cut")]
-    text = json.dumps({**shown.report, "pairs": pairs}, indent=2, ensure_ascii=False, default=str) + "\n"
+    text = json.dumps({**report, "pairs": pairs}, indent=2, ensure_ascii=False, default=str) + "\n"
     return text.encode(errors="backslashreplace").decode()  # half of a surrogate pair becomes JSON's escape
 
 
-def render_pairs(shown: ShownRecipe, console: Console, *, lists_dropped: bool = False) -> None:
+def render_pairs(report: Values, console: Console, *, lists_dropped: bool = False) -> None:
     """Prints the report in lines that are at most as wide as the terminal, and at most 120 columns."""
-    for lines in sections(shown, is_page=False, lists_dropped=lists_dropped):
+    for lines in sections(report, is_page=False, lists_dropped=lists_dropped):
         for indent, runs in lines:
             styles = [" ".join(_STYLES[word] for word in run.style.split()) for run in runs]
             text = Text.assemble(*((run.text, style) for run, style in zip(runs, styles, strict=True)))
@@ -79,9 +76,8 @@ def image_url(image: ReadImage) -> str:
         raise DataError(f"{bad.detail}; run the same command again, which reads all images anew") from bad
 
 
-def sections(shown: ShownRecipe, *, is_page: bool, lists_dropped: bool) -> Iterator[list[Line]]:
+def sections(report: Values, *, is_page: bool, lists_dropped: bool) -> Iterator[list[Line]]:
     """Yields the sections of a view; with `lists_dropped`, rows that are left out but no pairs."""
-    report = shown.report
     is_asked, sources = report["asked"], {source["name"]: source for source in report["sources"]}
     yield [_line(sentence) for sentence in report["settings"]]
     yield from (_fault_lines("WARNING ", fault, sources) for fault in report["warnings"])

@@ -63,17 +63,17 @@ def test_a_picture_that_changes_while_it_is_shown_is_one_line(root: Path, shown:
 
 def test_the_first_token_of_an_image_describes_it_and_the_file_has_all_tokens(shown: ShownRecipe) -> None:
     file = io.StringIO()
-    render_pairs(shown, _Console(verbose=False, file=file, width=80, force_terminal=False))
+    render_pairs(shown.report, _Console(verbose=False, file=file, width=80, force_terminal=False))
     text = " ".join(file.getvalue().split())
     assert text.count(f"[image 40x30, {PROCESSOR.num_tokens((40, 30))} tokens]") >= 2
     assert "[image 154x77, " in text
     assert "1 of 3 images are scaled down to data.max_pixels" in text
     assert "||" not in text
-    pair = json.loads(to_json(shown))["pairs"][0]
+    pair = json.loads(to_json(shown.report))["pairs"][0]
     placeholders = [token for token in pair["chosen"] if token["id"] == PROCESSOR.token_id]
     assert len(placeholders) == PROCESSOR.num_tokens((40, 30))
     assert [bool(token["text"]) for token in placeholders] == [True] + [False] * (len(placeholders) - 1)
-    assert "base64" not in to_json(shown)
+    assert "base64" not in to_json(shown.report)
 
 
 def test_the_page_draws_each_image_once(shown: ShownRecipe) -> None:

@@ -82,7 +82,7 @@ def _console(width: int = 80, *, colour: bool = False) -> _Console:
 
 def screen(shown: ShownRecipe, width: int = 80, *, colour: bool = False, lists_dropped: bool = False) -> str:
     console = _console(width, colour=colour)
-    render_pairs(shown, console, lists_dropped=lists_dropped)
+    render_pairs(shown.report, console, lists_dropped=lists_dropped)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -98,7 +98,7 @@ def page_text(shown: ShownRecipe) -> str:
 
 
 def as_json(shown: ShownRecipe) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(to_json(shown))
+    value: dict[str, Any] = json.loads(to_json(shown.report))
     return value
 
 
@@ -230,7 +230,7 @@ def test_the_texts_of_tokens_are_the_text_whatever_its_characters(text: str, sho
 
 def test_half_of_a_surrogate_pair_is_shown_in_every_view(shows: Shows, tmp_path: Path) -> None:
     shown = shows([PAIR, '{"prompt": "a", "chosen": "\\ud800", "rejected": "b"}'])
-    for text in (screen(shown), pairs_page(shown), to_json(shown)):
+    for text in (screen(shown), pairs_page(shown), to_json(shown.report)):
         assert b"ud800" in text.encode()
     assert as_json(shown)["dropped"][0]["content"]["chosen"] == "\ud800"
 
