@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
@@ -13,18 +12,10 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice
-from dpo_pack.model.compiling import (
-    compile_layers,
-    compiler_obstacle,
-    keep_inputs_on_host,
-    keep_products,
-    outermost_layers,
-    text_model,
-    tower_parameters,
-)
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, select_backend
 from dpo_pack.model.config import (
-    choose_attention,
+    attention_needs,
+    check_packs,
     num_recurrent_calls,
     own_attention,
     replace_settings,
@@ -33,8 +24,14 @@ from dpo_pack.model.config import (
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fast_layers import (
     cast_experts,
+    checkpoint_activations,
+    compile_layers,
+    compiler_obstacle,
+    outermost_layers,
     speed_up_linears,
+    text_model,
     tile_feed_forwards,
+    tower_parameters,
     trim_last_layer,
 )
 from dpo_pack.model.loading import (
@@ -46,9 +43,8 @@ from dpo_pack.model.loading import (
     whole_reports,
 )
 from dpo_pack.model.logps import WantedStatistics, compile_head
-from dpo_pack.model.lora import attach_adapter
+from dpo_pack.model.lora import attach_adapter, compute_restored, quantization_settings
 from dpo_pack.model.parallel import ALONE, Strategy, shard_model
-from dpo_pack.model.quantize import compute_restored, quantization_settings
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.model.vision import VisionInputs, vision_family
@@ -94,22 +90,21 @@ def _load(
     """`weights_on` is where the weights are put first; on the meta device they are not read."""
     config, settings, precision = copy.deepcopy(facts.config), facts.settings, facts.precision
     if facts.is_packed:
-        choice = choose_attention(config, settings.attention, device=device, dtype=precision.activations)
+        check_packs(config)
+        needs, dtype = attention_needs(config), precision.activations
+        choice = select_backend(settings.attention, needs, device=device, dtype=dtype)
     else:  # the name is part of the key of cached log-probs
         name = ", ".join(filter(None, ("model's own", own_attention(config))))
         choice = BackendChoice(name=name, reason="padded batches need no layout")
     replaced = replace_settings(config)
     adapter = facts.adapter or (settings.lora if adds_adapter else None)
+    attached = None
     with load_errors(settings.path, facts.recipe_key), quiet_transformers() as said:
         model, notes = _read_model(facts, config, weights_on, tensors)
-    if routes_tokens(config):
-        cast_experts()
-    if config.get_text_config() is not config:
-        for parameter in tower_parameters(model):
-            parameter.requires_grad_(False)
-    attached = None
-    if adapter is not None:
-        with quiet_transformers() as more:
+        if config.get_text_config() is not config:
+            for parameter in tower_parameters(model):
+                parameter.requires_grad_(False)
+        if adapter is not None:
             attached = attach_adapter(
                 model,
                 adapter,
@@ -119,7 +114,8 @@ def _load(
                 reads_weights=weights_on.type != "meta",
                 seed=facts.seed,
             )
-        said += more
+    if routes_tokens(config):
+        cast_experts()
     processor = facts.processor
     vision = None if processor is None else VisionInputs(processor=processor, family=vision_family(config))
     scorer = CompletionLogps(
@@ -131,16 +127,20 @@ def _load(
         wanted=WantedStatistics(squares=facts.keeps_squares),
         vision=vision,
     )
-    _change_layers(facts, scorer, device, weights_on)
-    if tensors is None:
-        _compile(facts, scorer, device)
+    _change_layers(facts, scorer, device, weights_on, compiles=tensors is None)
     return LoadedModel(scorer=scorer, attention=choice, replaced=replaced, notes=notes + said)
 
 
 def _change_layers(
-    facts: ModelFacts, scorer: CompletionLogps, device: torch.device, weights_on: torch.device
+    facts: ModelFacts,
+    scorer: CompletionLogps,
+    device: torch.device,
+    weights_on: torch.device,
+    *,
+    compiles: bool,
 ) -> None:
     model, settings = scorer.model, facts.settings
+    is_selective = settings.gradient_checkpointing == "selective"
     if device.type == "cpu":
         speed_up_linears(model)
     if settings.mlp_tile_tokens is not None:
@@ -154,8 +154,15 @@ def _change_layers(
     if weights_on.type != "meta":
         scorer.to(weights_on)
     if settings.gradient_checkpointing:
-        is_selective = settings.gradient_checkpointing == "selective"
         checkpoint_activations(model, keeps_products=is_selective, offloads=settings.activation_offload)
+    wanted, falls_back = settings.compile, settings.compile == "auto"
+    if falls_back:  # selective checkpointing has to see each product
+        wanted = device.type == "cuda" and not is_selective and facts.quantization is None
+        wanted = wanted and bool(outermost_layers(text_model(model))) and compiler_obstacle(device) is None
+    if wanted and compiles:
+        compile_layers(model, falls_back=falls_back)
+        scorer.head_passes = compile_head(falls_back=falls_back)
+        scorer.is_compiled = True
 
 
 def _read_model(
@@ -202,34 +209,3 @@ def _read_model(
     if getattr(model, "is_quantized", False):
         compute_restored(model)
     return model, notes if weights_on.type == "meta" else notes + check_tied(model)
-
-
-def checkpoint_activations(
-    model: PreTrainedModel, *, keeps_products: bool = False, offloads: bool = False
-) -> None:
-    """Makes layers recompute activations: with `keeps_products` not those of products and attention, with
-    `offloads` from inputs that the host keeps."""
-    settings: dict[str, Any] = {"use_reentrant": False}
-    if keeps_products:
-        settings["context_fn"] = keep_products
-    with warnings.catch_warnings():
-        # Newer transformers call this activation_checkpointing_enable; older ones have only this name.
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable(settings)
-    for module in model.modules():  # transformers recomputes in training mode only
-        module.training = bool(vars(module).get("gradient_checkpointing"))
-        if offloads and module.training:
-            plain: Any = module._gradient_checkpointing_func
-            vars(module)["_gradient_checkpointing_func"] = partial(keep_inputs_on_host, plain)
-
-
-def _compile(facts: ModelFacts, scorer: CompletionLogps, device: torch.device) -> None:
-    wanted, falls_back = facts.settings.compile, facts.settings.compile == "auto"
-    if falls_back:  # selective checkpointing has to see each product
-        is_plain = facts.settings.gradient_checkpointing != "selective" and facts.quantization is None
-        has_layers = bool(outermost_layers(text_model(scorer.model)))
-        wanted = device.type == "cuda" and is_plain and has_layers and compiler_obstacle(device) is None
-    if wanted:
-        compile_layers(scorer.model, falls_back=falls_back)
-        scorer.head_passes = compile_head(falls_back=falls_back)
-        scorer.is_compiled = True

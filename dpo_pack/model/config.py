@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from dpo_pack.model.attention import AttentionNeeds, BackendChoice, register_attention, select_backend
+from dpo_pack.model.attention import AttentionNeeds
 from dpo_pack.model.logps import HeadTransform
 from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
 from dpo_pack.system.errors import ModelError, UnsupportedModelError
+
+TRANSFORMERS = tuple(int(number) for number in transformers.__version__.split(".")[:2])  # the release
 
 # The config keys of a softcap on logits: of Gemma, RecurrentGemma and xLSTM.
 _LOGIT_SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -123,7 +124,7 @@ def check_packs(config: PretrainedConfig) -> None:
     obstacle = None
     if family.reason is not None and (others or not layers) and lacks_kernel:
         obstacle = family.reason
-    elif transformers_release() < family.since:
+    elif family.since > TRANSFORMERS:
         obstacle = (
             f"in transformers {transformers.__version__} its layers do not pass a row's layout on; install "
             "transformers {}.{} or newer".format(*family.since)
@@ -134,20 +135,6 @@ def check_packs(config: PretrainedConfig) -> None:
         raise UnsupportedModelError(
             f"{text.model_type} cannot be packed: {obstacle}; use packing.mode: padded"
         )
-
-
-def transformers_release() -> tuple[int, ...]:
-    return tuple(int(number) for number in transformers.__version__.split(".")[:2])
-
-
-def choose_attention(
-    config: PretrainedConfig, requested: str, *, device: torch.device, dtype: torch.dtype
-) -> BackendChoice:
-    """Chooses what computes the attention of packed rows, see `select_backend`. Raises
-    UnsupportedModelError if rows of the model cannot be packed."""
-    check_packs(config)
-    register_attention()
-    return select_backend(requested, attention_needs(config), device=device, dtype=dtype)
 
 
 def rotary_kinds(config: PretrainedConfig) -> list[dict[str, Any]]:

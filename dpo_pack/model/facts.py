@@ -25,9 +25,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dpo_pack.model.compiling import outermost_layers, text_model, tower_parameters
 from dpo_pack.model.config import attention_needs, count_experts, layer_windows, routes_tokens
-from dpo_pack.model.fast_layers import feed_forwards
+from dpo_pack.model.fast_layers import feed_forwards, outermost_layers, text_model, tower_parameters
 from dpo_pack.model.fingerprint import (
     NUMERICS_VERSION,
     adapter_fingerprint,
@@ -36,7 +35,7 @@ from dpo_pack.model.fingerprint import (
     weights_fingerprint,
 )
 from dpo_pack.model.loading import auto_class, load_errors, quiet_transformers
-from dpo_pack.model.quantize import quantization_settings
+from dpo_pack.model.lora import quantization_settings
 from dpo_pack.model.recurrence import recurrence_sizes
 from dpo_pack.model.recurrence.kernels import KERNELS
 from dpo_pack.model.scorer import Precision
@@ -215,7 +214,6 @@ def image_flops(model: PreTrainedModel, processor: Any) -> float:
 def router_balance(model: PreTrainedModel, coefficient: float | None) -> RouterBalance | None:
     """Returns the model's load-balancing loss; None if it has none. `coefficient`: `loss.router_aux_coef`;
     None: that of the model's config. Raises RecipeError if it is not 0 but the model has no such loss."""
-    parts: Any = model
     # Families whose code computes the loss can return their routers' logits.
     has_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func") and all(
         hasattr(model, name) for name in ("num_experts", "num_experts_per_tok")
@@ -230,26 +228,22 @@ def router_balance(model: PreTrainedModel, coefficient: float | None) -> RouterB
         coefficient = _own_coefficient(model)
     if not coefficient or not has_loss:
         return None
-    return RouterBalance(
-        coefficient=float(coefficient), num_experts=parts.num_experts, top_k=parts.num_experts_per_tok
-    )
+    parts: Any = model
+    experts, top_k = parts.num_experts, parts.num_experts_per_tok
+    return RouterBalance(coefficient=float(coefficient), num_experts=experts, top_k=top_k)
 
 
 def router_sentence(model: PreTrainedModel, given: float | None, balance: RouterBalance | None) -> str:
     """Returns a line for the user about the loss of a mixture of experts. `given`: in the recipe."""
-    if balance is not None:
-        source = "the model config's own" if given is None else "loss.router_aux_coef"
-        return (
-            f"Router: load-balancing loss x {balance.coefficient:g} ({source}), "
-            f"{balance.num_experts} experts, {balance.top_k} a token"
-        )
-    reason = "loss.router_aux_coef: 0" if given is not None else "the model's config has no coefficient"
-    if given is None and (own := _own_coefficient(model)):
-        reason = (
-            f"{model.config.model_type} models of transformers have none, so the model config's "
-            f"router_aux_loss_coef ({own:g}) is left out"
-        )
-    return f"Router: no load-balancing loss ({reason})"
+    source = "the model config's own" if given is None else "loss.router_aux_coef"
+    if balance is None:
+        own = _own_coefficient(model) if given is None else given
+        reason = f"transformers' {model.config.model_type} models have none" if own else f"0 is {source}"
+        return f"Router: no load-balancing loss ({reason})"
+    return (
+        f"Router: load-balancing loss x {balance.coefficient:g} ({source}), "
+        f"{balance.num_experts} experts, {balance.top_k} a token"
+    )
 
 
 def _own_coefficient(model: PreTrainedModel) -> float:

@@ -1,8 +1,13 @@
-"""Replaces the forwards of a model's layers by faster ones that compute the same; `stock_layers` undoes it.
+"""Changes how a model's layers compute, and not what: faster, with less memory, or compiled.
 
 - On a CPU, oneDNN computes the products of linear layers where it is faster than torch's own.
 - The last feed-forward block, after which no position reads another, is computed only at positions whose
   hidden state predicts a scored token.
+- Compiled layers of one class use the same function, which takes rows of any length. A row's segments
+  (lengths as Python numbers) would become constants of the code. So torch's own attention kernel is an
+  operator that gets the segments' number, and a layer is one graph. Of `row_attention` with another kernel
+  torch compiles nothing, and so it compiles a layer in parts, before and after it. Activation checkpointing
+  wraps the compiled function: if torch compiled it too, it could not split the layer there.
 
 Legend: T tokens of the row, U scored positions, D features in, O features out.
 """
@@ -11,7 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
+import os
+import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +28,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dpo_pack.model.compiling import text_model
 from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.system.machine import is_intel
+
+
+def text_model(model: PreTrainedModel) -> nn.Module:
+    """Returns the part of a model that reads text: all of it, or what is beside the towers and the head."""
+    return model if model.config.get_text_config() is model.config else model.get_decoder()
+
+
+def tower_parameters(model: PreTrainedModel) -> set[nn.Parameter]:
+    """Returns the parameters outside of the language model and the head, which are never trained."""
+    own = [*text_model(model).parameters(), *model.get_output_embeddings().parameters()]
+    return set(model.parameters()).difference(own)
+
+
+def outermost_layers(model: nn.Module, class_names: frozenset[str] = frozenset()) -> list[nn.Module]:
+    """Returns the modules that are layers of the library transformers or of a class in `class_names`.
+
+    A module inside another such module is left out."""
+    layers: list[nn.Module] = []
+    inner: set[nn.Module] = set()
+    for module in model.modules():
+        is_layer = isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in class_names
+        if is_layer and module not in inner:
+            layers.append(module)
+            inner.update(module.modules())
+    return layers
+
+
+def feed_forwards(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module | None]]:
+    """Returns (decoder layer, its feed-forward block), at least one; None if the block is not one module."""
+    text, num_layers = text_model(model), model.config.get_text_config().num_hidden_layers
+    lists = [m for m in text.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    found = []
+    for layer in lists[0] if lists else ():
+        blocks = [block for name, block in layer.named_children() if name in ("mlp", "feed_forward", "ffn")]
+        found.append((layer, blocks[0] if len(blocks) == 1 else None))
+    return found or [(text, None)]
+
+
+@contextlib.contextmanager
+def stock_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which every module runs its class's own forward; only `times_transposed` still acts."""
+    own = {module: vars(module).pop("forward") for module in model.modules() if "forward" in vars(module)}
+    try:
+        yield
+    finally:
+        for module, forward in own.items():
+            module.forward = forward
+
+
+# ------------------------------------------------------------------------------- products, experts, tiles
 
 # torch computes fp32 products with MKL. On AMD processors with AVX-512 oneDNN computes `x @ weight.T` and
 # `grad @ weight` faster, on Intel's only the head's products; `grad.T @ x` is slower on both
@@ -121,17 +180,6 @@ def cast_experts() -> None:
     ALL_EXPERTS_FUNCTIONS["grouped_mm"] = _experts
 
 
-def feed_forwards(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module | None]]:
-    """Returns (decoder layer, its feed-forward block), at least one; None if the block is not one module."""
-    text, num_layers = text_model(model), model.config.get_text_config().num_hidden_layers
-    lists = [m for m in text.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    found = []
-    for layer in lists[0] if lists else ():
-        blocks = [block for name, block in layer.named_children() if name in ("mlp", "feed_forward", "ffn")]
-        found.append((layer, blocks[0] if len(blocks) == 1 else None))
-    return found or [(text, None)]
-
-
 def tile_feed_forwards(model: PreTrainedModel, num_tokens: int, *, has_experts: bool) -> None:
     """Makes feed-forward blocks compute at most `num_tokens` tokens at a time, in place; the backward pass
     computes each tile once more. Raises UnsupportedModelError."""
@@ -204,12 +252,118 @@ class _TrimmedBlock:
         return needed.new_zeros(features.shape).index_copy(1, self.positions, needed)
 
 
-@contextlib.contextmanager
-def stock_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which every module runs its class's own forward; only `times_transposed` still acts."""
-    own = {module: vars(module).pop("forward") for module in model.modules() if "forward" in vars(module)}
-    try:
-        yield
-    finally:
-        for module, forward in own.items():
-            module.forward = forward
+# ------------------------------------------------------------------------------ checkpointing, compilation
+
+# Selective checkpointing. A layer keeps what takes long to compute and recomputes the rest: norms, activation
+# functions, rotary positions, casts. The kernels have other names on the CPU and in the package flash-attn.
+_KEPT_OPERATIONS = (
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm"),
+    *("mkldnn::_linear_pointwise", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention"),
+    *("aten::_scaled_dot_product_cudnn_attention", "dpo_pack::attend"),
+    *("flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd"),
+)
+
+
+def keep_products() -> tuple[Any, Any]:
+    """Returns the contexts of torch's checkpointing for a layer's forward and for its recomputation."""
+
+    def policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        is_kept = operation.name().partition(".")[0] in _KEPT_OPERATIONS
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
+
+
+def keep_inputs_on_host(
+    checkpoint: Callable[..., Any], layer: Callable[..., Any], /, *inputs: Any, **options: Any
+) -> Any:
+    """Runs `checkpoint(layer, *inputs, **options)`. Until the backward pass, the host keeps the inputs."""
+
+    def to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        # Copies wait in the device's queue, and the host waits for none, because its memory is pinned.
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return tensor.device, host.copy_(tensor, non_blocking=True)
+
+    def back(kept: tuple[torch.device, Tensor]) -> Tensor:
+        return kept[1].to(kept[0], non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(to_host, back):
+        return checkpoint(layer, *inputs, **options)
+
+
+def checkpoint_activations(
+    model: PreTrainedModel, *, keeps_products: bool = False, offloads: bool = False
+) -> None:
+    """Makes layers recompute activations: with `keeps_products` not those of products and attention, with
+    `offloads` from inputs that the host keeps."""
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if keeps_products:
+        settings["context_fn"] = keep_products
+    with warnings.catch_warnings():
+        # Newer transformers call this activation_checkpointing_enable; older ones have only this name.
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(settings)
+    for module in model.modules():  # transformers recomputes in training mode only
+        module.training = bool(vars(module).get("gradient_checkpointing"))
+        if offloads and module.training:
+            plain: Any = module._gradient_checkpointing_func
+            vars(module)["_gradient_checkpointing_func"] = functools.partial(keep_inputs_on_host, plain)
+
+
+def compiler_obstacle(device: torch.device) -> str | None:
+    """Returns why torch.compile cannot be used on `device`, or None when it can."""
+    names = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "clang++")
+    if not any(shutil.which(name) for name in names):
+        return f"torch.compile needs a C++ compiler, and there is no {' or '.join(names)}"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "torch.compile needs the package triton on CUDA, and it is not installed"
+    return None
+
+
+def compile_layers(
+    model: PreTrainedModel, *, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False
+) -> None:
+    """Compiles the model's layers, in place. torch compiles each part of a layer at its first use.
+
+    With `falls_back`, torch runs code uncompiled where it cannot compile it, and raises no error. Raises
+    UnsupportedModelError if the model's code does not mark its layers.
+    """
+    layers: list[Any] = outermost_layers(text_model(model))
+    if not layers:
+        raise UnsupportedModelError(
+            f"model.compile: {type(model).__name__} does not say what its layers are, so they cannot be "
+            "compiled one by one; set model.compile: false"
+        )
+    # torch compiles variants of one function: with and without gradients, autocast or an adapter, and for
+    # several kinds of layers. By default it compiles 8 at most, and runs further variants uncompiled.
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.suppress_errors = falls_back
+    # On CUDA this fusion puts guards on the number of tokens, so rows of other lengths would compile again.
+    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):  # not in torch 2.10
+        torch._inductor.config.triton.mix_order_reduction = False
+    # DDP reduces gradients layer by layer anyway, so to cut a layer's code at DDP's buckets gains nothing.
+    torch._dynamo.config.optimize_ddp = False
+    # On CUDA inductor recommends TF32, but proofs in fp32 would fail with TF32, and autocast is in bf16.
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+    # torch itself reads this attribute where it compiles a layer in parts, for example a recurrent layer.
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            vars(module).pop("forward", None)  # of `speed_up_linears`; compiled code calls other products
+    compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for layer in layers:
+        plain = type(layer).forward
+        while plain.__code__.co_name == "forward_with_checkpointing":  # transformers' wrapper
+            plain = plain.__wrapped__
+        if plain not in compiled:
+            compiled[plain] = torch.compile(plain, backend=backend, dynamic=True)
+        layer.forward = functools.partial(_run_compiled, layer, compiled[plain])
+
+
+def _run_compiled(layer: Any, compiled: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+    # As transformers' checkpointing wrapper, but with the compiled forward.
+    if layer.gradient_checkpointing and layer.training:
+        return layer._gradient_checkpointing_func(functools.partial(compiled, layer, **options), *arguments)
+    return compiled(layer, *arguments, **options)

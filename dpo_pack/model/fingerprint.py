@@ -47,26 +47,8 @@ _IRRELEVANT_ADAPTER_CONFIG = (
 _UNORDERED_ADAPTER_CONFIG = ("exclude_modules", "modules_to_save", "target_modules")
 # Stem and suffix of weight files, in the order in which transformers looks for them.
 _WEIGHTS = (("model", "safetensors"), ("pytorch_model", "bin"))
-# The names in safetensors' headers of the types in which a model can be exported.
-HEADER_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 _Memo = dict[str, dict[str, str]]  # path, inode, size and ctime of a file -> name of a tensor -> its sha256
-
-
-def model_directory(path: str, revision: str | None) -> Path:
-    """Returns a local model directory, for a hub id its snapshot in the local cache. Raises ModelError if the
-    snapshot lacks weights and they cannot be downloaded."""
-    directory = Path(path)
-    if directory.is_dir():
-        return directory
-    for stem, suffix in _WEIGHTS:  # many repositories have both formats; we need one
-        wanted = [f"{stem}.{suffix}", f"{stem}-*.{suffix}", f"{stem}.{suffix}.index.json"]
-        with load_errors(path, "model"):
-            found = snapshot_download(path, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"])
-        directory = Path(found)
-        if any(directory.glob(f"{stem}*.{suffix}")):
-            break
-    return directory
 
 
 def meta_tensors(path: str, revision: str | None, recipe_key: str) -> dict[str, Tensor] | str:
@@ -100,7 +82,7 @@ def _tensors(file: Path, device: str) -> Iterator[tuple[str, Tensor]]:
 
 def adapter_fingerprint(directory: Path, memo_path: Path) -> str:
     """Returns the sha256 over an adapter's tensors and config. Raises ModelError if one is missing."""
-    files = [directory / f"adapter_model.{suffix}" for suffix in ("safetensors", "bin")]
+    files = (directory / f"adapter_model.{suffix}" for suffix in ("safetensors", "bin"))
     present = [file for file in files if file.is_file()]
     config = read_json(directory / "adapter_config.json")
     if not present or config is None:
@@ -121,7 +103,7 @@ def weights_fingerprint(path: str, revision: str | None, memo_path: Path) -> str
     `memo_path` keeps hashes of tensors, so that unchanged files are not read again. Raises ModelError."""
     if is_adapter(path):
         return adapter_fingerprint(Path(path), memo_path)
-    return files_fingerprint(weight_files(model_directory(path, revision)), memo_path)
+    return files_fingerprint(weight_files(path, revision), memo_path)
 
 
 def files_fingerprint(files: Sequence[Path], memo_path: Path) -> str:
@@ -151,18 +133,27 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Returns a model's weight files, if possible safetensors. Raises ModelError if there are none."""
+def weight_files(path: str | Path, revision: str | None = None) -> list[Path]:
+    """Returns the weight files of a model's directory, or of a hub id in the local cache; if possible
+    safetensors. Raises ModelError if there are none, and none can be downloaded."""
+    directory, is_local = Path(path), Path(path).is_dir()
     for stem, suffix in _WEIGHTS:
-        whole = directory / f"{stem}.{suffix}"
+        named = f"{stem}.{suffix}"
+        if not is_local:  # many repositories have both formats; we need one
+            wanted, others = [named, f"{stem}-*.{suffix}", f"{named}.index.json"], ["*/*"]
+            with load_errors(str(path), "model"):
+                found = snapshot_download(
+                    str(path), revision=revision, allow_patterns=wanted, ignore_patterns=others
+                )
+            directory = Path(found)
         # As transformers does, we prefer one whole file: an index of shards can be from an older save.
-        if whole.is_file():
-            return [whole]
-        index_file = directory / f"{stem}.{suffix}.index.json"
+        if (directory / named).is_file():
+            return [directory / named]
+        index_file = directory / f"{named}.index.json"
         if not index_file.is_file():
             continue
-        named = (read_json(index_file) or {}).get("weight_map")
-        names = map(str, named.values()) if isinstance(named, dict) else ()
+        of_tensors = (read_json(index_file) or {}).get("weight_map")
+        names = map(str, of_tensors.values()) if isinstance(of_tensors, dict) else ()
         parts = [directory / name for name in sorted(set(names))]
         missing = [part for part in parts or [index_file] if not parts or not part.is_file()]
         if missing:
@@ -177,10 +168,11 @@ def weight_files(directory: Path) -> list[Path]:
 def stored_dtype(path: str, revision: str | None) -> torch.dtype:
     """Returns the type of most of a model's weights, from the headers of their files."""
     sizes: Counter[torch.dtype] = Counter()
-    for file in weight_files(model_directory(path, revision)):
+    for file in weight_files(path, revision):
         for _, tensor in _tensors(file, "meta"):
             sizes[tensor.dtype] += tensor.numel()
-    return max(HEADER_NAMES, key=lambda dtype: sizes[dtype])  # float32 if it is none of them
+    # float32 if it is none of the types in which a model can be exported
+    return max((torch.float32, torch.bfloat16, torch.float16), key=lambda dtype: sizes[dtype])
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -211,8 +203,7 @@ def modelling_source(model: PreTrainedModel) -> str:
     if any(kind.get("rope_type", "default") != "default" for kind in rotary_kinds(model.config)):
         names.add("transformers.modeling_rope_utils")
     modules = [importlib.import_module(name) for name in names if name.partition(".")[0] != "torch"]
-    values = (value for module in modules for value in vars(module).values())
-    called = {str(getattr(value, "__module__", "")) for value in values}
+    called = {str(getattr(value, "__module__", "")) for module in modules for value in vars(module).values()}
     ours = re.compile(r"transformers\.(integrations\.|models\..*\.modeling_).*")
     modules += [importlib.import_module(name) for name in called if ours.fullmatch(name)]
     files = {Path(module.__file__) for module in modules if module.__file__}
@@ -221,5 +212,4 @@ def modelling_source(model: PreTrainedModel) -> str:
         if module.__name__.startswith("transformers_modules."):
             files |= {Path(file) for file in get_relative_import_files(str(module.__file__))}
     # Names of directories do not count, because remote code lies in directories named after the model.
-    digests = sorted((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files)
-    return _digest(digests)
+    return _digest(sorted((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files))

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -99,9 +100,10 @@ def load_tokenizer(
             tokenizer.apply_chat_template(asked, chat_template="{{ messages[0].content }}", tokenize=False)
         assert isinstance(tokenizer, PreTrainedTokenizerBase)
     except Exception as error:  # of any class's code
-        lacks = f"the tokenizer of {path}, a {type(tokenizer).__name__}, lacks what dpo-pack needs"
-        remedy = "set tokenizer.path to a directory or hub id with tokenizer.json"
-        raise ModelError(f"{recipe_key}: {lacks} (Jinja templates, for instance); {remedy}") from error
+        raise ModelError(
+            f"{recipe_key}: the tokenizer of {path}, a {type(tokenizer).__name__}, lacks what dpo-pack needs "
+            "(Jinja templates, for instance); set tokenizer.path to one with tokenizer.json"
+        ) from error
     return tokenizer
 
 
@@ -139,34 +141,30 @@ def load_errors(path: str, recipe_key: str) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[list[str]]:
     """Collects what transformers and peft warn of, a line each; hides transformers' bars and load report."""
-    said: dict[str, None] = {}
-
-    def hear(package: str, message: object) -> None:
-        text = " ".join(str(message).split())
-        # We check ourselves what the report and the warning about tied weights say.
-        if not re.search("LOAD REPORT|tie_word_embeddings", text):
-            said[f"Warning by {package}: {text}"] = None
-
-    def show(message: Any, category: type[Warning], filename: str, *where: Any) -> None:
-        package = next((name for name in ("peft", "transformers") if f"/{name}/" in filename), None)
-        hear(package, message) if package else shows(message, category, filename, *where)
-
-    logger, handler = transformers_logging.get_logger(), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: hear("transformers", record.getMessage())  # type: ignore[method-assign]
+    logger, handler = transformers_logging.get_logger(), BufferingHandler(10**6)
+    handler.setLevel(logging.WARNING)
     handlers, logger.handlers = logger.handlers, [handler]
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     lines: list[str] = []
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(record=True) as caught:
             warnings.filterwarnings("always", category=UserWarning, module=r"(peft|transformers)\b")
-            shows, warnings.showwarning = warnings.showwarning, show  # type: ignore[assignment]
             yield lines
     finally:
-        lines += said
         logger.handlers = handlers
         if bars:
             transformers_logging.enable_progress_bar()
+        said = [f"transformers: {record.getMessage()}" for record in handler.buffer]
+        for each in caught:
+            if package := re.search(r"/(peft|transformers)/", each.filename):
+                said.append(f"{package[1]}: {each.message}")
+            else:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        for text in dict.fromkeys(" ".join(text.split()) for text in said):
+            # We check ourselves what the report and the warning about tied weights say.
+            if not re.search("LOAD REPORT|tie_word_embeddings", text):
+                lines.append(f"Warning by {text}")
 
 
 @contextlib.contextmanager

@@ -3,16 +3,20 @@
 An adapted layer computes `W x + (alpha / r) B A x`; only A [r, in] and B [out, r] are trained. A new adapter
 starts with B = 0, so the reference is the base model. Only the functions that need peft import it.
 
-Legend: V vocabulary, D hidden size.
+The base may be quantised while it is loaded (`model.quantize`). nf4 is the 4-bit type of QLoRA, with
+quantised scales (Dettmers et al. 2023, arXiv 2305.14314); int8 has a scale for each row of a weight.
+bitsandbytes stores the weights; its products are not exact in packed rows, so a layer restores its weight.
+
+Legend: V vocabulary, D hidden size or features in, O features out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import inspect
 import os
-import pickle
 import re
 import textwrap
 import warnings
@@ -24,11 +28,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.autograd.function import once_differentiable
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from dpo_pack.model.compiling import tower_parameters
+from dpo_pack.model.fast_layers import tower_parameters
 from dpo_pack.recipe.schema import LoraRecipe
-from dpo_pack.system.errors import ModelError, first_line
+from dpo_pack.system.errors import ModelError
 from dpo_pack.system.files import read_json
 from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import install_command, package_versions
@@ -372,6 +377,74 @@ def _one_line(what: str) -> Iterator[None]:
         yield
     except Exception as error:  # the adapter's files decide the error's class
         reason = textwrap.shorten(str(error), 350, placeholder=" ...").rstrip(".")
-        if isinstance(error, pickle.UnpicklingError):
-            reason = first_line(error)
         raise ModelError(f"{what}: {reason or type(error).__name__}") from error
+
+
+# --------------------------------------------------------------------------------------- quantised bases
+
+
+def quantization_settings(kind: str) -> BitsAndBytesConfig:
+    """Returns transformers' settings of a base that is quantised while it is loaded."""
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+
+def bits_per_weight(settings: Mapping[str, Any]) -> float:
+    """Returns the bits that a weight takes in bitsandbytes' format, with its part of the scales."""
+    if not settings.get("load_in_4bit"):
+        return 8.0  # a scale for each row is too little to count
+    return 4.0 + (8 if settings.get("bnb_4bit_use_double_quant") else 32) / 64
+
+
+def compute_restored(model: nn.Module) -> None:
+    """Makes each quantised layer restore its weight for each product, as a linear layer has it; in place."""
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    # Their class changes, not their `forward`: proofs compare a module's `forward` with that of its class.
+    ours = {
+        kind: type(kind.__name__, (kind,), {"forward": _restoring}) for kind in (Linear4bit, Linear8bitLt)
+    }
+    for module in model.modules():
+        if type(module) in ours:
+            module.__class__ = ours[type(module)]
+
+
+def _restoring(module: Any, features: Tensor) -> Tensor:
+    """[..., D] -> [..., O], in the type in which a linear layer computes here."""
+    device, dtype = features.device.type, features.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    product: Tensor = _RestoringProduct.apply(features.to(dtype), module)  # type: ignore[no-untyped-call]
+    return product if module.bias is None else product + module.bias.to(dtype)
+
+
+class _RestoringProduct(torch.autograd.Function):
+    """`features @ weight.T`. It keeps nothing for the backward pass, which restores the weight again."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, module: Any) -> Tensor:
+        ctx.module = module
+        return nn.functional.linear(features, _restored(module, features.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return grad @ _restored(ctx.module, grad.dtype), None
+
+
+def _restored(module: Any, dtype: torch.dtype) -> Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    weight = module.weight
+    if isinstance(module, Linear4bit):
+        state = copy.copy(weight.quant_state)
+        shape, state.dtype = state.shape, dtype  # else the result would be in fp32 first
+        if shape[-1] % state.blocksize:  # then bitsandbytes' CPU code takes other blocks' scales for rows
+            state.shape = torch.Size((1, shape.numel()))
+        whole: Tensor = dequantize_4bit(weight.data, state)
+        return whole.view(shape)
+    scaled: Tensor = weight.data * (weight.SCB / 127)[:, None]
+    return scaled.to(dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -32,8 +33,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dpo_pack.model.compiling import outermost_layers, text_model, tower_parameters
 from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.fast_layers import outermost_layers, text_model, tower_parameters
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.system import ranks
@@ -202,7 +203,6 @@ def shard_model(scorer: CompletionLogps, strategy: Strategy, device: torch.devic
         if sends_casts and scorer.autocast is not None:
             _send_as_cast(layer, scorer.autocast)
     _fill(scorer, device)
-    _fill_buffers(scorer, device)
     # A rank whose row has no image does not run the towers, so they stay whole on every rank.
     whole = set() if scorer.vision is None else tower_parameters(model)
     fully_shard(scorer, mesh=strategy.mesh, mp_policy=precision, offload_policy=offload, ignored_params=whole)
@@ -280,39 +280,29 @@ def _check_same_tensors(model: nn.Module) -> None:
     for parameter, (dtype, is_trained) in zip(model.parameters(), kinds, strict=True):
         parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(is_trained)
+    buffers = [buffer for _, buffer in model.named_buffers(remove_duplicate=False)]
+    kinds = ranks.first_says([(buffer.shape, buffer.dtype) for buffer in buffers])
+    for buffer, (shape, dtype) in zip(buffers, kinds, strict=True):  # can depend on the weights' files
+        buffer.data = buffer if ranks.is_first() else buffer.new_empty(shape, dtype=dtype)
 
 
 @torch.no_grad()
 def _fill(module: nn.Module, device: torch.device) -> None:
-    """Copies rank 0's values of parameters that are not sharded yet to every rank; tied ones stay tied."""
-    filled: dict[int, nn.Parameter] = {}
+    """Copies rank 0's values of what is not sharded yet to every rank; tied parameters stay tied."""
+    filled: dict[int, Tensor] = {}
     for part in module.modules():
-        for name, parameter in list(part.named_parameters(recurse=False)):
-            if isinstance(parameter, DTensor):
+        own = (part.named_parameters(recurse=False), part.named_buffers(recurse=False))
+        for name, tensor in list(itertools.chain(*own)):
+            if isinstance(tensor, DTensor):
                 continue
-            if id(parameter) not in filled:
-                value = _from_first(parameter.detach(), device)
-                filled[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            setattr(part, name, filled[id(parameter)])
-
-
-@torch.no_grad()
-def _fill_buffers(module: nn.Module, device: torch.device) -> None:
-    """Copies rank 0's buffers to every rank; shapes and dtypes can depend on the weights' files."""
-    named = dict(module.named_buffers(remove_duplicate=False))
-    kinds = ranks.first_says({name: (buffer.shape, buffer.dtype) for name, buffer in named.items()})
-    for name, buffer in named.items():
-        shape, dtype = kinds[name]
-        same = buffer if ranks.is_first() else torch.empty(shape, dtype=dtype, device="meta")
-        path, _, own = name.rpartition(".")
-        setattr(module.get_submodule(path), own, _from_first(same, device))
-
-
-def _from_first(tensor: Tensor, device: torch.device) -> Tensor:
-    value = tensor.to(device) if ranks.is_first() else torch.empty_like(tensor, device=device)
-    value = value.contiguous()
-    dist.broadcast(value, src=0)
-    return value
+            if id(tensor) not in filled:
+                value = tensor.detach()
+                value = value.to(device) if ranks.is_first() else torch.empty_like(value, device=device)
+                value = value.contiguous()
+                dist.broadcast(value, src=0)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                filled[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+            setattr(part, name, filled[id(tensor)])
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dpo_pack.model.attention import BACKENDS, AttentionBackend, BackendChoice
-from dpo_pack.model.compiling import outermost_layers
 from dpo_pack.model.config import head_transform
+from dpo_pack.model.fast_layers import outermost_layers
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import (
     HEAD_BOUNDS,

@@ -23,7 +23,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dpo_pack.model.config import transformers_release
+from dpo_pack.model.config import TRANSFORMERS
 from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import ModelError, UnsupportedModelError
 
@@ -52,7 +52,7 @@ _INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_size
 def vision_family(config: PretrainedConfig) -> VisionFamily:
     """Raises UnsupportedModelError if rows with images were not tested with this family or transformers."""
     kind, family = config.model_type, FAMILIES.get(config.model_type)
-    if family is not None and transformers_release() >= family.since:
+    if family is not None and family.since <= TRANSFORMERS:
         return family
     if family is not None:
         needed = "transformers {}.{} or newer".format(*family.since)

@@ -27,7 +27,7 @@ from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.online.interface import Completion, Draw, Failure, SamplingSettings
 from dpo_pack.online.transformers_generator import completion_of, end_tokens
 from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.rows import proof_row
+from dpo_pack.proofs import proof_row
 from dpo_pack.system.errors import ModelError
 from dpo_pack.system.machine import release_memory
 

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from dpo_pack import proofs
 from dpo_pack.model.attention import AttentionBackend
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_segments
 from dpo_pack.model.config import attention_needs, effective_window, layer_windows, num_recurrent_calls
@@ -26,10 +27,8 @@ from dpo_pack.model.recurrence import RecurrentCall, RowFunction
 from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, proof_row, random_groups
+from dpo_pack.proofs import PADDED_REMEDY, Proof, proof_row, random_groups
 from dpo_pack.system.errors import UnsupportedModelError, first_line
-
-Place = TypeVar("Place", bound=Hashable)
 
 # A window longer than all _ATTENTION_SEGMENTS would hide no key, so the proof uses at most this window.
 _PROOF_WINDOW = 24
@@ -38,13 +37,6 @@ _ATTENTION_SEGMENTS = ((1, 1), (7, 7), (1, 30), (20, 45), (64, 64))
 # (tokens of the shared prefix, tokens of each completion after it): some are longer than a kernel's chunk,
 # some shorter than a convolution; some completions have one token or none; the last prefix stands alone.
 _RECURRENT_LENGTHS = ((70, (40, 33)), (2, (5, 1)), (3, (0, 6)), (1, (1, 2)), (9, (4, 0, 3)), (20, (0,)))
-# The allowed relative errors in fp32. We measured 2e-7 to 6e-7 of attention; of recurrences 1e-6, and 5e-5
-# where all heads forget fast.
-_ATTENTION_BOUND, _RECURRENCE_BOUND = 1e-5, 1e-4
-# The allowed relative error of another package's kernel in bf16 and fp16, in units of the dtype's epsilon.
-# Its matrix products round keys, values, scores and states to the dtype; flash-linear-attention's own tests
-# allow five units.
-_KERNEL_ROUNDINGS = 4.0
 # transformers' functions that compute the same token by token. They round less: where all heads forget fast,
 # the gradient of the decays is wrong by up to 1e-4 in its function on chunks of 64 tokens.
 _BY_TOKEN = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
@@ -56,24 +48,30 @@ def prove_layers(scorer: CompletionLogps, groups: Sequence[Group], device: torch
     right."""
     assert scorer.backend is not None
     calls = Recorded(scorer, proof_row(scorer, groups, device))
-    proofs, dtype = [prove_wiring(calls, scorer.model.config)], scorer.compute_dtype
-    if proofs[0].passed and calls.attention:
-        kinds = dict.fromkeys(calls.attention)  # in order of layers: the same random inputs in every process
-        errors = [attention_error(scorer.backend, call, dtype, device) for call in kinds]
-        remedy = "set model.attention: sdpa, and report GPU, torch and kernel versions"
-        proofs.append(_error_proof("kernel", errors, "on random inputs", remedy))
-    if proofs[0].passed and calls.recurrent:
-        errors = [recurrence_error(call, scorer.recurrence, device) for call in calls.recurrent.values()]
-        proofs.append(_error_proof("recurrence", errors, "of recurrent layers", PADDED_REMEDY))
-    return proofs
-
-
-def _error_proof(name: str, measured: Iterable[tuple[float, float]], where: str, remedy: str) -> Proof:
-    error, bound = _worst(measured)
-    words = f"relative error of outputs and gradients {where} <= {bound:.1e}"
-    return Proof(
-        name=name, passed=error <= bound, numbers={"relative error": error}, bound=words, remedy=remedy
-    )
+    wiring, dtype = prove_wiring(calls, scorer.model.config), scorer.compute_dtype
+    if not wiring.passed:
+        return [wiring]
+    # Each kind of call once, in order of layers: the same random inputs in every process.
+    kinds, recurrent = dict.fromkeys(calls.attention), calls.recurrent.values()
+    of_attention = [attention_error(scorer.backend, call, dtype, device) for call in kinds]
+    of_recurrences = [recurrence_error(call, scorer.recurrence, device) for call in recurrent]
+    sdpa = "set model.attention: sdpa, and report GPU, torch and kernel versions"
+    results = [wiring]
+    for name, measured, where, remedy in (
+        ("kernel", of_attention, "on random inputs", sdpa),
+        ("recurrence", of_recurrences, "of recurrent layers", PADDED_REMEDY),
+    ):
+        if measured:
+            error, bound = _worst(measured)
+            proof = Proof(
+                name=name,
+                passed=error <= bound,
+                numbers={"relative error": error},
+                bound=f"relative error of outputs and gradients {where} <= {bound:.1e}",
+                remedy=remedy,
+            )
+            results.append(proof)
+    return results
 
 
 @torch.no_grad()
@@ -167,32 +165,25 @@ def prove_wiring(calls: Recorded, config: PretrainedConfig) -> Proof:
     log-probs of short rows cannot show that a window is missing, and rounding may hide a sink."""
     attention, needs, expected = calls.attention, attention_needs(config), layer_windows(config)
     windows = [effective_window(call.options.window, config) for call in attention]
-    num_softcaps = sum(call.options.softcap is not None for call in attention)
-    num_sinks = sum(call.has_sinks for call in attention)
-    num_recurrent = num_recurrent_calls(config)
-    bound = "one call of our attention by each attention layer, with the window of the config"
-    bound += f"; {num_recurrent} calls of our recurrent functions" * (num_recurrent > 0)
-    bound += "; a softcap in every layer" * needs.has_softcap + "; sinks" * needs.has_sinks
+    measured = {
+        "calls of our attention": len(attention),
+        "windows as in the config": sum(a == b for a, b in zip(windows, expected, strict=False)),
+        "softcaps": sum(call.options.softcap is not None for call in attention),
+        "calls of our recurrent functions": calls.num_recurrent,
+    }
+    softcaps, num_recurrent = len(expected) * needs.has_softcap, num_recurrent_calls(config)
+    required = dict(zip(measured, (len(expected), len(expected), softcaps, num_recurrent), strict=True))
+    if needs.has_sinks:  # in some layers
+        measured["sinks"], required["sinks"] = int(any(call.has_sinks for call in attention)), 1
     remedy = PADDED_REMEDY if calls.error is None else str(calls.error)
     if num_recurrent != calls.num_recurrent and calls.error is None:
         own = f"this is {transformers.__version__}"
         remedy = f"install the transformers release that docs/families.md names ({own}), or {remedy}"
     return Proof(
         name="wiring",
-        passed=calls.error is None
-        and windows == expected
-        and calls.num_recurrent == num_recurrent
-        and num_softcaps == (len(attention) if needs.has_softcap else 0)
-        and (num_sinks > 0 or not needs.has_sinks),
-        numbers={
-            "attention layers": float(len(expected)),
-            "calls of our attention": float(len(attention)),
-            "calls of our recurrent functions": float(calls.num_recurrent),
-            "windows as in the config": float(sum(a == b for a, b in zip(windows, expected, strict=False))),
-            "softcaps": float(num_softcaps),
-            "sinks": float(num_sinks),
-        },
-        bound=bound,
+        passed=calls.error is None and measured == required,
+        numbers={name: float(number) for name, number in measured.items()},
+        bound=", ".join(f"{name} {number}" for name, number in required.items()),
         remedy=remedy,
     )
 
@@ -201,39 +192,38 @@ def prove_wiring(calls: Recorded, config: PretrainedConfig) -> Proof:
 
 
 def _trial(
-    given: dict[Place, Tensor],
-    ours: Callable[[dict[Place, Tensor]], Tensor],
-    plain: Callable[[dict[Place, Tensor]], Tensor],
-    exact: Callable[[dict[Place, Tensor]], Tensor],
+    given: Sequence[Tensor],
+    ours: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
+    exact: Callable[..., Tensor],
     *,
     least: float,
 ) -> tuple[float, float]:
     """Returns (error, bound) of the output or the gradient with the largest ratio of error to bound.
 
     An error is relative to the norm of what `exact` gives in fp32. The bound is `least`, and if the inputs
-    are in low precision at least twice the error of `plain` on them."""
+    are in low precision at least `PLAIN_ERRORS` times the error of `plain` on them."""
     weights: list[Tensor] = []
 
-    def run(compute: Callable[[dict[Place, Tensor]], Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    def run(compute: Callable[..., Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
         with torch.enable_grad():
-            inputs = {place: t.to(dtype or t.dtype).requires_grad_() for place, t in given.items()}
-            out = compute(inputs)
+            inputs = [tensor.to(dtype or tensor.dtype).requires_grad_() for tensor in given]
+            out = compute(*inputs)
             weights.extend([] if weights else [torch.randn(out.shape, device=out.device)])
-            grads = torch.autograd.grad(out, list(inputs.values()), weights[0].to(out.dtype))
+            grads = torch.autograd.grad(out, inputs, weights[0].to(out.dtype))
         return [result.detach().float() for result in (out, *grads)]
 
-    reference = run(exact, torch.float32)
-    errors = _relative_errors(run(ours, None), reference)
-    bounds = [least] * len(errors)
-    if any(tensor.dtype != torch.float32 for tensor in given.values()):
-        bounds = [max(least, 2 * error) for error in _relative_errors(run(plain, None), reference)]
-    return _worst(zip(errors, bounds, strict=True))
+    right = run(exact, torch.float32)
 
+    def errors(results: list[Tensor]) -> list[float]:
+        ratios = [(one - other).norm() / other.norm() for one, other in zip(results, right, strict=True)]
+        return [float(ratio.nan_to_num(nan=math.inf)) for ratio in ratios]
 
-def _relative_errors(results: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
-    """Returns, for each result, the norm of its error divided by the norm of `exact`; infinity for NaN."""
-    ratios = [float((ours - right).norm() / right.norm()) for ours, right in zip(results, exact, strict=True)]
-    return [math.inf if math.isnan(ratio) else ratio for ratio in ratios]
+    found = errors(run(ours))
+    bounds = [least] * len(found)
+    if any(tensor.dtype != torch.float32 for tensor in given):
+        bounds = [max(least, proofs.PLAIN_ERRORS * error) for error in errors(run(plain))]
+    return _worst(zip(found, bounds, strict=True))
 
 
 def _worst(measured: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -245,29 +235,27 @@ def attention_error(
 ) -> tuple[float, float]:
     """Returns the `_trial` of an attention backend: inputs as in `call`, in `dtype`."""
     query_lengths, key_lengths = zip(*_ATTENTION_SEGMENTS, strict=True)
-    segments = make_segments(query_lengths, key_lengths, device)
     kv_heads = min(2, call.num_kv_heads)
     heads = kv_heads * (call.num_heads // call.num_kv_heads)
-    shapes = {
-        "query": (sum(query_lengths), heads, call.head_dim),
-        "key": (sum(key_lengths), kv_heads, call.head_dim),
-        "value": (sum(key_lengths), kv_heads, call.value_head_dim),
-    }
-    given = {name: torch.randn(shape, device=device).to(dtype) for name, shape in shapes.items()}
+    shapes = (
+        (sum(query_lengths), heads, call.head_dim),
+        (sum(key_lengths), kv_heads, call.head_dim),
+        (sum(key_lengths), kv_heads, call.value_head_dim),
+    )
+    given = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     window = call.options.window
     options = replace(
         call.options,
         window=None if window is None else min(window, _PROOF_WINDOW),
         sinks=torch.randn(heads, device=device) if call.has_sinks else None,
     )
+    segments = make_segments(query_lengths, key_lengths, device)
 
-    def plain(inputs: dict[str, Tensor]) -> Tensor:
-        return plain_attention(**inputs, segments=segments, options=options)
+    def ours(*inputs: Tensor) -> Tensor:
+        return backend(*inputs, segments, options)
 
-    def ours(inputs: dict[str, Tensor]) -> Tensor:
-        return backend(*inputs.values(), segments, options)
-
-    return _trial(given, ours, plain, plain, least=_ATTENTION_BOUND if dtype == torch.float32 else 0.0)
+    plain = functools.partial(plain_attention, segments=segments, options=options)
+    return _trial(given, ours, plain, plain, least=proofs.ATTENTION_BOUND if dtype == torch.float32 else 0.0)
 
 
 def plain_attention(
@@ -296,7 +284,7 @@ def recurrence_error(
     call: RecurrentCall, run: Callable[[RecurrentCall], Any], device: torch.device
 ) -> tuple[float, float]:
     """Returns the `_trial` of a recurrent function on a row, against the family's own on each sequence alone,
-    token by token if it can. A kernel of another package may have `_KERNEL_ROUNDINGS`."""
+    token by token if it can. A kernel of another package may err by `KERNEL_EPSILONS`."""
     row = _row_of_lengths(device)
     segments = row.segments
     assert segments is not None and segments.kv_gather is not None
@@ -319,26 +307,26 @@ def recurrence_error(
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    def in_row(inputs: dict[int | str, Tensor]) -> Tensor:
+    def in_row(*inputs: Tensor) -> Tensor:
         def function(*arguments: Any, **options: Any) -> Any:
             return run(replace(call, arguments=arguments, options=options))
 
-        return output(function, inputs, row_segments=segments)
+        return output(function, dict(zip(given, inputs, strict=True)), row_segments=segments)
 
-    def one_by_one(inputs: dict[int | str, Tensor], function: RowFunction = call.stock) -> Tensor:
+    def one_by_one(*inputs: Tensor, function: RowFunction = call.stock) -> Tensor:
         """Calls the family's own function on each sequence alone; keeps the outputs of its segment."""
-        parts = []
+        named, parts = dict(zip(given, inputs, strict=True)), []
         for positions, count in zip(tokens, segments.query_lengths, strict=True):
-            own = {place: inputs[place].index_select(dim, positions) for place in of_tokens}
-            parts.append(output(function, inputs | own).narrow(dim, len(positions) - count, count))
+            own = {place: named[place].index_select(dim, positions) for place in of_tokens}
+            parts.append(output(function, named | own).narrow(dim, len(positions) - count, count))
         return torch.cat(parts, dim=dim)
 
     code = vars(sys.modules[call.stock.__module__])
     by_token = inspect.unwrap(code.get(_BY_TOKEN.get(call.name, ""), call.stock))
-    least = _RECURRENCE_BOUND
+    exact, least = functools.partial(one_by_one, function=by_token), proofs.RECURRENCE_BOUND
     if call.kernel is not None:
-        least = max(least, _KERNEL_ROUNDINGS * torch.finfo(call.arguments[0].dtype).eps)
-    return _trial(given, in_row, one_by_one, functools.partial(one_by_one, function=by_token), least=least)
+        least = max(least, proofs.KERNEL_EPSILONS * torch.finfo(call.arguments[0].dtype).eps)
+    return _trial(list(given.values()), in_row, one_by_one, exact, least=least)
 
 
 def _row_of_lengths(device: torch.device) -> Row:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,19 +21,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dpo_pack.model.compiling import outermost_layers, text_model
+from dpo_pack import proofs
 from dpo_pack.model.config import attention_names, routes_tokens
-from dpo_pack.model.fast_layers import stock_layers
+from dpo_pack.model.fast_layers import outermost_layers, stock_layers, text_model
 from dpo_pack.model.parallel import is_sharded
 from dpo_pack.model.recurrence import torch_recurrences
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.packing.lengths import AnyIntArray, Group
+from dpo_pack.packing.lengths import Group
+from dpo_pack.proofs import PADDED_REMEDY, Proof, image_groups, pair_sums, proof_row, random_groups
 from dpo_pack.proofs.layers import prove_layers
-from dpo_pack.proofs.rows import PADDED_REMEDY, Proof, image_groups, pair_sums, proof_row, random_groups
 from dpo_pack.system.errors import is_out_of_memory, one_line
 
-# Allowed error of a sequence's log-prob in fp32, in nats.
-FLOAT32_BOUND = 1e-4
 # Rounding is measured this often, because it varies, above all if it makes a router choose another expert.
 _NUM_DRAWS = 4
 # The part of a pair in which a token changes (0 context, 1 chosen, 2 rejected), and which sequences have it.
@@ -46,14 +44,14 @@ def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
     Padded batches use the model's own attention, one sequence in each row, so only two proofs run.
     """
     with random_groups(scorer, device) as groups:
-        proofs: list[Proof] = []
+        results: list[Proof] = []
         if scorer.backend is not None:
-            proofs = prove_layers(scorer, groups, device)
-            if not proofs[0].passed:
-                return proofs
-            proofs.append(prove_isolation(scorer, groups, device))
-        proofs += [prove_causality(scorer, groups, device), prove_equivalence(scorer, groups, device)]
-        return proofs if scorer.vision is None else [*proofs, prove_images(scorer, device)]
+            results = prove_layers(scorer, groups, device)
+            if not results[0].passed:
+                return results
+            results.append(prove_isolation(scorer, groups, device))
+        results += [prove_causality(scorer, groups, device), prove_equivalence(scorer, groups, device)]
+        return results if scorer.vision is None else [*results, prove_images(scorer, device)]
 
 
 def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | None:
@@ -98,14 +96,8 @@ def prove_isolation(scorer: CompletionLogps, groups: Sequence[Group], device: to
         before, behind = torch.cat((before, others[0])), torch.cat((behind, others[1]))
     else:
         behind = torch.cat((before, behind))
-    leaks, bound, keeps = _leak(scorer, behind, noise=before)
-    return Proof(
-        name="isolation",
-        passed=leaks <= bound and moved > 0.0,
-        numbers={"change of other pairs": leaks, "change of its own pair": moved},
-        bound=f"other pairs change by {keeps}, its own pair by more than 0",
-        remedy=PADDED_REMEDY,
-    )
+    measured = _leak(scorer, behind, before, moved, "other pairs", "its own pair")
+    return Proof(name="isolation", **measured, remedy=PADDED_REMEDY)
 
 
 def _changes_around(
@@ -147,29 +139,32 @@ def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: to
                 lasts.append(tokens[-1:])
             else:
                 others.append(tokens)
+    noise, moved = torch.cat(others), float(torch.cat(lasts).max())
     if not routes_tokens(scorer.model.config):
         earlier += others
-    moved = float(torch.cat(lasts).max())
-    leaks, bound, keeps = _leak(scorer, torch.cat(earlier), noise=torch.cat(others))
-    return Proof(
-        name="causality",
-        passed=leaks <= bound and moved > 0.0,
-        numbers={"change of earlier tokens": leaks, "change of the last token": moved},
-        bound=f"earlier tokens change by {keeps}, the last token by more than 0",
-        remedy="the model's tokens see later tokens, and only causal models can be trained; choose one",
-    )
+    measured = _leak(scorer, torch.cat(earlier), noise, moved, "earlier tokens", "the last token")
+    remedy = "the model's tokens see later tokens, and only causal models can be trained; choose one"
+    return Proof(name="causality", **measured, remedy=remedy)
 
 
-def _leak(scorer: CompletionLogps, changes: Tensor, *, noise: Tensor) -> tuple[float, float, str]:
-    """Returns (measured change, bound, bound in words) for log-probs that should not change: the largest, or
-    in a mixture of experts the mean without the largest tenth: rounding can send a token to other experts."""
-    leaks = float(changes.max())
-    if not routes_tokens(scorer.model.config):
-        return leaks, 0.0, "nothing"
-    bound = max(3 * float(noise.mean()), 4 * torch.finfo(scorer.compute_dtype).eps)
-    if math.isfinite(leaks):
-        leaks = float(changes.sort().values[: math.ceil(0.9 * len(changes))].mean())
-    return leaks, bound, f"<= {bound:.0e}"
+def _leak(
+    scorer: CompletionLogps, changes: Tensor, noise: Tensor, moved: float, others: str, own: str
+) -> dict[str, Any]:
+    """Returns fields of the Proof that log-probs of `others` do not change, whose changes are given, but that
+    of `own` does. What is measured is the largest change, or in a mixture of experts the mean without the
+    largest tenth: rounding can send a token to other experts."""
+    leaks, bound, keeps = float(changes.max()), 0.0, "nothing"
+    if routes_tokens(scorer.model.config):
+        eps = torch.finfo(scorer.compute_dtype).eps
+        bound = max(proofs.LEAK_NOISES * float(noise.mean()), proofs.LEAK_EPSILONS * eps)
+        keeps = f"<= {bound:.0e}"
+        if math.isfinite(leaks):
+            leaks = float(changes.sort().values[: math.ceil(0.9 * len(changes))].mean())
+    return {
+        "passed": leaks <= bound and moved > 0.0,
+        "numbers": {f"change of {others}": leaks, f"change of {own}": moved},
+        "bound": f"{others} change by {keeps}, {own} by more than 0",
+    }
 
 
 def _with_change(groups: Sequence[Group], pair: int, part: int) -> list[Group]:
@@ -194,14 +189,14 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
     Rounding in 16 bits hides a position that is wrong by one. So if the parameters are fp32, as under
     autocast by default, the proof runs in fp32 too."""
     numbers, passed = distance_of_row(scorer, groups, device)
-    bound = "mean error a token <= 3 x rounding"
+    bound = f"mean error a token <= {proofs.ROUNDINGS:g} x rounding"
     if scorer.compute_dtype == torch.float32:
-        bound = f"max error <= {FLOAT32_BOUND:.0e}, or {bound}"
+        bound = f"max error <= {proofs.FLOAT32_BOUND:.0e}, or {bound}"
     elif scorer.gather_dtype is None and next(scorer.model.parameters()).dtype == torch.float32:
         with scorer.in_float32():
             exact_numbers, is_exact = distance_of_row(scorer, groups, device)
         numbers |= {f"{name}, in float32": number for name, number in exact_numbers.items()}
-        bound += f"; in float32 max error <= {FLOAT32_BOUND:.0e}, or the same"
+        bound += f"; in float32 max error <= {proofs.FLOAT32_BOUND:.0e}, or the same"
         passed = passed and is_exact
     remedy = f"{PADDED_REMEDY}; or try model.attention: sdpa"
     if scorer.backend is None:
@@ -223,9 +218,9 @@ def prove_images(scorer: CompletionLogps, device: torch.device) -> Proof:
     return replace(
         proof,
         name="images",
-        passed=proof.passed and float(moved) > 3 * exact,
+        passed=proof.passed and float(moved) > proofs.IMAGE_CHANGES * exact,
         numbers=proof.numbers | {"change by exchanged images": float(moved)},
-        bound=f"{proof.bound}; exchanged images change more than {3 * exact:.0e}",
+        bound=f"{proof.bound}; exchanged images change more than {proofs.IMAGE_CHANGES * exact:.0e}",
         remedy="leave out model.images, and report the model's family",
     )
 
@@ -233,20 +228,32 @@ def prove_images(scorer: CompletionLogps, device: torch.device) -> Proof:
 def distance_of_row(
     scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
 ) -> tuple[dict[str, float], bool]:
-    """Returns `distance_from_stock` of the log-probs of the groups' sequences in one row."""
-    sequences = [(group, completion) for group in groups for completion in group.completions]
-    tokens = torch.tensor([len(completion) for _, completion in sequences], device=device)
-    in_row = pair_sums(scorer, groups, device).flatten()
-    return distance_from_stock(scorer, in_row, lambda: _logps_alone(scorer, sequences, device), tokens)
+    """Returns how far log-probs of the groups' sequences in one row are from those of each sequence alone:
+    (measured errors, whether they are small enough).
+
+    A mixture of experts leaves out the worst sequence. In fp32, rounding is measured only above
+    `FLOAT32_BOUND`."""
+    tokens = torch.tensor([len(ids) for group in groups for ids in group.completions], device=device)  # [S]
+    alone = _logps_alone(scorer, groups, device)
+    errors = (pair_sums(scorer, groups, device).flatten() - alone).abs()
+    by_token = (errors / tokens).sort().values
+    if routes_tokens(scorer.model.config):
+        by_token = by_token[:-1]
+    largest, mean = float(errors.max()), float(by_token.mean())
+    numbers = {"max error": largest, "mean error a token": mean}
+    if scorer.compute_dtype == torch.float32 and largest <= proofs.FLOAT32_BOUND:
+        return numbers, True
+    moved = (_rounded_otherwise(scorer, groups, device) - alone).abs()
+    by_rounding = float((moved / tokens).mean(dim=1).max())
+    is_rounding = math.isfinite(largest) and mean <= proofs.ROUNDINGS * by_rounding
+    return {**numbers, "rounding a token": by_rounding, "rounding": float(moved.max())}, is_rounding
 
 
-def _logps_alone(
-    scorer: CompletionLogps, sequences: Sequence[tuple[Group, AnyIntArray]], device: torch.device
-) -> Tensor:
+def _logps_alone(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Tensor:
     """Returns [S] float64 log-probs, a sequence in a batch of one, from the model's own full logits."""
     sums = []
     with as_published(scorer.model):
-        for group, completion in sequences:
+        for group, completion in ((each, ids) for each in groups for ids in each.completions):
             begin = len(group.context)
             ids = torch.from_numpy(np.concatenate((group.context, completion)))[None].to(device)
             with scorer.autocasting(device):
@@ -258,32 +265,9 @@ def _logps_alone(
     return torch.stack(sums)
 
 
-def distance_from_stock(
-    scorer: CompletionLogps, ours: Tensor, compute_alone: Callable[[], Tensor], tokens: Tensor
-) -> tuple[dict[str, float], bool]:
-    """Returns (measured errors, whether they are small enough). `ours` and `tokens` are [S].
-
-    The mean error per token may be three times the error that rounding causes in the plain computation; a
-    mixture of experts leaves out the worst sequence. In fp32 rounding is measured only above `FLOAT32_BOUND`.
-    """
-    alone = compute_alone()
-    errors = (ours - alone).abs()
-    by_token = (errors / tokens).sort().values
-    if routes_tokens(scorer.model.config):
-        by_token = by_token[:-1]
-    largest, mean = float(errors.max()), float(by_token.mean())
-    numbers = {"max error": largest, "mean error a token": mean}
-    if scorer.compute_dtype == torch.float32 and largest <= FLOAT32_BOUND:
-        return numbers, True
-    moved = (_rounded_otherwise(scorer, compute_alone) - alone).abs()
-    by_rounding = float((moved / tokens).mean(dim=1).max())
-    is_rounding = math.isfinite(largest) and mean <= 3 * by_rounding
-    return {**numbers, "rounding a token": by_rounding, "rounding": float(moved.max())}, is_rounding
-
-
-def _rounded_otherwise(scorer: CompletionLogps, compute_alone: Callable[[], Tensor]) -> Tensor:
-    """Returns [draws, S] results where embeddings and each layer's output get random relative errors of up to
-    half the dtype's epsilon."""
+def _rounded_otherwise(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Tensor:
+    """Returns [draws, S] log-probs of sequences alone, where embeddings and each layer's output get random
+    relative errors of up to half the dtype's epsilon."""
     eps = torch.finfo(scorer.compute_dtype).eps
 
     def perturb(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -295,7 +279,7 @@ def _rounded_otherwise(scorer: CompletionLogps, compute_alone: Callable[[], Tens
     changed = (scorer.model.get_input_embeddings(), *layers)
     hooks = [module.register_forward_hook(perturb) for module in changed]
     try:
-        return torch.stack([compute_alone() for _ in range(_NUM_DRAWS)])
+        return torch.stack([_logps_alone(scorer, groups, device) for _ in range(_NUM_DRAWS)])
     finally:
         for hook in hooks:
             hook.remove()

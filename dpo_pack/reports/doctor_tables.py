@@ -14,7 +14,7 @@ from rich.table import Table
 
 import dpo_pack
 from dpo_pack.model.attention import BACKENDS, AttentionNeeds, backend_obstacle
-from dpo_pack.proofs.rows import ProofOutcome
+from dpo_pack.proofs import ProofOutcome
 from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.system.machine import bfloat16_instructions, cpu_name, host_memory, package_versions
 

@@ -38,8 +38,8 @@ from dpo_pack.model.parallel import full_state, is_sharded
 from dpo_pack.model.saving import find_beyond, is_tied, round_weights, save_model
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.rows import image_groups, pair_sums, random_groups
-from dpo_pack.proofs.start_up import FLOAT32_BOUND, distance_of_row
+from dpo_pack.proofs import FLOAT32_BOUND, image_groups, pair_sums, random_groups
+from dpo_pack.proofs.start_up import distance_of_row
 from dpo_pack.recipe.load import Recipe, dump_recipe, has_tokenizer
 from dpo_pack.recipe.schema import EvalFraction, ModelRecipe
 from dpo_pack.reference.cache import default_cache_directory

@@ -19,7 +19,7 @@ from dpo_pack.model.parallel import DistributedPolicy, distribute_policy
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.online.phases import WinRate
 from dpo_pack.packing.plan import PackingPlan
-from dpo_pack.proofs.rows import ProofOutcome
+from dpo_pack.proofs import ProofOutcome
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.run.checkpoint import load_checkpoint, run_identity

@@ -24,9 +24,8 @@ from dpo_pack.model.attention.segments import MAX_MASK_BYTES
 from dpo_pack.model.config import count_experts, routes_tokens
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HEAD_BOUNDS
-from dpo_pack.model.lora import read_adapter
+from dpo_pack.model.lora import bits_per_weight, read_adapter
 from dpo_pack.model.parallel import DistributedPolicy
-from dpo_pack.model.quantize import bits_per_weight
 from dpo_pack.model.scorer import Precision
 from dpo_pack.packing.lengths import IntArray, ModelShape
 from dpo_pack.packing.plan import PackingPlan

@@ -22,17 +22,17 @@ from transformers import PretrainedConfig
 import dpo_pack
 from dpo_pack.data.images import ImageProcessor
 from dpo_pack.model.building import load_model
-from dpo_pack.model.compiling import compiler_obstacle
 from dpo_pack.model.config import check_packs, routes_tokens
 from dpo_pack.model.facts import ModelFacts
+from dpo_pack.model.fast_layers import compiler_obstacle
 from dpo_pack.model.fingerprint import meta_tensors, weight_files
 from dpo_pack.model.loading import load_config, load_processor
 from dpo_pack.model.lora import read_adapter, require_peft
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel, resolve_precision
 from dpo_pack.model.vision import vision_family
+from dpo_pack.proofs import Proof, ProofOutcome
 from dpo_pack.proofs.layers import take_kernels
-from dpo_pack.proofs.rows import Proof, ProofOutcome
 from dpo_pack.proofs.start_up import compiling_obstacle, prove
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.schema import why_not_sharded

@@ -183,7 +183,7 @@ def trl_variants(
     """What else could be its best: checkpointing where memory ran out; the fastest settings with other
     attention, compiled, with kernels that are installed here, with other settings of malloc.
     """
-    from dpo_pack.model.attention.flash import flash_attn_obstacle
+    from dpo_pack.model.attention.cuda import flash_attn_obstacle
 
     for contender in out_of_memory:
         if not contender.gradient_checkpointing:

@@ -28,7 +28,7 @@ from benchmarking.contenders import (
 from benchmarking.workloads import digest_of
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.proofs.rows import proof_groups, proof_row
+from dpo_pack.proofs import proof_groups, proof_row
 from dpo_pack.recipe.load import Recipe, parse_recipe
 from dpo_pack.run.pairs import ReferencePass, prepare_reference
 from dpo_pack.run.setup import Setup

@@ -18,8 +18,7 @@ from support.groups import CPU, make_row, random_groups, segments_of
 from support.marks import slow
 from torch import Tensor
 
-import dpo_pack.model.attention.flash as flash
-import dpo_pack.model.attention.flex as flex
+import dpo_pack.model.attention.cuda as cuda
 from dpo_pack.model import attention
 from dpo_pack.model.attention import (
     BACKENDS,
@@ -160,7 +159,7 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    flex._kernel.cache_clear()
+    cuda._kernel.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -169,7 +168,7 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_by_flex_equals_a_softmax_written_out(
     window: int | None, special: str, flex_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex, "_BLOCK", 16)  # a row of several blocks
+    monkeypatch.setattr(cuda, "_BLOCK", 16)  # a row of several blocks
     size = {"softcap": 4, "sinks": 2}.get(special, 8)  # may be as large as a number of heads
     assert_as_written_out("flex", window, special, dtype=torch.float32, size=size, bound=1e-5)
 
@@ -178,7 +177,7 @@ def test_attention_by_flex_equals_a_softmax_written_out(
 def test_flex_visits_the_blocks_that_hold_a_visible_key_and_no_other_ones(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex, "_BLOCK", 8)
+    monkeypatch.setattr(cuda, "_BLOCK", 8)
     segments = make_segments(CPU)
     parts = [
         segments.mask(*lengths, window)
@@ -187,7 +186,7 @@ def test_flex_visits_the_blocks_that_hold_a_visible_key_and_no_other_ones(
     whole = torch.block_diag(*parts)
     blocks = torch.nn.functional.pad(whole, (0, -whole.shape[1] % 8, 0, -whole.shape[0] % 8))
     expected = blocks.unflatten(0, (-1, 8)).unflatten(2, (-1, 8)).any(dim=3).any(dim=1)
-    found = flex._block_mask(segments, window, CPU).to_dense()[0, 0].bool()
+    found = cuda._block_mask(segments, window, CPU).to_dense()[0, 0].bool()
     assert torch.equal(found, expected) and not expected.all()
 
 
@@ -302,7 +301,7 @@ def test_the_backward_pass_of_torch_varlen_is_deterministic_and_nothing_else_is(
     def watched(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             modes[name] = torch.are_deterministic_algorithms_enabled()
-            modes["fills"] = flash._memory.fill_uninitialized_memory  # all new memory with NaN
+            modes["fills"] = cuda._memory.fill_uninitialized_memory  # all new memory with NaN
             if fails and name == "backward":
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return kernel(*arguments, **options)
@@ -310,11 +309,11 @@ def test_the_backward_pass_of_torch_varlen_is_deterministic_and_nothing_else_is(
         return call
 
     kernels = {
-        name: watched(name, vars(flash._operators)[f"_flash_attention_{name}"])
+        name: watched(name, vars(cuda._operators)[f"_flash_attention_{name}"])
         for name in ("forward", "backward")
     }
     operators = SimpleNamespace(**{f"_flash_attention_{name}": call for name, call in kernels.items()})
-    monkeypatch.setattr(flash, "_operators", operators)
+    monkeypatch.setattr(cuda, "_operators", operators)
     segments = make_segments(CPU)
     queries, keys = (
         torch.zeros(sum(lengths), 2, 8, dtype=torch.bfloat16, requires_grad=True)
@@ -330,7 +329,7 @@ def test_the_backward_pass_of_torch_varlen_is_deterministic_and_nothing_else_is(
         if not fails:
             assert not modes.pop("after")
         assert modes == {"forward": False, "backward": True, "fills": False}
-        assert flash._memory.fill_uninitialized_memory
+        assert cuda._memory.fill_uninitialized_memory
         assert torch.get_deterministic_debug_mode() == 0
     with torch.no_grad():
         BACKENDS["torch_varlen"](before, keys, keys, segments, options)
@@ -353,10 +352,10 @@ def test_torch_s_operators_take_what_they_are_given_and_return_what_compiled_cod
 
     keys = states(segments.query_lengths if gathers else segments.key_lengths, 2)
     inputs = states(segments.query_lengths, 4), keys, keys
-    asked = (segments.number, 0.5, flash._neighbours(window)[0])
-    out, normalizers = flash._attend._init_fn(*inputs, *asked)
-    grads = flash._attend_backward._init_fn(out, *inputs, out, normalizers, *asked)
-    expected = flash._attend(*inputs, *asked)
-    expected_grads = flash._attend_backward(out, *inputs, *expected, *asked)
+    asked = (segments.number, 0.5, cuda._neighbours(window)[0])
+    out, normalizers = cuda._attend._init_fn(*inputs, *asked)
+    grads = cuda._attend_backward._init_fn(out, *inputs, out, normalizers, *asked)
+    expected = cuda._attend(*inputs, *asked)
+    expected_grads = cuda._attend_backward(out, *inputs, *expected, *asked)
     for ours, theirs in zip((out, normalizers, *grads), (*expected, *expected_grads), strict=True):
         assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)

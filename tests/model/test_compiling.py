@@ -26,8 +26,8 @@ from torch._dynamo.utils import counters
 import dpo_pack.model.building as building
 import dpo_pack.run.models as recipe_models
 from dpo_pack.model.attention import BACKENDS
-from dpo_pack.model.compiling import compile_layers, compiler_obstacle
 from dpo_pack.model.facts import ModelFacts
+from dpo_pack.model.fast_layers import checkpoint_activations, compile_layers, compiler_obstacle
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import compile_head
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
@@ -97,7 +97,7 @@ def test_a_layer_with_a_kernel_is_one_graph(
     scorer = load_scorer(model_path)
     scorer.backend, scorer.autocast = BACKENDS["torch_varlen"], torch.bfloat16
     if checkpoints:
-        building.checkpoint_activations(scorer.model, keeps_products=False)
+        checkpoint_activations(scorer.model, keeps_products=False)
     expected = [logps_and_gradient(scorer, make_row(seed)) for seed in range(3)]
     compile_quickly(scorer.model)
     for seed, (sums, gradient) in enumerate(expected):

@@ -23,15 +23,18 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoModelForCausalLM
 
 from dpo_pack.losses.objective import make_objective
-from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, flash, register_attention
-from dpo_pack.model.building import checkpoint_activations
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, cuda, register_attention
 from dpo_pack.model.facts import router_balance
-from dpo_pack.model.fast_layers import cast_experts, tile_feed_forwards, trim_last_layer
+from dpo_pack.model.fast_layers import (
+    cast_experts,
+    checkpoint_activations,
+    tile_feed_forwards,
+    trim_last_layer,
+)
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import WantedStatistics
-from dpo_pack.model.lora import attach_adapter
+from dpo_pack.model.lora import attach_adapter, compute_restored
 from dpo_pack.model.parallel import DistributedPolicy
-from dpo_pack.model.quantize import compute_restored
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.recipe.training import LossRecipe
@@ -85,9 +88,9 @@ def test_the_operator_of_attention_waits_for_nothing(gathers: bool) -> None:
     )
     asked = (segments.number, 0.5, -1)
     with Counting() as forward:
-        results = flash._attend._init_fn(queries, keys, keys, *asked)
+        results = cuda._attend._init_fn(queries, keys, keys, *asked)
     with Counting() as backward:
-        grads = flash._attend_backward._init_fn(results[0], queries, keys, keys, *results, *asked)
+        grads = cuda._attend_backward._init_fn(results[0], queries, keys, keys, *results, *asked)
     assert [grad.shape for grad in grads] == [queries.shape, keys.shape, keys.shape]
     assert all(each.is_cuda and each.dtype == torch.bfloat16 for each in (results[0], *grads))
     assert forward.names.total() == (3 if gathers else 1)

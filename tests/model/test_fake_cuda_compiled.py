@@ -12,14 +12,13 @@ from support.fake_cuda import CUDA, fake_cuda, has_fake_driver, inductor_without
 from torch._inductor.codecache import PyCodeCache
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, flex, register_attention
-from dpo_pack.model.attention.flex import flex_attention
+from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, cuda, register_attention
+from dpo_pack.model.attention.cuda import flex_attention
 from dpo_pack.model.attention.segments import AttentionOptions, make_segments
-from dpo_pack.model.compiling import compile_layers
-from dpo_pack.model.fast_layers import trim_last_layer
+from dpo_pack.model.fast_layers import compile_layers, trim_last_layer
 from dpo_pack.model.logps import compile_head
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.proofs.rows import proof_groups
+from dpo_pack.proofs import proof_groups
 from dpo_pack.proofs.start_up import compiling_obstacle
 
 pytestmark = [
@@ -51,7 +50,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     register_attention()
     groups = proof_groups(1000)  # drawn by torch, here from a true generator
-    monkeypatch.setattr("dpo_pack.proofs.rows.proof_groups", lambda vocabulary: groups)
+    monkeypatch.setattr("dpo_pack.proofs.proof_groups", lambda vocabulary: groups)
     with inductor_without_a_gpu() as codes, fake_cuda(backward=True):
         yield codes
 
@@ -105,7 +104,7 @@ def test_flex_is_compiled_for_rows_of_all_lengths(special: str, compiled: list[s
     sinks = torch.zeros(8, device=CUDA) if special == "sinks" else None
     softcap = 50.0 if special == "softcap" else None
     options = AttentionOptions(scale=0.0625, window=64, softcap=softcap, sinks=sinks)
-    flex._kernel.cache_clear()
+    cuda._kernel.cache_clear()
     run_flex(compiled, options, head_dim=128, rows=2)
     before = len(compiled)
     run_flex(compiled, options, head_dim=128, rows=5)
@@ -120,7 +119,7 @@ def test_every_generated_kernel_becomes_machine_code(capability: tuple[int, int]
         scorer = compiled_scorer(CONFIGS["qwen3 1.7B"])
         sums = scorer(row_of(700)).sums
         sums.backward(gradient=torch.ones_like(sums))
-        flex._kernel.cache_clear()
+        cuda._kernel.cache_clear()
         options = AttentionOptions(scale=0.0625, window=64, softcap=50.0, sinks=None)
         run_flex(codes, options, head_dim=128, rows=1)
         num_kernels = 0

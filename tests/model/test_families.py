@@ -30,8 +30,8 @@ from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.config import FAMILIES, Family, attention_needs, check_packs, layer_windows, routes_tokens
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
+from dpo_pack.proofs import proof_groups, proof_row
 from dpo_pack.proofs.layers import Recorded, SeamCall
-from dpo_pack.proofs.rows import proof_groups, proof_row
 from dpo_pack.system.errors import UnsupportedModelError
 
 REPOSITORY = Path(__file__).resolve().parents[2]

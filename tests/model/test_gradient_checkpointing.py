@@ -14,9 +14,8 @@ from support.tiny_models import tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dpo_pack.model.compiling as compiling
-from dpo_pack.model.compiling import compile_layers
-from dpo_pack.model.fast_layers import tile_feed_forwards
+import dpo_pack.model.fast_layers as fast_layers
+from dpo_pack.model.fast_layers import compile_layers, tile_feed_forwards
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.schema import LoraRecipe
@@ -80,7 +79,7 @@ def test_both_kinds_of_checkpointing_change_no_gradient_and_the_selective_one_co
         with Operations() as seen:
             results[kind] = gradients_of(loaded, rows)
         counts[kind] = Counter(
-            {name: count for name, count in seen.counts.items() if name in compiling._KEPT_OPERATIONS}
+            {name: count for name, count in seen.counts.items() if name in fast_layers._KEPT_OPERATIONS}
         )
     assert counts[False] and counts["selective"] < counts[True]
     if adapter == "full":  # with an adapter the first layer's input needs a gradient where layers recompute

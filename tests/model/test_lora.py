@@ -26,7 +26,7 @@ from dpo_pack.model.lora import Adapter, attach_adapter, read_adapter
 from dpo_pack.model.saving import save_model
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.rows import proof_groups
+from dpo_pack.proofs import proof_groups
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.system.errors import ModelError

@@ -20,7 +20,7 @@ from dpo_pack.model.building import load_model
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.parallel import ALONE, Strategy, distribute_policy
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.proofs.rows import proof_groups
+from dpo_pack.proofs import proof_groups
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.models import resolve_model
 from dpo_pack.trainer import train

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpo_pack.model.scorer as scorer_module
 from dpo_pack.model.attention import BACKENDS
-from dpo_pack.model.compiling import compile_layers
+from dpo_pack.model.fast_layers import compile_layers
 from dpo_pack.model.layout import packed_row
-from dpo_pack.proofs.rows import proof_groups
+from dpo_pack.proofs import proof_groups
 
 pytestmark = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.23"), reason="the numbers are those of transformers 5.23"

@@ -36,14 +36,13 @@ from dpo_pack.model.attention.segments import RowSegments, make_gather
 from dpo_pack.model.config import check_packs
 from dpo_pack.model.facts import model_shape, without_weights
 from dpo_pack.model.recurrence import wrap_recurrent_layers
-from dpo_pack.model.recurrence.kernels import KERNELS
-from dpo_pack.model.recurrence.pieces import row_history, row_pieces
+from dpo_pack.model.recurrence.kernels import KERNELS, row_history, row_pieces
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.proofs.layers import take_kernels
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.system.errors import UnsupportedModelError
 
-THE_PAIR = group([1, 2], [7, 8, 9], [7, 5])  # of the docstrings of layout.py and pieces.py
+THE_PAIR = group([1, 2], [7, 8, 9], [7, 5])  # of the docstrings of layout.py and kernels.py
 
 
 def pieces_of(segments: RowSegments) -> tuple[list[list[float]], list[list[float]], list[int]]:

@@ -27,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dpo_pack.model.building as building
 from dpo_pack.model.building import load_model
-from dpo_pack.model.compiling import compile_layers
+from dpo_pack.model.fast_layers import compile_layers
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import compile_head
 from dpo_pack.model.parallel import ALONE, Strategy, distribute_policy, full_state, is_sharded, shard_model

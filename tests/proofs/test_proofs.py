@@ -27,9 +27,8 @@ from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs import start_up
-from dpo_pack.proofs.rows import Proof, pair_sums, proof_groups
-from dpo_pack.proofs.start_up import FLOAT32_BOUND, prove, prove_equivalence
+from dpo_pack.proofs import FLOAT32_BOUND, Proof, pair_sums, proof_groups, start_up
+from dpo_pack.proofs.start_up import prove, prove_equivalence
 
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "float32": (torch.float32, None),

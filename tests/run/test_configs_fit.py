@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from dpo_pack.model.facts import model_shape, without_weights
-from dpo_pack.model.quantize import bits_per_weight, quantization_settings
+from dpo_pack.model.lora import bits_per_weight, quantization_settings
 from dpo_pack.model.scorer import resolve_precision
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.memory_estimate import GIB, MemoryFacts, estimate_memory, memory_shape

@@ -22,7 +22,7 @@ from support.whole_runs import adapter_recipe as recipe_in
 from support.whole_runs import num_computed
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dpo_pack.model.quantize import compute_restored, quantization_settings
+from dpo_pack.model.lora import compute_restored, quantization_settings
 from dpo_pack.recipe.load import check_environment
 from dpo_pack.run.export import merge_adapter
 from dpo_pack.run.models import check_model, load_and_prove, resolve_model

@@ -24,7 +24,7 @@ from dpo_pack.model.fast_layers import trim_last_layer
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.rows import Proof
+from dpo_pack.proofs import Proof
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.system.errors import UnsupportedModelError
 from support.groups import CPU, make_row

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import dpo_pack.model.attention.flash as flash
+import dpo_pack.model.attention.cuda as cuda
 
 
 def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
@@ -90,7 +90,7 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     package.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     operators = SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
-    monkeypatch.setattr(flash, "_operators", operators)
+    monkeypatch.setattr(cuda, "_operators", operators)
     return dtypes
 
 

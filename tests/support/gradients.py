@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.proofs.rows import proof_groups
+from dpo_pack.proofs import proof_groups
 from support.groups import make_row
 from support.tiny_models import VOCABULARY
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-import dpo_pack.proofs.rows as proof_rows
+from dpo_pack import proofs
 from dpo_pack.model.attention import ATTENTION_NAME, AttentionBackend, row_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.attention.segments import (
@@ -26,8 +26,8 @@ from dpo_pack.model.attention.segments import (
 )
 from dpo_pack.model.layout import Row, packed_row
 from dpo_pack.model.logps import HeadTransform
-from dpo_pack.model.recurrence import RecurrentCall, pieces
-from dpo_pack.model.recurrence.pieces import PieceBatch, RowPieces
+from dpo_pack.model.recurrence import RecurrentCall, kernels
+from dpo_pack.model.recurrence.kernels import PieceBatch, RowPieces
 from dpo_pack.model.scorer import CompletionLogps
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def no_gather(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
         )
         return replace(row, segments=alone)
 
-    patch.setattr(proof_rows, "packed_row", without_prompt)
+    patch.setattr(proofs, "packed_row", without_prompt)
 
 
 def wrong_gather(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
@@ -82,16 +82,18 @@ def shifted_position(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None
             first += num_queries
         return replace(row, position_ids=positions)
 
-    patch.setattr(proof_rows, "packed_row", shifted)
+    patch.setattr(proofs, "packed_row", shifted)
 
 
 def change_mask(change: Callable[[int, int, int | None], tuple[int, int | None]]) -> Break:
     """The mask of other last queries, or of another window."""
     mask = RowSegments.mask
 
-    def changed(segments: RowSegments, num_queries: int, num_keys: int, window: int | None) -> Tensor:
+    def changed(
+        segments: RowSegments, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype
+    ) -> Tensor:
         offset, window = change(num_queries, num_keys, window)
-        return mask(segments, num_queries, num_keys, window).roll(-offset, dims=1)
+        return mask(segments, num_queries, num_keys, window, dtype).roll(-offset, dims=1)
 
     return lambda patch, scorer: patch.setattr(RowSegments, "mask", changed)
 
@@ -254,12 +256,12 @@ def leak_of_the_row(call: RecurrentCall) -> Any:
 
 
 def change_pieces(change: Callable[[RowPieces], RowPieces]) -> Break:
-    make = pieces._make_pieces
+    make = kernels._make_pieces
 
     def changed(segments: RowSegments, *, padded: bool) -> RowPieces:
         return change(make(segments, padded=padded))
 
-    return lambda patch, scorer: patch.setattr(pieces, "_make_pieces", changed)
+    return lambda patch, scorer: patch.setattr(kernels, "_make_pieces", changed)
 
 
 def from_another_group(made: RowPieces) -> RowPieces:

@@ -19,11 +19,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from dpo_pack.model.attention.flash import flash_attn_attention, flash_attn_obstacle, torch_varlen_attention
-from dpo_pack.model.attention.flex import flex_attention
+from dpo_pack.model.attention.cuda import (
+    flash_attn_attention,
+    flash_attn_obstacle,
+    flex_attention,
+    torch_varlen_attention,
+)
 from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_segments
-from dpo_pack.model.compiling import compiler_obstacle
+from dpo_pack.model.fast_layers import compiler_obstacle
 from dpo_pack.system.errors import UnsupportedModelError, first_line, is_out_of_memory
 
 # Names containing "flash", "sdpa", "flex_attention", "/" or "paged|" have a meaning in transformers.
@@ -41,7 +45,7 @@ def register_attention() -> None:
 
 @functools.cache
 def _seam() -> Callable[..., Any]:
-    # Cached, because torch would compile the layers again for another object; see model/compiling.py.
+    # Cached, because torch would compile the layers again for another object; see model/fast_layers.py.
     uncompiled = torch.compiler.disable(row_attention, reason="a row's layout is not compiled")
 
     def seam(*arguments: Any, **options: Any) -> Any:
@@ -131,14 +135,14 @@ def select_backend(
 ) -> BackendChoice:
     """Returns the requested backend, or for "auto" the first of `BACKENDS` that computes the model exactly in
     activations of `dtype`. Raises UnsupportedModelError when the requested backend cannot."""
+    register_attention()
     obstacles: list[str] = []
     for name in BACKENDS if requested == "auto" else (requested,):
         obstacle = backend_obstacle(name, needs, device=device, dtype=dtype)
         if obstacle is None:
             reason = "; ".join(obstacles) or "the fastest backend"
-            return BackendChoice(
-                name=name, reason=reason if requested == "auto" else "set by model.attention"
-            )
+            reason = reason if requested == "auto" else "set by model.attention"
+            return BackendChoice(name=name, reason=reason)
         obstacles.append(f"not {name}: {obstacle}")
     raise UnsupportedModelError(
         f"model.attention: {requested} cannot be used here: {obstacle}; use model.attention: auto"

@@ -44,9 +44,7 @@ def sdpa_attention(
     is_on_cpu, has_one_width = query.device.type == "cpu", query.shape[-1] == value.shape[-1]
     if is_plain and is_on_cpu and has_one_width and _cpu_kernel() is not None:
         states = as_autocast(query, key, value)
-        attended: Tensor = _CpuSegments.apply(  # type: ignore[no-untyped-call]
-            *states, segments, options.scale, options.window
-        )
+        attended: Tensor = _CpuSegments.apply(*states, segments, options)  # type: ignore[no-untyped-call]
         return attended
     return _segment_by_segment(query, key, value, segments, options)
 
@@ -55,34 +53,23 @@ def _segment_by_segment(
     query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
     is_plain = options.softcap is None and options.sinks is None
+    blocks, outputs = segments.blocks(options.window, has_masks=not is_plain), []
     # We split once and do not slice, because each slice's backward would write a whole [T, H, D] gradient.
-    parts = zip(
-        query.split(segments.query_lengths),
-        key.split(segments.key_lengths),
-        value.split(segments.key_lengths),
-        strict=True,
-    )
-    outputs = []
-    for q, k, v in parts:
-        num_queries, num_keys, window = len(q), len(k), options.window
-        q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
-        if is_plain and num_queries == num_keys and (window is None or window >= num_keys):
-            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options.scale))
-            continue
-        blocks = list(segments.blocks(num_queries, num_keys, window))
+    lengths = [queries.stop - queries.start for queries, _, _ in chain.from_iterable(blocks)]
+    of_blocks = iter(query.split(lengths))
+    of_segments = (states.split(segments.key_lengths) for states in (key, value))
+    for of_segment, *keys_values in zip(blocks, *of_segments, strict=True):
         # Several blocks read a key. Their gradients add up in at least fp32.
-        dtype = k.dtype if len(blocks) == 1 else torch.promote_types(k.dtype, torch.float32)
-        wide = k.to(dtype), v.to(dtype)
-        of_blocks = q.split([queries.stop - queries.start for queries, _, _ in blocks], dim=2)
-        for q_block, (_, keys, mask) in zip(of_blocks, blocks, strict=True):
-            k_block, v_block = (states[:, :, keys].to(k.dtype) for states in wide)
-            if is_plain:
-                out = F.scaled_dot_product_attention(
-                    q_block, k_block, v_block, attn_mask=mask, scale=options.scale
-                )
+        dtype = key.dtype if len(of_segment) == 1 else torch.promote_types(key.dtype, torch.float32)
+        wide = [states.to(dtype) for states in keys_values]
+        for _, keys, mask in of_segment:
+            q = _heads_first(next(of_blocks))
+            k, v = (_heads_first(states if mask is None else states[keys].to(key.dtype)) for states in wide)
+            if mask is None or is_plain:
+                choices = {"attn_mask": mask, "is_causal": mask is None, "scale": options.scale}
+                outputs.append(F.scaled_dot_product_attention(q, k, v, **choices))
             else:
-                out = _eager_attention(q_block, k_block, v_block, mask, options)
-            outputs.append(out)
+                outputs.append(_eager_attention(q, k, v, mask, options))
     return torch.cat([out.squeeze(0).transpose(0, 1) for out in outputs])
 
 
@@ -124,73 +111,57 @@ class _CpuSegments(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        segments: RowSegments,
-        scale: float,
-        window: int | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
     ) -> Tensor:
         kernel = _cpu_kernel()
         assert kernel is not None
-        # The blocks of each segment: (number, slice of the row's queries, of the gathered keys, options).
-        blocks: list[list[tuple[int, slice, slice, dict[str, Any]]]] = []
-        num_blocks = begin = first_key = 0
-        for num_queries, num_keys in zip(segments.query_lengths, segments.key_lengths, strict=True):
-            is_causal = num_queries == num_keys and (window is None or window >= num_keys)
-            whole = (slice(0, num_queries), slice(0, num_keys), None)
-            masked = () if is_causal else segments.blocks(num_queries, num_keys, window, query.dtype)
-            of_segment = []
-            for queries, keys, mask in [whole] if is_causal else masked:
-                options = {"dropout_p": 0.0, "is_causal": is_causal, "attn_mask": mask, "scale": scale}
-                rows = slice(begin + queries.start, begin + queries.stop)
-                columns = slice(first_key + keys.start, first_key + keys.stop)
-                of_segment.append((num_blocks, rows, columns, options))
-                num_blocks += 1
-            blocks.append(of_segment)
-            begin, first_key = begin + num_queries, first_key + num_keys
-        out = torch.empty_like(query)
-        log_normalizers: list[Tensor] = [out] * num_blocks
+        blocks, lengths = segments.blocks(options.window, query.dtype), segments.key_lengths
+        of_segments = list(zip(blocks, key.split(lengths), value.split(lengths), strict=True))
+        out, log_normalizers = torch.empty_like(query), dict[int, Tensor]()  # by a block's first query
 
         @torch.no_grad()  # each thread has its own grad mode
         def attend(numbers: Sequence[int]) -> None:
-            for number, queries, keys, options in chain.from_iterable(blocks[segment] for segment in numbers):
-                states = (_heads_first(query[queries]), _heads_first(key[keys]), _heads_first(value[keys]))
-                attended, log_normalizers[number] = kernel[0](*states, **options)
-                _heads_first(out[queries]).copy_(attended)
+            for of_segment, k, v in (of_segments[number] for number in numbers):
+                for queries, keys, mask in of_segment:
+                    states = map(_heads_first, (query[queries], k[keys], v[keys]))
+                    how = {"is_causal": mask is None, "attn_mask": mask, "scale": options.scale}
+                    attended, log_normalizers[queries.start] = kernel[0](*states, **how)
+                    _heads_first(out[queries]).copy_(attended)
 
         _on_threads(attend, segments)
-        ctx.save_for_backward(query, key, value, out, *log_normalizers)
-        ctx.segments, ctx.blocks, ctx.kernel = segments, blocks, kernel[1]
+        ctx.save_for_backward(query, key, value, out, *log_normalizers.values())
+        ctx.segments, ctx.blocks, ctx.kernel, ctx.scale = segments, blocks, kernel[1], options.scale
+        ctx.firsts = list(log_normalizers)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        query, key, value, out, *log_normalizers = ctx.saved_tensors
-        blocks, kernel, dtype = ctx.blocks, ctx.kernel, key.dtype
-        make = torch.empty_like
-        if len(log_normalizers) > len(blocks):  # gradients of several blocks add up, in at least fp32
+        query, key, value, out, *saved = ctx.saved_tensors
+        log_normalizers = dict(zip(ctx.firsts, saved, strict=True))
+        make, dtype, adds_up = torch.empty_like, key.dtype, len(saved) > len(ctx.blocks)
+        if adds_up:  # gradients of several blocks add up, in at least fp32
             make, dtype = torch.zeros_like, torch.promote_types(dtype, torch.float32)
         grad_query = torch.empty_like(query)
         grad_key, grad_value = make(key, dtype=dtype), make(value, dtype=dtype)
+        split = (states.split(ctx.segments.key_lengths) for states in (key, value, grad_key, grad_value))
+        of_segments = list(zip(ctx.blocks, *split, strict=True))
 
         @torch.no_grad()
         def attend(numbers: Sequence[int]) -> None:
-            for number, queries, keys, options in chain.from_iterable(blocks[segment] for segment in numbers):
-                of_block = (grad[queries], query[queries], key[keys], value[keys], out[queries])
-                parts = kernel(*map(_heads_first, of_block), log_normalizers[number], **options)
-                _heads_first(grad_query[queries]).copy_(parts[0])
-                for target, part in zip((grad_key[keys], grad_value[keys]), parts[1:], strict=True):
-                    if make is torch.zeros_like:
-                        _heads_first(target).add_(part)
-                    else:
-                        _heads_first(target).copy_(part)
+            for of_segment, k, v, *targets in (of_segments[number] for number in numbers):
+                for queries, keys, mask in of_segment:
+                    of_block = (grad[queries], query[queries], k[keys], v[keys], out[queries])
+                    states = (*map(_heads_first, of_block), log_normalizers[queries.start])
+                    parts = ctx.kernel(*states, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
+                    _heads_first(grad_query[queries]).copy_(parts[0])
+                    for target, part in zip(targets, parts[1:], strict=True):
+                        own = _heads_first(target[keys])
+                        own.add_(part) if adds_up else own.copy_(part)
 
         _on_threads(attend, ctx.segments)
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
 def _on_threads(attend: Callable[[Sequence[int]], None], segments: RowSegments) -> None:

@@ -9,9 +9,8 @@ Legend: T tokens of the row, K gathered keys, G segments, H heads, D head dimens
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -62,41 +61,52 @@ class RowSegments:
         value: Value = self.kept[key]
         return value
 
-    def mask(self, num_queries: int, num_keys: int, window: int | None) -> Tensor:
-        """Returns a bool mask [num_queries, num_keys], True where attention is allowed: causal, bottom-right.
+    def mask(
+        self, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype = torch.bool
+    ) -> Tensor:
+        """Returns a mask [num_queries, num_keys], True where attention is allowed: causal, bottom-right. Of
+        another `dtype` it is numbers to add to logits: 0 if attention is allowed, -inf if not.
 
         `window` counts the query's own position, as `sliding_window` does in transformers.
         """
-
-        def make() -> Tensor:
+        name = ("mask", num_queries, num_keys, window, dtype)
+        if name not in self.kept:
             device, last = self.cu_seqlens_q.device, num_keys - num_queries  # key that the first query sees
-            allowed = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(last)
-            return allowed if window is None else allowed.triu(last - window + 1)
-
-        return self.once(("mask", num_queries, num_keys, window), make)
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(last)
+            mask = mask if window is None else mask.triu(last - window + 1)
+            if dtype != torch.bool:
+                mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, -torch.inf)
+            self.kept[name] = mask
+        kept: Tensor = self.kept[name]
+        return kept
 
     def blocks(
-        self, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype = torch.bool
-    ) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yields (queries, keys, mask) of the blocks in which the attention of a segment is computed.
+        self, window: int | None, dtype: torch.dtype = torch.bool, *, has_masks: bool = False
+    ) -> list[list[tuple[slice, slice, Tensor | None]]]:
+        """Returns, for each segment, the blocks in which its attention is computed: (queries of the row, keys
+        of the segment, mask). A segment that is plainly causal has no mask, unless `has_masks`.
 
-        A mask of another `dtype` than bool is numbers to add to logits: 0 if attention is allowed, -inf if
-        not. It has at most MAX_MASK_BYTES. All blocks use parts of one mask, because a mask depends only on
+        A mask has at most MAX_MASK_BYTES. All blocks use parts of one mask, because a mask depends only on
         the distances from the last query and from the last key.
         """
-        fitting = max(MAX_MASK_BYTES // (num_keys * dtype.itemsize), 1)
-        size, is_whole = min(num_queries, fitting), num_queries <= fitting
-        mask = self.mask(size, num_keys, window)
-        if dtype != torch.bool:
-            zeros = functools.partial(torch.zeros, mask.shape, dtype=dtype, device=mask.device)
-            name = ("bias", size, num_keys, window, dtype)
-            mask = self.once(name, lambda: zeros().masked_fill_(~mask, float("-inf")))
-        for begin in range(0, num_queries, size):
-            end = min(begin + size, num_queries)
-            last_key = num_keys - num_queries + end
-            first_key = 0 if is_whole or window is None else max(last_key - (end - begin) - window + 1, 0)
-            keys = slice(first_key, last_key)
-            yield slice(begin, end), keys, mask[size - (end - begin) :, num_keys - (last_key - first_key) :]
+        found, first_query = [], 0
+        for num_queries, num_keys in zip(self.query_lengths, self.key_lengths, strict=True):
+            of_segment: list[tuple[slice, slice, Tensor | None]] = []
+            if not has_masks and num_queries == num_keys and (window is None or window >= num_keys):
+                of_segment.append((slice(first_query, first_query + num_queries), slice(num_keys), None))
+            else:
+                size = min(num_queries, max(MAX_MASK_BYTES // (num_keys * dtype.itemsize), 1))
+                mask, is_whole = self.mask(size, num_keys, window, dtype), size == num_queries
+                for begin in range(0, num_queries, size):
+                    end = min(begin + size, num_queries)
+                    last_key = num_keys - num_queries + end
+                    hidden = 0 if is_whole or window is None else last_key - (end - begin) - window + 1
+                    keys = slice(max(hidden, 0), last_key)
+                    part = mask[size - (end - begin) :, num_keys - (last_key - keys.start) :]
+                    of_segment.append((slice(first_query + begin, first_query + end), keys, part))
+            found.append(of_segment)
+            first_query += num_queries
+        return found
 
 
 # No size of a tensor is so large: torch.compile would take an equal number for the same one.

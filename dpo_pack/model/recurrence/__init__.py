@@ -119,7 +119,7 @@ def wrap_recurrent_layers(model: nn.Module) -> None:
 def _with_row_functions(forward: types.FunctionType) -> RowFunction:
     """Returns a copy of a module's forward that calls our functions in place of those in `KERNELS`.
 
-    Cached, because torch would compile the layers again for another object; see model/compiling.py.
+    Cached, because torch would compile the layers again for another object; see model/fast_layers.py.
     """
     theirs = forward.__globals__
     ours = {name: _seam(name, inspect.unwrap(theirs[name])) for name in KERNELS if name in theirs}
