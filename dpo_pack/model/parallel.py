@@ -281,8 +281,8 @@ def _check_same_tensors(model: nn.Module) -> None:
         parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(is_trained)
     buffers = [buffer for _, buffer in model.named_buffers(remove_duplicate=False)]
-    kinds = ranks.first_says([(buffer.shape, buffer.dtype) for buffer in buffers])
-    for buffer, (shape, dtype) in zip(buffers, kinds, strict=True):  # can depend on the weights' files
+    sizes = ranks.first_says([(buffer.shape, buffer.dtype) for buffer in buffers])
+    for buffer, (shape, dtype) in zip(buffers, sizes, strict=True):  # can depend on the weights' files
         buffer.data = buffer if ranks.is_first() else buffer.new_empty(shape, dtype=dtype)
 
 
