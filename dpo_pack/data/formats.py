@@ -77,34 +77,31 @@ class BadRow(Exception):
 def preference(row: Row) -> Pair:
     """Reads texts: `chosen`, `rejected` and `prompt`, or their common beginning if `prompt` is missing."""
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
-    for column, text in (("chosen", chosen), ("rejected", rejected)):
+    for column, text in zip(_COMPLETIONS, (chosen, rejected), strict=True):
         if _BEGINS_MESSAGES.match(text) and text.rstrip()[-1] == "]" and not _holds_messages(text):
             detail = f"{column} is a list of messages as text, but neither JSON nor as Python prints it"
             raise BadRow("wrong_type", f"{detail}; store it as JSON")
-    is_inferred = "prompt" not in row
-    if not is_inferred:
-        prompt = _text(row, "prompt")
-    else:
-        length = _implicit_prompt_length(chosen, rejected)
-        prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
-        if not prompt:
-            raise BadRow("no_common_prompt", "no prompt column, and chosen and rejected begin differently")
-    return replace(_pair(row, prompt, chosen, rejected), has_inferred_prompt=is_inferred)
+    if "prompt" in row:
+        return _pair(row, _text(row, "prompt"), chosen, rejected)
+    length = _implicit_prompt_length(chosen, rejected)
+    if length == 0:
+        raise BadRow("no_common_prompt", "no prompt column, and chosen and rejected begin differently")
+    pair = _pair(row, chosen[:length], chosen[length:], rejected[length:])
+    return replace(pair, has_inferred_prompt=True)
 
 
 def transcript(row: Row) -> Pair:
     """Reads whole dialogues "\\n\\nHuman: ...\\n\\nAssistant: ..." (HH-RLHF). The last answer is scored."""
     prompts, completions = [], []
-    for column in ("chosen", "rejected"):
-        dialogue = _text(row, column)
-        start = dialogue.rfind(_ASSISTANT_TURN)
-        if start < 0:
+    for column in _COMPLETIONS:
+        prompt, mark, completion = _text(row, column).rpartition(_ASSISTANT_TURN)
+        if not mark:
             raise BadRow("no_assistant_turn", f"{column} has no {_ASSISTANT_TURN!r}")
-        prompts.append(dialogue[: start + len(_ASSISTANT_TURN)])
-        completions.append(dialogue[start + len(_ASSISTANT_TURN) :])
+        prompts.append(prompt + mark)
+        completions.append(completion)
     if prompts[0] != prompts[1]:
         raise BadRow("no_common_prompt", f"chosen and rejected differ before their last {_ASSISTANT_TURN!r}")
-    return _pair(row, prompts[0], completions[0], completions[1])
+    return _pair(row, prompts[0], *completions)
 
 
 def conversational(row: Row) -> Pair:
@@ -645,17 +642,15 @@ def _token_weights(row: Row, column: str, num_tokens: int) -> list[float] | None
     weights = row.get(column)
     if weights is None:
         return None
-    if isinstance(weights, BadRow):  # the reader put this error in place of an invalid object
-        raise weights
-    if not isinstance(weights, list) or not all(type(weight) in (int, float) for weight in weights):
-        raise BadRow("wrong_type", f"{column} is no list of numbers")
+    weights = _value(row, column)
+    if not isinstance(weights, list) or not all(
+        type(one) in (int, float) and one in (0, 1) for one in weights
+    ):
+        remedy = "1 for a token that is scored and 0 for another; a pair's weight is in weight"
+        raise BadRow("invalid_token_weights", f"{column} is no list of 1 and 0: {remedy}")
     if len(weights) != num_tokens:
         detail = f"{column} has {len(weights):,} numbers for a completion of {num_tokens:,} tokens"
         raise BadRow("invalid_token_weights", detail)
-    for number, weight in enumerate(weights, start=1):
-        if weight not in (0, 1):
-            remedy = "write 1 for a token that is scored and 0 for another; a pair's weight is in weight"
-            raise BadRow("invalid_token_weights", f"number {number:,} of {column} is {weight}; {remedy}")
     if num_tokens and not any(weights):
         raise BadRow("nothing_scored", f"{column} are all 0, so the completion adds nothing to a loss")
     return weights
@@ -768,7 +763,3 @@ FORMATS: dict[str, Format] = {
     "pictured": Format(**_as_messages(lambda row: [{"role": "user", "content": _text(row, "prompt")}])),
     "preference": Format(content="text", infers_prompts=True, pair=preference, prompt=preference_prompt),
 }
-_IN_ONE_OF_TWO = FORMATS.keys() ^ FIELDS_OF_FORMAT.keys()
-assert not _IN_ONE_OF_TWO, (
-    f"{_IN_ONE_OF_TWO} must be in FORMATS (data/formats.py) and in FIELDS_OF_FORMAT (recipe/data.py)"
-)

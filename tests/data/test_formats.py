@@ -13,6 +13,11 @@ from support.rows import assistant, said, user
 
 from dpo_pack.data.formats import FORMATS, BadRow, Pair, is_media_name
 from dpo_pack.data.ingest import _TRUNCATION_REASONS
+from dpo_pack.recipe.data import FIELDS_OF_FORMAT
+
+
+def test_each_format_has_its_columns() -> None:
+    assert FORMATS.keys() == FIELDS_OF_FORMAT.keys()
 
 
 def parts(pair: Pair) -> tuple[Any, Any, Any]:

@@ -53,13 +53,13 @@ def test_a_changed_byte_of_scored_tokens_makes_the_store_anew(tmp_path: Path) ->
     ("row", "says"),
     [
         ({"chosen_weights": [1, 1]}, "chosen_weights has 2 numbers for a completion of 4 tokens"),
-        ({"chosen_weights": [1, 0.5, 0, 0]}, "number 2 of chosen_weights is 0.5; write 1 for"),
-        ({"chosen_weights": [2, 1, 0, 0]}, "number 1 of chosen_weights is 2; write 1"),
-        ({"chosen_weights": [1, -1, 0, 0]}, "number 2 of chosen_weights is -1; write 1"),
-        ({"rejected_weights": [1, 0, float("nan")]}, "number 3 of rejected_weights is nan; write 1"),
+        ({"chosen_weights": [1, 0.5, 0, 0]}, "chosen_weights is no list of 1 and 0"),
+        ({"chosen_weights": [2, 1, 0, 0]}, "chosen_weights is no list of 1 and 0"),
+        ({"chosen_weights": [1, -1, 0, 0]}, "chosen_weights is no list of 1 and 0"),
+        ({"rejected_weights": [1, 0, float("nan")]}, "rejected_weights is no list of 1 and 0"),
         ({"rejected_weights": [0, 0, 0.0]}, "rejected_weights are all 0, so the completion adds nothing"),
-        ({"rejected_weights": [1, True, 0]}, "rejected_weights is no list of numbers"),
-        ({"rejected_weights": 1}, "rejected_weights is no list of numbers"),
+        ({"rejected_weights": [1, True, 0]}, "rejected_weights is no list of 1 and 0"),
+        ({"rejected_weights": 1}, "rejected_weights is no list of 1 and 0"),
     ],
 )
 def test_wrong_weights_are_refused_by_file_and_row(tmp_path: Path, row: dict[str, Any], says: str) -> None:
