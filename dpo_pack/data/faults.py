@@ -218,20 +218,17 @@ FAULTS: dict[str, tuple[str, str]] = {
     ),
     "no_generation_prompt": (
         "the chat template has no generation prompt, so the header of the assistant's turn is scored",
-        "the template must write {evidence} after the messages if add_generation_prompt is true; mend it and "
-        "name the file in tokenizer.chat_template",
+        "it must write {evidence} if add_generation_prompt is true; mend it in tokenizer.chat_template",
     ),
     "prompt_boundary_moved": (
-        "the end of the prompt changes when a completion follows, so a model in use gets other tokens than "
-        "in training",
-        "if prompts end with a space, move it to the beginning of the completions; a template must write the "
-        "same before an answer as for a generation prompt: set an option in data.chat_template_kwargs, or "
-        "name another template in tokenizer.chat_template",
+        "the end of the prompt changes when a completion follows, so a model in use gets other tokens",
+        "if prompts end with a space, move it to the completions; a template must write the same before an "
+        "answer as for a generation prompt: set data.chat_template_kwargs or another tokenizer.chat_template",
     ),
     "no_eos": (
         "a completion has no EOS at its end, so the model does not learn where to stop",
-        "write EOS, {eos}, or another special token at the end of each answer: in the chat template "
-        "(tokenizer.chat_template), or in chosen_ids and rejected_ids",
+        "end each answer with EOS, {eos}, or another special token: in tokenizer.chat_template, or in "
+        "chosen_ids and rejected_ids",
     ),
     "bos_twice": (
         "the sequence begins with BOS twice, which the model has never seen",
@@ -239,8 +236,8 @@ FAULTS: dict[str, tuple[str, str]] = {
     ),
     "bos_missing": (
         "the sequence begins without BOS, although this tokenizer begins texts with it",
-        "if the model was trained with BOS, write {{{{ bos_token }}}} at the beginning of the template "
-        "(tokenizer.chat_template), or its id at the beginning of prompt_ids",
+        "if the model was trained with BOS, begin tokenizer.chat_template with {{{{ bos_token }}}}, or "
+        "prompt_ids with its id",
     ),
     "eos_inside": (
         "EOS is twice in an answer or before its end, so what follows it is scored in vain",
@@ -258,13 +255,9 @@ FAULTS: dict[str, tuple[str, str]] = {
         "the chat template leaves out names or descriptions of tools, so the model does not know them",
         "name a template that writes tools in tokenizer.chat_template, or remove the column tools",
     ),
-    "prompt_cut": (
-        "the beginning of the prompt is cut off (data.truncation: prompt_left)",
-        _KEEP,
-    ),
+    "prompt_cut": ("the beginning of the prompt is cut off (data.truncation: prompt_left)", _KEEP),
     "completion_cut": (
-        "the end of a completion is cut off with its EOS (data.truncation: completion_right), so the model "
-        "does not learn where to stop",
+        "a completion is cut off with its EOS (data.truncation), so the model does not learn where to stop",
         _KEEP,
     ),
     "too_many_positions": (

@@ -28,7 +28,7 @@ from dpo_pack.data.ingest import Ingestion, columns_sentence
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.sources import locate_source
 from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
-from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows, tokenizing
+from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows
 from dpo_pack.model.config import known_positions
 from dpo_pack.packing.lengths import AnyIntArray, common_prefix_length
 from dpo_pack.packing.plan import plan_epoch
@@ -146,8 +146,7 @@ def _read_rows(
     with (
         ingestion.start() as rows,
         console.status("Reading data") as status,
-        tokenizing(ingestion.settings) as submit,
-        closing(tokenize_rows(selected(), submit, num_workers=0, max_pairs=most)) as batches,
+        closing(tokenize_rows(selected(), ingestion.submit, num_workers=0, max_pairs=most)) as batches,
     ):
         for batch in batches:
             ingestion.count(batch)
