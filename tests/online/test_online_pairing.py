@@ -34,20 +34,21 @@ def pairing(answers: tuple[Completion, ...], scores: list[float], method: str, *
     return make_pairs(draw(3), answers, np.array(scores), rules, seed=0)
 
 
-def test_best_vs_worst_takes_the_two_ends() -> None:
-    result = pairing(completions("a", "b", "c"), [0.5, 2.0, -1.0], "best_vs_worst")
-    assert result.pairs == ((1, 2),) and result.num_ties == 0
-
-
-def test_all_pairs_prefers_the_higher_score_of_every_two_and_counts_ties() -> None:
-    result = pairing(completions("a", "b", "c"), [1.0, 2.0, 1.0], "all_pairs")
-    assert result.pairs == ((1, 0), (1, 2)) and result.num_ties == 1
-
-
-def test_a_pair_must_differ_by_more_than_the_margin() -> None:
-    result = pairing(completions("a", "b", "c"), [0.0, 1.0, 3.0], "all_pairs", min_margin=1.0)
-    assert result.pairs == ((2, 0), (2, 1)) and result.num_ties == 1
-    assert pairing(completions("a", "b"), [0.0, 1.0], "best_vs_worst", min_margin=1.0).pairs == ()
+@pytest.mark.parametrize(
+    ("method", "scores", "margin", "pairs", "num_ties"),
+    [
+        ("best_vs_worst", [0.5, 2.0, -1.0], 0.0, ((1, 2),), 0),
+        ("best_vs_worst", [0.0, 1.0], 1.0, (), 1),
+        ("all_pairs", [1.0, 2.0, 1.0], 0.0, ((1, 0), (1, 2)), 1),
+        ("all_pairs", [0.0, 1.0, 3.0], 1.0, ((2, 0), (2, 1)), 1),
+        *((method, [1.0, 1.0], 0.0, (), 1) for method in METHODS),
+    ],
+)
+def test_a_pair_prefers_the_higher_score_by_more_than_the_margin_and_ties_are_counted(
+    method: str, scores: list[float], margin: float, pairs: tuple[tuple[int, int], ...], num_ties: int
+) -> None:
+    result = pairing(completions(*"abc"[: len(scores)]), scores, method, min_margin=margin)
+    assert result.pairs == pairs and result.num_ties == num_ties
 
 
 def test_random_draws_two_different_completions_by_seed_and_draw_number() -> None:
@@ -74,9 +75,3 @@ def test_equal_completions_never_make_a_pair(method: str) -> None:
     assert result.pairs == ((2, 0),) and result.num_duplicates == 2
     alone = pairing(completions("a", "a"), [0.0, 1.0], method)
     assert alone.pairs == () and alone.num_ties == 0 and alone.num_duplicates == 1
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_equal_scores_are_one_tie_and_no_pair(method: str) -> None:
-    result = pairing(completions("a", "b"), [1.0, 1.0], method)
-    assert result.pairs == () and result.num_ties == 1

@@ -38,7 +38,6 @@ from dpo_pack.online.vllm_generator import (
     prove_agreement,
     start_engine,
 )
-from dpo_pack.recipe.load import check_environment
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.trainer import train
 
@@ -239,15 +238,6 @@ def test_what_vllm_refuses_is_told_in_one_line(
     with pytest.raises(ModelError, match=r"online\.generator\.type: .*not supported for now") as caught:
         start(policy)
     assert "dict_keys" not in str(caught.value) and str(caught.value).isprintable()
-
-
-def test_an_absent_package_is_found_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = online_recipe(tmp_path / "assets", tmp_path / "run", "online.generator.type=vllm")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match=r"online\.generator: needs the package vllm.*pip install 'vllm>="):
-        check_environment(recipe)
 
 
 @pytest.mark.parametrize(

@@ -113,41 +113,6 @@ def test_steps_equal_trl_s_in_every_layout(
     assert_run_takes_trls_steps(CONFORMANCE, case, layout, tmp_path, cache, console)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["sigmoid_plus_sft", "wpo"])
-def test_a_translated_config_of_trl_takes_trl_s_own_steps(
-    case: str, tmp_path: Path, cache: Path, console: Console
-) -> None:
-    """`settings` are those of scripts/make_conformance_set.py, with which TRL left its numbers."""
-    config = {
-        "model_name_or_path": str(CONFORMANCE / "policy"),
-        "ref_model": str(CONFORMANCE / "reference"),
-        "datasets": [{"path": "json", "data_files": str(CONFORMANCE / "pairs.jsonl")}],
-        "output_dir": str(tmp_path / "run"),
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_processes": 2,
-        "train_sampling_strategy": "sequential",
-        "num_train_epochs": 1,
-        "learning_rate": 5e-4,
-        "lr_scheduler_type": "constant",
-        "max_length": 512,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        **read_cases(CONFORMANCE)[case]["settings"],
-    }
-    (tmp_path / "dpo.yaml").write_text(yaml.safe_dump(config))
-    (tmp_path / "recipe.yaml").write_text(translate("trl", tmp_path / "dpo.yaml"))
-    train(
-        load_recipe(tmp_path / "recipe.yaml", [f"reference.cache_dir={cache}", "logging.samples=null"]),
-        console,
-    )
-    assert_steps_equal_trl(CONFORMANCE, case, steps_of(load_recipe(tmp_path / "recipe.yaml")))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_every_setting_of_trl_translates_to_the_loss_that_takes_trl_s_steps(
     case: str, tmp_path: Path
@@ -263,13 +228,6 @@ def assert_runs_equal_trl(directory: Path, tmp_path: Path, runs: list[Run]) -> N
         assert steps.keys() == set(runs)
         for run, lines in steps.items():
             assert_steps_equal_trl(directory, run[1], lines)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_two_processes_take_trls_steps(tmp_path: Path) -> None:
-    runs = [("ddp", "sigmoid", LAYOUT), ("fsdp2", "ipo", LAYOUT)]
-    assert_runs_equal_trl(CONFORMANCE, tmp_path, runs)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,11 @@ from benchmarking.contenders import (
 from benchmarking.report import NOT_COMPARABLE, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, other_work
 from benchmarking.shapes import SHAPES, flops_shape, save_model
-from benchmarking.work import Work, forward_parts
+from benchmarking.work import Work
 from benchmarking.workloads import (
-    EOS_ID,
     Workload,
-    hh_token_ids,
     make_workload,
 )
-from support.rows import write_rows
-from support.tiny_tokenizer import tiny_tokenizer
-
-from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairLengths
 
 
 @pytest.fixture(scope="module")
@@ -69,23 +62,6 @@ def workload_of(setting: Setting) -> Workload:
 # ---- Workloads
 
 
-def test_hh_rows_are_tokenised_and_too_few_are_refused(tmp_path: Path) -> None:
-    dialogue = "\n\nHuman: what is red\n\nAssistant:"
-    rows = [{"chosen": f"{dialogue} a colour {n}", "rejected": f"{dialogue} no {n}"} for n in range(3)]
-    rows.insert(1, {"chosen": "no dialogue", "rejected": "at all"})
-    path = tmp_path / "hh.jsonl"
-    write_rows(path, rows)
-    pairs = hh_token_ids(path, 3)
-    assert len(pairs) == 3 and len({tuple(prompt) for prompt, _, _ in pairs}) == 1
-    assert all(chosen[-1] == EOS_ID and len(chosen) > 1 for _, chosen, _ in pairs)
-    with pytest.raises(SystemExit, match=r"--pairs: .* has 3 usable rows, not 4"):
-        hh_token_ids(path, 4)
-    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    (first, *_) = hh_token_ids(path, 3, str(tmp_path / "tokenizer"))
-    assert tiny_tokenizer().decode(list(first[0])) == dialogue
-    assert tiny_tokenizer().decode(list(first[1])) == " a colour 0</s>"
-
-
 # ---- Contenders and measurements
 
 
@@ -95,16 +71,6 @@ def test_time_a_pair_has_the_reference_in_it_and_warm_up_steps_are_left_out() ->
     assert run.seconds_a_pair(warmup_steps=1) == pytest.approx(8 / 3 / 2 + 0.5)
     assert run.seconds_a_pair(warmup_steps=0) == pytest.approx(17 / 8 + 0.5)
     assert run.reference_share(warmup_steps=0) == pytest.approx(4 / 21)
-
-
-def test_a_step_of_long_pairs_that_is_not_timed_counts_by_its_tokens() -> None:
-    grouped = Measurement(contender="x", pairs=8, step_seconds=[9.0, 2.0, 2.0], step_tokens=[60, 20, 20])
-    assert grouped.train_seconds(warmup_steps=1) == pytest.approx(4.0 * 100 / 40)
-
-
-def test_what_compiles_without_end_is_ended_and_costs_the_others_nothing(tiny: Setting) -> None:
-    (run,) = process.measure([trl(1, compiled=True)], tiny, compiled_seconds=0.2)
-    assert run.failure == "ended after 0 seconds"
 
 
 def test_a_measurement_ends_when_the_time_is_up_and_is_no_failure(tiny: Setting) -> None:
@@ -132,21 +98,6 @@ def test_our_side_trains_on_the_workload_s_ids(tiny: Setting, tmp_path: Path) ->
 
 
 # ---- Work, agreement, results
-
-
-def test_parts_of_a_forward_pass_add_up_to_its_flops() -> None:
-    lengths = PairLengths(
-        prompt=np.array([10]), chosen=np.array([4]), rejected=np.array([6]), shared=np.array([10])
-    )
-    attention = (AttentionKind(num_layers=1, width=10, window=None),)
-    shape = ModelShape(token_weights=1000.0, head_weights=500, attention=attention, last_block_weights=100.0)
-    area = 14 * 15 / 2 + 16 * 17 / 2 - 10 * 11 / 2
-    unread = 9  # the prompt's last token predicts a token of both completions
-    assert forward_parts(shape, lengths) == {
-        "layers": 2 * 1000 * 20 - 2 * 100 * (unread + 2),
-        "head": 2 * 500 * 10,
-        "attention": 2 * 10 * area,
-    }
 
 
 @pytest.mark.parametrize(("name", "millions"), [("7m", 7.3), ("0.5b", 494), ("8b", 8030)])
@@ -208,22 +159,6 @@ def plan_of(tiny: Setting, tmp_path: Path, **changes: Any) -> Plan:
         "also": [],
     }
     return Plan(**{**fields, **changes})
-
-
-@pytest.mark.parametrize(
-    ("warmup_steps", "changes", "told"),
-    [
-        (0, {"sweep_pairs": 9}, "--sweep-pairs: 9 is no multiple of 2"),
-        (0, {"microbatches": [3]}, "--microbatches: 3 does not divide 2"),
-        (0, {"sweep_pairs": 6}, "3 timed steps are too few"),
-        (1, {}, "3 timed steps are too few to rank by; at least 10 pairs make 4"),
-    ],
-)
-def test_counts_that_do_not_fit_are_refused(
-    warmup_steps: int, changes: dict[str, Any], told: str, tiny: Setting, tmp_path: Path
-) -> None:
-    with pytest.raises(SystemExit, match=told):
-        plan_of(replace(tiny, warmup_steps=warmup_steps), tmp_path, **changes)
 
 
 # ---- The page

@@ -13,6 +13,8 @@ from dpo_pack.model.loading import load_config
 from dpo_pack.model.scorer import LoadedModel, Precision
 from dpo_pack.recipe.schema import LoraRecipe, ModelRecipe
 
+CPU = torch.device("cpu")
+
 
 def facts_of(path: str | Path, **changes: Any) -> ModelFacts:
     """The facts of a model in fp32 for packed rows; `changes`: other facts, or keys of `ModelRecipe`."""
@@ -38,9 +40,10 @@ def load_usual(
     packed: bool = True,
     adapter: LoraRecipe | Path | None = None,
     tensors: Any = None,
+    device: torch.device = CPU,
     **changes: Any,
 ) -> LoadedModel:
-    """Loads a model on the CPU; `changes` of what `facts_of` gives."""
+    """Loads a model; `changes` of what `facts_of` gives."""
     saved, new = (adapter, None) if isinstance(adapter, Path) else (None, adapter)
     facts = facts_of(path, is_packed=packed, adapter=saved, lora=new, **changes)
-    return load_model(facts, device=torch.device("cpu"), adds_adapter=True, tensors=tensors)
+    return load_model(facts, device=device, adds_adapter=True, tensors=tensors)

@@ -43,11 +43,6 @@ def serving(stub: Stub) -> Iterator[Stub]:
     """Runs the stub on a free local port."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            with stub.lock:
-                stub.requests.append({"path": self.path, "key": self.headers.get("Authorization")})
-            self._send(200, b"{}")
-
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with stub.lock:
@@ -69,12 +64,6 @@ def serving(stub: Stub) -> Iterator[Stub]:
                 time.sleep(stub.stall_seconds if then == "stall" else 0.0)
             elif fault == "stall":
                 time.sleep(stub.stall_seconds)
-            elif fault == "headers":  # one after the other, without end
-                self.send_response(200)
-                for number in range(int(stub.stall_seconds / 0.05)):
-                    self.send_header(f"X-{number}", "")
-                    self.flush_headers()
-                    time.sleep(0.05)
             elif fault == "flood":
                 self.send_response(200)
                 self.end_headers()

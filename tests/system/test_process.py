@@ -221,12 +221,3 @@ def test_a_run_imports_nothing_heavy_that_it_does_not_use(second_run: tuple[set[
 def test_the_first_step_is_reached_in_seconds(second_run: tuple[set[str], float]) -> None:
     _, cpu_seconds = second_run
     assert cpu_seconds < MOST_CPU_SECONDS * slowness()
-
-
-def test_no_file_of_the_package_imports_heavy_packages_before_they_are_used() -> None:
-    """What others import is seen by the slow test of a whole run."""
-    for path in sorted(Path(dpo_pack.__file__).parent.rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not {name.partition(".")[0] for name in names} & HEAVY, f"{path}, line {node.lineno}"
