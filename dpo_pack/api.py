@@ -190,9 +190,7 @@ def evaluate(
         from dpo_pack.run.checkpoint import model_of
         from dpo_pack.run.evaluate import compare_models, evaluate_models
 
-        run = loaded.output_dir
-        has_info = (run / "run.json").is_file() or not (run / "model").is_dir()
-        names = [os.fspath(name) for name in compare or [model or (run if has_info else run / "model")]]
+        names = [os.fspath(name) for name in compare or [model or loaded.output_dir]]
         with contextlib.ExitStack() as stack:
             paths = [stack.enter_context(model_of(name, console)) for name in names]
             results = evaluate_models(loaded, paths, console)

@@ -82,9 +82,8 @@ def on_every_rank(
         _join(place, meet(place))
         if place.rank > 0:
             _hush()
-        versions = {**package_versions(), "dpo_pack": dpo_pack.__version__}
-        facts = {f"version of {name}": version for name, version in versions.items()}
-        facts |= dict(leaves(settings, separator="."))
+        versions = {"version": {**package_versions(), "dpo_pack": dpo_pack.__version__}}
+        facts = dict(leaves({**versions, **settings}, separator="."))
         ranks.require_same(facts, "start every rank with the same recipe, overrides and packages")
     console = make_console(quiet=quiet or not ranks.is_first(), verbose=verbose)
     try:
@@ -116,21 +115,14 @@ def wanted_processes(wanted: int | Literal["auto"], place: Placement | None) -> 
     if place is None:
         number = max(1, num_devices) if wanted == "auto" else wanted
         if 0 < num_devices < number:
-            raise RecipeError(
-                f"{KEY}: {number} processes need as many GPUs, and {num_devices} are visible; lower the "
-                "number, or correct CUDA_VISIBLE_DEVICES"
-            )
+            raise RecipeError(f"{KEY}: {number} processes need as many GPUs, and {num_devices} are visible")
         return number
     if wanted not in ("auto", place.num_ranks):
-        raise RecipeError(
-            f"{KEY}: the recipe asks for {wanted}, but the launcher has started {place.num_ranks} "
-            f"(WORLD_SIZE, or SLURM_STEP_NUM_TASKS); set it to auto, or start {wanted}"
-        )
+        what = f"the recipe asks for {wanted}, but the launcher has started {place.num_ranks}"
+        raise RecipeError(f"{KEY}: {what}; set it to auto, or start {wanted}")
     if 1 < num_devices < place.num_local_ranks:  # if one GPU is visible, each rank may see a different GPU
-        raise RecipeError(
-            f"{KEY}: {place.num_local_ranks} processes are on a node with {num_devices} visible GPUs; start "
-            "one process for each GPU"
-        )
+        what = f"{place.num_local_ranks} processes are on a node with {num_devices} visible GPUs"
+        raise RecipeError(f"{KEY}: {what}; start one process for each GPU")
     return place.num_ranks
 
 
@@ -224,21 +216,17 @@ def _require_own_device(device: torch.device, place: Placement, store: Store) ->
     identities = [store.get(str(rank)) for rank in range(place.num_ranks)]
     sharing = [rank for rank, identity in enumerate(identities) if identity == identities[place.rank]]
     if len(sharing) > 1:
-        raise RecipeError(
-            f"{KEY}: ranks {', '.join(map(str, sharing))} have the same GPU; start one process for each GPU"
-        )
+        what = f"ranks {', '.join(map(str, sharing))} have the same GPU"
+        raise RecipeError(f"{KEY}: {what}; start one process for each GPU")
 
 
 def _hush() -> None:
-    from datasets import disable_progress_bars as hush_datasets
-    from huggingface_hub.utils.tqdm import disable_progress_bars as hush_hub
-    from transformers.utils.logging import disable_progress_bar as hush_transformers
+    from transformers.utils.logging import disable_progress_bar
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    hush_datasets()
-    hush_hub()
-    hush_transformers()
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # datasets is imported only where it is needed
+    disable_progress_bar()  # transformers' and the hub's
 
 
 # ------------------------------------------------------------- starting the ranks of one node
