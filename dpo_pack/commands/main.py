@@ -15,10 +15,9 @@ import signal
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from typer.core import TyperGroup
 
 import dpo_pack
 from dpo_pack import api
@@ -31,22 +30,6 @@ if TYPE_CHECKING:
     from dpo_pack.recipe.load import Recipe
 
 
-class _Commands(TyperGroup):
-    """The commands. An option that is a key of a recipe, or of a peer, is answered with our key."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except Exception as error:
-            # click's NoSuchOption, of which some releases of typer have a copy
-            if (option := getattr(error, "option_name", None)) is not None:
-                from dpo_pack.recipe.load import advice_on_option
-
-                if advice := advice_on_option(option.lstrip("-")):
-                    raise RecipeError(f"no option {option}: {advice}") from None
-            raise
-
-
 def _complete_key(incomplete: str) -> list[str]:
     from dpo_pack.recipe.load import recipe_fields
 
@@ -54,7 +37,6 @@ def _complete_key(incomplete: str) -> list[str]:
 
 
 app = typer.Typer(
-    cls=_Commands,
     help="DPO fine-tuning of causal language models: without padding, each prompt computed once for both "
     "completions, reference log-probs cached.",
     no_args_is_help=True,
@@ -124,8 +106,7 @@ def _place_among_ranks() -> Placement | None:
 
 
 def _is_first() -> bool:
-    place = _place_among_ranks()
-    return place is None or place.rank == 0
+    return os.environ.get("RANK", "0") == "0"  # ranks that have met have it
 
 
 def _load(file: Path, overrides: list[str] | None, *, lenient: bool = False) -> Recipe:
@@ -258,11 +239,8 @@ def show(
     share, which are scored, EOS, which were cut. Shows rows that are left out, and one packed row. Reads only
     the first rows of the data, and no model weights.
     """
-    # In `--pair 3 8`, typer takes 8 for an override.
-    more = [text for text in overrides or () if pair and text.isdecimal()]
-    numbers = [*(pair or ()), *more]
-    rows = {row for text in numbers for row in parse_numbers(text, "--pair", "3,8")}
-    loaded = _load(recipe, [text for text in overrides or () if text not in more])
+    rows = {row for text in pair or () for row in parse_numbers(text, "--pair", "3,8")}
+    loaded = _load(recipe, overrides)
     shown = api.show(loaded, pairs=sorted(rows), dropped=dropped, quiet=json_file == Path("-"))
     from dpo_pack.reports.pages import pairs_page
     from dpo_pack.reports.pair_views import to_json

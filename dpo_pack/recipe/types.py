@@ -25,11 +25,6 @@ class Section(BaseModel):
         defer_build=True,  # so that the import of this package is quick
     )  # fmt: skip
 
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        for field in cls.model_fields.values():
-            field.description = " ".join((field.description or "").split()) or None  # on one line
-
     def is_changed(self, key: str) -> bool:
         """Returns True if the recipe has another value than the default for this key."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
