@@ -66,8 +66,6 @@ train: {epochs: 1}               # checkpoint: {every_steps: 100} lets a run tha
 # All keys: dpopack recipe --defaults --all
 """
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-
-
 SECTIONS = [
     key for key, field in Recipe.model_fields.items() if isinstance(field.annotation, type(BaseModel))
 ]

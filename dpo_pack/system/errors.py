@@ -5,10 +5,7 @@ from collections.abc import Sequence
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or the name of its class.
-
-    A line that ends with a colon goes on in the next one, which says what is wrong.
-    """
+    """Returns the first line of an error's message, and the next one after a colon; else its class's name."""
     import pickle  # `--help` does without it
 
     if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the file's code

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import os
+import pkgutil
 import re
 import shutil
 import sys
@@ -142,11 +142,8 @@ def wrapped(line: str, width: int) -> str:
 def say(line: str, *, file: Any = None) -> None:
     """Prints a line, wrapped in a terminal, to stdout or `file`."""
     file = file or sys.stdout
-    print(
-        wrapped(line, shutil.get_terminal_size().columns) if file.isatty() else printable(line),
-        file=file,
-        flush=file is sys.stderr,
-    )
+    text = wrapped(line, shutil.get_terminal_size().columns) if file.isatty() else printable(line)
+    print(text, file=file, flush=file is sys.stderr)
 
 
 def complain(line: str) -> None:
@@ -169,11 +166,10 @@ def many_imports() -> Iterator[None]:
 
 def load_function(name: str, recipe_key: str) -> Callable[..., Any]:
     """Returns the function that `name` gives as module:function. Raises RecipeError."""
-    module_name, _, function_name = name.partition(":")
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+        function: Callable[..., Any] = pkgutil.resolve_name(name)
         if not callable(function):
             raise TypeError(f"it is {type(function).__name__}, not a function")
     except (Exception, SystemExit) as error:
