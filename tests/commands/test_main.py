@@ -632,11 +632,6 @@ def test_recipe_translates_and_names_what_has_no_counterpart(dpopack: Dpopack, t
     assert {"model", "data", "output_dir"} <= set(json.loads(dpopack("recipe", "--schema").out)["required"])
 
 
-def test_an_option_that_is_none_is_refused(dpopack: Dpopack) -> None:
-    outcome = dpopack("train", "recipe.yaml", "--max_length", "1")
-    assert outcome.status == 2 and "No such option: --max_length" in outcome.err
-
-
 @pytest.mark.parametrize(("words", "expected"), [("train recipe.yaml optim.l", "optim.lr=")])
 def test_shells_complete_recipe_keys(words: str, expected: str) -> None:
     environment = {"_DPOPACK_COMPLETE": "complete_bash", "COMP_WORDS": f"dpopack {words}", "COMP_CWORD": "3"}
