@@ -6,7 +6,7 @@ import importlib.util
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -106,11 +106,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, lenient: bool = Fa
 
 
 def parse_recipe(
-    tree: Mapping[str, Any],
-    overrides: Sequence[str] = (),
-    *,
-    recipe_dir: Path = Path(),
-    lenient: bool = False,
+    tree: Tree, overrides: Sequence[str] = (), *, recipe_dir: Path = Path(), lenient: bool = False
 ) -> Recipe:
     """Makes a recipe from a mapping; `${recipe_dir}` in paths is `recipe_dir`. Raises RecipeError."""
     tree = _without_shorthands(tree)
@@ -129,7 +125,7 @@ def parse_recipe(
     return recipe
 
 
-def _without_shorthands(tree: Mapping[str, Any]) -> Tree:
+def _without_shorthands(tree: Tree) -> Tree:
     """Adds empty sections; makes lists of single sources. The schema refuses values of a wrong type later."""
     full = {**tree, **{name: {} for name in SECTIONS if tree.get(name) is None}}
     full = {name: dict(part) if isinstance(part, dict) else part for name, part in full.items()}

@@ -58,7 +58,7 @@ def with_devices(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         *((0, 2, None, 2), (2, 2, None, 2), (8, 2, None, 2), (1, 2, None, "2 .* 1 are visible")),
         # A launcher has started them.
         *((0, "auto", PLACE, 4), (0, 4, PLACE, 4), (0, 1, ALONE, 1)),
-        *((0, 2, PLACE, "asks for 2, .* 4 "), (0, 2, ALONE, "asks for 2, .* 1 ")),
+        *((0, 2, PLACE, "asks for 2, .* 4;"), (0, 2, ALONE, "asks for 2, .* 1;")),
         *((4, "auto", EIGHT, "8 .* 4 visible"), (1, "auto", EIGHT, 16)),  # 1: srun --gpus-per-task=1
     ],
 )
