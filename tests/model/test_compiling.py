@@ -1,4 +1,4 @@
-"""model.compile: layers compute what the family's code says, compiled once for rows of any length."""
+"""model.compile: layers and head compute what they do uncompiled, compiled once for rows of any length."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from support.flash_stand_ins import use_stand_ins
 from support.gradients import flat, gradients
 from support.groups import CPU, random_groups
 from support.groups import make_row as row_of
+from support.heads import TRANSFORMS, chunked, make_head
+from support.heads import gradients as head_gradients
 from support.reference_pairs import load_scorer
 from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
@@ -206,3 +208,31 @@ def test_compiled_layers_of_other_families_give_what_plain_ones_give(family: str
     tiny_model(family).save_pretrained(tmp_path)
     backend = "inductor" if family == "llama" else "aot_eager"
     assert_as_before(load_scorer(tmp_path), [make_row(seed) for seed in range(4)], backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "is_frozen", "kept_chunks"),
+    [
+        (torch.float64, "scaled and softcapped", False, 2),
+        pytest.param(torch.bfloat16, "plain", True, 0, marks=pytest.mark.slow),
+        # Each two of these values are together somewhere.
+        pytest.param(torch.float64, "plain", True, 2, marks=pytest.mark.slow),
+        pytest.param(torch.float64, "plain", False, 0, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "plain", False, 2, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "scaled and softcapped", False, 0, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "scaled and softcapped", True, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_passes_of_the_head_give_what_plain_ones_give(
+    dtype: torch.dtype, name: str, is_frozen: bool, kept_chunks: int
+) -> None:
+    head, transform = make_head(has_bias=name != "plain", is_frozen=is_frozen), TRANSFORMS[name]
+    results = []
+    for passes in (None, compile_head(backend="aot_eager")):
+        logps, statistics = chunked(
+            head, transform, kept_chunks=kept_chunks, compute_dtype=dtype, passes=passes
+        )
+        results.append([logps.detach(), *statistics, *head_gradients(head, logps)])
+    assert counters["stats"]["unique_graphs"] > 0
+    for plain, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-6, atol=1e-6 if dtype.itemsize == 2 else 1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,11 @@ from support.marks import slow
 from support.processor import slowness
 from support.sabotages import LOW, SABOTAGES
 from support.tiny_models import VOCABULARY, tiny_model
+from torch import Tensor
 
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, register_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
+from dpo_pack.model.attention.segments import AttentionOptions
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import sequence_sums
@@ -28,6 +31,7 @@ from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import FLOAT32_BOUND, Proof, pair_sums, proof_groups, start_up
+from dpo_pack.proofs.layers import SeamCall, attention_error
 from dpo_pack.proofs.start_up import prove, prove_equivalence
 
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -307,3 +311,59 @@ def test_gradients_keep_their_hooks_after_float32() -> None:
         pair_sums(scorer, proof_groups(32), CPU)
     torch.stack([weight.sum() for weight in scorer.parameters()]).sum().backward()
     assert sorted(summed) == sorted(name for name, _ in scorer.named_parameters())
+
+
+# ---------------------------------------- the kernel proof: its bound is narrow
+
+PLAIN = AttentionOptions(scale=0.25, window=None, softcap=None, sinks=None)
+LLAMA = SeamCall(num_heads=4, num_kv_heads=2, head_dim=16, value_head_dim=16, options=PLAIN, has_sinks=False)
+CALLS = {
+    "grouped heads": LLAMA,
+    "a window": replace(LLAMA, options=replace(PLAIN, window=7)),
+    "a window longer than the proof's segments": replace(LLAMA, options=replace(PLAIN, window=4096)),
+    "wide heads": replace(LLAMA, head_dim=128, value_head_dim=128, options=replace(PLAIN, scale=128**-0.5)),
+}
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+
+
+def ratios(attention: Any, call: SeamCall, dtype: torch.dtype) -> list[float]:
+    """Error over what it may be, for a few draws."""
+    found = []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        error, allowed = attention_error(attention, call, dtype, CPU)
+        found.append(error / allowed)
+    return found
+
+
+def wrong_scale(query: Tensor, key: Tensor, value: Tensor, segments: Any, options: Any) -> Tensor:
+    return sdpa_attention(query, key, value, segments, replace(options, scale=1.02 * options.scale))
+
+
+def without_window(query: Tensor, key: Tensor, value: Tensor, segments: Any, options: Any) -> Tensor:
+    return sdpa_attention(query, key, value, segments, replace(options, window=None))
+
+
+def one_token_wrong(*inputs: Any) -> Tensor:
+    """The output of the segment of one token."""
+    out = sdpa_attention(*inputs)
+    return torch.cat((0.9 * out[:1], out[1:]))
+
+
+def not_a_number(*inputs: Any) -> Tensor:
+    return sdpa_attention(*inputs) * torch.nan
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("attention", "name"),
+    [
+        (wrong_scale, "grouped heads"),
+        (without_window, "a window"),
+        (without_window, "a window longer than the proof's segments"),
+        (one_token_wrong, "wide heads"),
+        (not_a_number, "grouped heads"),
+    ],
+)
+def test_a_wrong_kernel_exceeds_every_dtype_s_bound(attention: Any, name: str, dtype: torch.dtype) -> None:
+    assert min(ratios(attention, CALLS[name], dtype)) > 1.0
