@@ -28,7 +28,7 @@ from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import PADDED_REMEDY, Proof, proof_row, random_groups
-from dpo_pack.system.errors import UnsupportedModelError, first_line
+from dpo_pack.system.errors import first_line
 
 # A window longer than all _ATTENTION_SEGMENTS would hide no key, so the proof uses at most this window.
 _PROOF_WINDOW = 24
@@ -45,7 +45,7 @@ _BY_TOKEN = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
 @torch.no_grad()
 def prove_layers(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> list[Proof]:
     """Proves that layers call our functions (the first proof; if it fails, the only one), and that these are
-    right."""
+    right. Raises UnsupportedModelError where a layer uses attention in a way that a row does not allow."""
     assert scorer.backend is not None
     calls = Recorded(scorer, proof_row(scorer, groups, device))
     wiring, dtype = prove_wiring(calls, scorer.model.config), scorer.compute_dtype
@@ -132,12 +132,8 @@ class Recorded:
         self.attention: list[SeamCall] = []
         self.recurrent: dict[Hashable, RecurrentCall] = {}  # the first of each kind
         self.num_recurrent = 0
-        self.error: UnsupportedModelError | None = None  # which ended the row
-        try:
-            with scorer.replaced(backend=self._attend, recurrence=self._recur):
-                scorer(row)
-        except UnsupportedModelError as error:
-            self.error = error
+        with scorer.replaced(backend=self._attend, recurrence=self._recur):
+            scorer(row)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
@@ -175,13 +171,13 @@ def prove_wiring(calls: Recorded, config: PretrainedConfig) -> Proof:
     required = dict(zip(measured, (len(expected), len(expected), softcaps, num_recurrent), strict=True))
     if needs.has_sinks:  # in some layers
         measured["sinks"], required["sinks"] = int(any(call.has_sinks for call in attention)), 1
-    remedy = PADDED_REMEDY if calls.error is None else str(calls.error)
-    if num_recurrent != calls.num_recurrent and calls.error is None:
+    remedy = PADDED_REMEDY
+    if num_recurrent != calls.num_recurrent:
         own = f"this is {transformers.__version__}"
         remedy = f"install the transformers release that docs/families.md names ({own}), or {remedy}"
     return Proof(
         name="wiring",
-        passed=calls.error is None and measured == required,
+        passed=measured == required,
         numbers={name: float(number) for name, number in measured.items()},
         bound=", ".join(f"{name} {number}" for name, number in required.items()),
         remedy=remedy,

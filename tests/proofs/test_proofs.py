@@ -33,6 +33,7 @@ from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import FLOAT32_BOUND, Proof, pair_sums, proof_groups, start_up
 from dpo_pack.proofs.layers import SeamCall, attention_error
 from dpo_pack.proofs.start_up import prove, prove_equivalence
+from dpo_pack.system.errors import UnsupportedModelError
 
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "float32": (torch.float32, None),
@@ -73,7 +74,10 @@ def _kimi_s_kernel_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failures(scorer: CompletionLogps) -> set[str]:
-    return {proof.name for proof in prove(scorer, CPU) if not proof.passed}
+    try:
+        return {proof.name for proof in prove(scorer, CPU) if not proof.passed}
+    except UnsupportedModelError:  # of `row_attention`, while a layer's calls are recorded
+        return {"wiring"}
 
 
 @pytest.mark.parametrize("precision", IN_FLOAT32)
