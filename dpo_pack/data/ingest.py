@@ -1,10 +1,20 @@
-"""One pass over the rows of a source: finds the format, tokenises the rows and counts them."""
+"""One pass over the rows of a source: finds the format, tokenises the rows and counts them.
 
+A large source is tokenised in ranges of rows, so that no row is tokenised twice. Each range has a store of
+its own, whose name is a hash of its rows, as the file has them, and of all else that decides their token ids.
+So a stopped pass goes on, and a source that has changed costs the ranges with changed rows. A range ends
+after a row whose hash says so: rows that come or go leave other ranges as they were. If rows are added at the
+end, the new last range begins with a copy of the old one. The rows are read twice: to cut them into ranges,
+and to tokenise those of missing ranges.
+"""
+
+import hashlib
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import pickle
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any
@@ -21,7 +31,16 @@ from dpo_pack.data.formats import (
     with_system,
 )
 from dpo_pack.data.images import ImageProcessor, ImageReader
-from dpo_pack.data.readers import FIRST_ROWS, TAKEN_ONCE, ColumnNames, NumberedRow, OpenRows
+from dpo_pack.data.readers import FIRST_ROWS, TAKEN_ONCE, NumberedRow, OpenRows
+from dpo_pack.data.store import (
+    KEY_BYTES,
+    PairTable,
+    TokenStore,
+    content_key,
+    open_store,
+    write_ranged_store,
+    write_store,
+)
 from dpo_pack.data.tokenization import (
     DroppedRow,
     Submit,
@@ -43,10 +62,13 @@ _TRUNCATION_REASONS = (
     *("too_long", "prompt_too_long"),
     *("identical_after_truncation", "unscored_after_truncation"),
 )
-_OTHER_COLUMNS = ("wrong_type", "missing_column", "prompt_mismatch", "no_assistant_turn")  # may help then
 LISTED_ROWS = 100  # the most row numbers that a report lists for each reason
 _NAMED_COLUMNS = 20  # an error message names at most so many columns
 _DETECTION_ROWS = 1000  # `format: auto` looks for a readable row in so many rows
+SMALLEST_RANGE, LARGEST_RANGE = 1 << 14, 1 << 18  # rows; the last range of a source may be smaller
+MORE_ROWS = 1 << 16  # after the smallest range, one row of so many ends it
+# What the summary of a range's store has of its Ingestion, and columns, `rows_before`.
+_SAVED = ("num_rows", "num_kept", "counts", "faults", "dropped_counts", "dropped_rows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,14 +224,12 @@ class Ingestion:
 
     def checked(self, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
         """Yields the rows; a row of texts becomes a BadRow if it is uncertain what its prompt is."""
+        beside = self.known_columns
         for number, row in rows:
             if isinstance(row, dict) and "prompt" not in row:
-                others = (
-                    [] if self.known_columns is None else texts_of_columns([row], beside=self.known_columns)
-                )
                 if self.needs_prompt:
                     row = BadRow("missing_column", "no column 'prompt', which other rows have", row)
-                elif others:
+                elif beside is not None and (others := texts_of_columns([row], beside=beside)):
                     detail = f"no column 'prompt', and {next(iter(others))!r} may be it"
                     row = BadRow("missing_column", detail, row)
             yield number, row
@@ -230,27 +250,23 @@ class Ingestion:
     @property
     def columns_read(self) -> dict[str, str]:
         """The fields that the rows read so far have, and the source's names of their columns."""
-        columns, present = self._columns.items(), self.opened.columns
-        return {field: column for field, column in columns if column is not None and column in present}
+        return {
+            field: column
+            for field, column in self._columns.items()
+            if column is not None and not {column, column.split(".")[0]}.isdisjoint(self.opened.columns)
+        }
 
     # ---- Rows as tokens
 
-    @property
-    def num_missing(self) -> int | None:
-        """How many more pairs are wanted; None: all."""
-        return None if self.source.max_pairs is None else self.source.max_pairs - self.num_kept
-
-    def batches(self, rows: Iterator[NumberedRow]) -> Iterator[TokenizedBatch]:
-        """Yields the rows of `start` as tokens. Raises DataError if bad rows stop the run or none is kept."""
-        yield from self.counted(islice(rows, self.max_rows))
-        self.check_end()
-
-    def counted(
+    def batches(
         self, rows: Iterator[NumberedRow], part: "Ingestion | None" = None
     ) -> Iterator[TokenizedBatch]:
-        """Yields rows as tokens; counts them here and in `part`. Takes no more than the missing pairs."""
+        """Yields rows of `start` as tokens, no more than the missing pairs, and counts them here; of a range
+        also in `part`. Raises DataError if bad rows stop the run or none is kept; of ranges see check_end."""
         origin = Origin(self.located.key, self.settings)
-        batches = tokenize_rows(rows, self.submit, num_workers=self.num_workers, max_pairs=self.num_missing)
+        most_pairs = self.source.max_pairs and self.source.max_pairs - self.num_kept
+        rows = islice(rows, self.max_rows)
+        batches = tokenize_rows(rows, self.submit, num_workers=self.num_workers, max_pairs=most_pairs)
         with closing(batches):
             for batch in batches:
                 found = faults_of(batch.kept, origin)
@@ -264,6 +280,8 @@ class Ingestion:
                 if self.progress is not None:
                     self.progress(f"Tokenizing {self.located.label}", self.num_rows, self.opened.num_rows)
                 yield batch
+        if part is None:
+            self.check_end()
 
     def count(self, batch: TokenizedBatch) -> None:
         """Adds the rows of a batch to the counts."""
@@ -276,6 +294,22 @@ class Ingestion:
         self.counts.update(batch.counts)
         self.num_rows += batch.num_rows
         self.num_kept += len(batch.pairs.records)
+
+    def count_saved(self, saved: Mapping[str, Any], rows_before: int) -> None:
+        """Adds the counts that were saved with a range, which now has so many rows before it."""
+        shift = rows_before - saved["rows_before"]
+        self.num_cached += saved["num_rows"]
+        self.num_rows += saved["num_rows"]
+        self.num_kept += saved["num_kept"]
+        self.counts.update(saved["counts"])
+        self.dropped_counts.update(saved["dropped_counts"])
+        self.opened.columns.update(saved["columns"])
+        for reason, numbers in saved["dropped_rows"].items():
+            listed = self.dropped_rows.setdefault(reason, [])
+            listed += [number + shift for number in numbers][: LISTED_ROWS - len(listed)]
+        for name, fault in saved["faults"].items():
+            first = {"pairs": 0, "first_row": fault["first_row"] + shift}
+            self.faults.setdefault(name, first)["pairs"] += fault["pairs"]
 
     def summary(self) -> dict[str, Any]:
         """Returns the counts of rows and pairs, for the store's manifest and for data_report.json."""
@@ -357,10 +391,6 @@ class Ingestion:
         fields = FIELDS_OF_FORMAT[self.format]
         if bad.reason == "no_common_prompt" and "prompt" not in fields:
             return None
-        # Where the first row is read as it is, other columns are no remedy for the rest.
-        of_all_pairs = self.completion_tokens is None and self.num_kept == 0 and self.source.format == "auto"
-        if of_all_pairs and bad.reason in _OTHER_COLUMNS and (line := self._columns_that_read()):
-            return f"set {self.located.key}.columns: {line}, which reads the first row"
         if bad.reason == "missing_column" and not self._is_in_most_rows(bad.reason):
             return None
         remedy = _REMEDIES.get(bad.reason)
@@ -368,26 +398,15 @@ class Ingestion:
             "TEMPLATE", "name another template in tokenizer.chat_template"
         )
 
-    def _columns_that_read(self) -> str | None:
-        """Returns a value of the recipe's `columns` with which the first row is a pair, if one is found."""
-        row: dict[str, Any] = dict(next(iter(self.opened.first_rows()), {}))
-        given = {ours: theirs for ours, theirs in self.source.columns.items() if ours != "prompt"}
-        prompt = self.source.columns.get("prompt") or "prompt"
-        keys = row[prompt] if isinstance(row.get(prompt), dict) else ()
-        candidates = [("prompt", f"{prompt}.{key}") for key in keys]
-        for ours, theirs in (*candidates, ("messages", prompt), ("instruction", prompt)):
-            columns = {**given, ours: theirs}
-            names = ColumnNames(mapping=columns, label=self.located.label, key=self.located.key)
-            with suppress(BadRow):
-                renamed = names.rename(names.with_nested(row))
-                for name in possible_formats(renamed, columns):
-                    with suppress(BadRow):
-                        FORMATS[name].pair(renamed)
-                        return "{" + ", ".join(f"{mine}: {column}" for mine, column in columns.items()) + "}"
-        return None
 
-
+_OTHER_COLUMNS = (
+    "mend the rows, or set KEY.columns: {messages: prompt} if it is a list and the answers are texts, "
+    "{instruction: prompt} if it is a question and the answers are lists, {prompt: prompt.messages} if it is "
+    "an object with messages"
+)
 _REMEDIES = {
+    "wrong_type": _OTHER_COLUMNS,
+    "prompt_mismatch": _OTHER_COLUMNS,
     "role_not_written": "map the role to one that the template writes, or TEMPLATE",
     "text_not_written": "put all text into the message's content, as text or as parts, or TEMPLATE",
     "reasoning_not_written": "leave the reasoning out, keep it with an option of the template in "
@@ -419,3 +438,117 @@ def columns_sentence(read: Mapping[str, str], not_read: Sequence[str]) -> str:
     named = (field if field == column else f"{field} = {column}" for field, column in read.items())
     others = f"; not read: {', '.join(not_read)}" if not_read else ""
     return f"columns: {', '.join(named) or 'none'}{others}"
+
+
+# ---- Ranges of a large source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRange:
+    """Consecutive rows of a source."""
+
+    name: str  # of their store
+    rows_before: int  # rows of the source before the first one
+    num_rows: int
+    known: str  # the name of the longest store that has the first ones of these rows, or `name`
+    num_known: int  # so many rows; all of them if `known` is `name`
+
+
+def write_ranges(directory: Path, ingestion: Ingestion, facts: Mapping[str, Any]) -> TokenStore:
+    """Writes the store of a source, which `ingestion` has started; `facts` decide the ids of given rows.
+    Raises DataError if bad rows stop the run or if no row is kept, and CacheError."""
+    stored = {path.name for path in directory.parent.glob("*")}
+    prompts = {"needs_prompt": ingestion.needs_prompt, "known_columns": ingestion.known_columns}
+    most_pairs, max_pairs = ingestion.source.max_pairs, ingestion.source.max_pairs
+    ranges: list[TokenStore] = []
+    scanned, opened = ingestion.located.open(), ingestion.located.open()
+    with closing(scanned.unparsed), closing(opened.rows):
+        rows = ingestion.checked(opened.rows)
+        while max_pairs != 0:
+            # What becomes of a run with bad rows is decided at the end, so `on_bad_row` changes no range.
+            key = content_key({**facts, "max_pairs": max_pairs, **prompts, "on_bad_row": None})
+            most_rows = min(LARGEST_RANGE, max(SMALLEST_RANGE, max_pairs or LARGEST_RANGE))
+            found = next_range(islice(scanned.unparsed, most_rows), key, stored)
+            if found is None:
+                break
+            opened.columns.clear()
+            part = replace(ingestion)  # with its own counts
+            part.opened = opened
+            store = open_store(directory.with_name(found.known))
+            if store is not None and _is_stopped_by(store, ingestion):
+                store = None  # its rows are read again, for the message
+            num_known = 0
+            if store is not None:
+                num_known = found.num_known
+                deque(islice(opened.unparsed, num_known), maxlen=0)  # `rows` goes on after them
+                for counter in (part, ingestion):
+                    counter.count_saved(store.summary, found.rows_before)
+            if num_known < found.num_rows:
+                taken = islice(rows, found.num_rows - num_known)
+                batches = ingestion.batches(taken, part)
+                store = _write_range(directory.with_name(found.name), store, batches, part, found.rows_before)
+            ingestion.opened.columns.update(opened.columns)
+            if store is not None:
+                ranges.append(replace(store, rows_before=found.rows_before))
+            max_pairs = most_pairs and most_pairs - ingestion.num_kept
+    ingestion.check_end()
+    return write_ranged_store(directory, ranges, ingestion.summary())
+
+
+def next_range(rows: Iterator[tuple[int, Any]], decided: str, stored: Container[str]) -> RowRange | None:
+    """Takes the next range from rows as their file has them; None: there are no more. `decided` names all
+    else that decides token ids, `stored` has the names of stores."""
+    digest = hashlib.blake2b(decided.encode(), digest_size=KEY_BYTES)
+    first = num_rows = num_known = 0
+    name = known = ""
+    for number, row in rows:
+        content = row if isinstance(row, bytes) else pickle.dumps(row)
+        key = hashlib.blake2b(content, digest_size=KEY_BYTES).digest()
+        first = first or number
+        num_rows += 1
+        digest.update(b"%d:%b" % (number - first, key))
+        name = digest.hexdigest()
+        if name in stored:
+            known, num_known = name, num_rows
+        if num_rows >= SMALLEST_RANGE and int.from_bytes(key[:4]) % MORE_ROWS == 0:
+            break
+    if num_rows == 0:
+        return None
+    return RowRange(
+        name=name,
+        rows_before=first - 1,
+        num_rows=num_rows,
+        known=known or name,
+        num_known=num_known or num_rows,
+    )
+
+
+def _write_range(
+    path: Path,
+    beginning: TokenStore | None,
+    batches: Iterator[TokenizedBatch],
+    part: Ingestion,
+    rows_before: int,
+) -> TokenStore | None:
+    """Writes and opens the store of a range, unless no pair is kept: `beginning`, then `batches`."""
+
+    def pairs() -> Iterator[TokenStore]:
+        if beginning is not None:
+            table = PairTable.of([replace(beginning, rows_before=rows_before)])
+            for pair in range(table.num_pairs):
+                table.group(pair)  # raises CacheError: damage must not be copied
+            yield beginning
+        for batch in batches:
+            batch.pairs.records["row_number"] -= rows_before
+            yield batch.pairs
+        part.located.check_unchanged()
+
+    more = {"columns": part.opened.columns, "rows_before": rows_before}
+    return write_store(path, pairs(), lambda: {name: getattr(part, name) for name in _SAVED} | more)
+
+
+def _is_stopped_by(store: TokenStore, ingestion: Ingestion) -> bool:
+    """Whether bad rows of a range stop the run."""
+    counted = replace(ingestion)
+    counted.num_rows, counted.dropped_counts = store.summary["num_rows"], store.summary["dropped_counts"]
+    return any(map(counted.stops_run, counted.dropped_counts))

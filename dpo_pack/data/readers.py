@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice
+from functools import lru_cache, partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -66,44 +66,40 @@ class ColumnNames:
     reads_images: bool = False  # model.images
 
     def rename(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Returns the row with our column names. Raises BadRow if a mapped column is missing, or if a column
-        has images, video or audio."""
+        """Returns the row with our column names; that of a column may be a path of keys, `input.messages`.
+        Raises BadRow if a mapped column is missing, or if a column has images, video or audio."""
         renamed, mapping = dict(row), self.mapping
         for name in TAKEN_ONCE.intersection(mapping.values()).difference(mapping):
             renamed.pop(name, None)
         for ours, theirs in mapping.items():
             if theirs is None:
                 renamed.pop(ours, None)
-            elif theirs not in row:
-                raise BadRow("missing_column", self.missing(ours, theirs, tuple(row)), row)
-            else:
-                renamed[ours] = row[theirs]
-        known = {theirs for ours, theirs in mapping.items() if self.reads_images or ours not in IMAGE_FIELDS}
-        if self.reads_images:
-            known |= _take_images(row, renamed, mapping)
-        for column, value in row.items():
-            if isinstance(value, bytes) and column in _TEXT_FIELDS:
-                detail = f"column {column!r} is binary, and its bytes are no UTF-8 text; only text is read"
-                raise BadRow("media", detail, row)
-            if column not in known and holds_media(column, value):
-                detail = f"column {column!r} has images, video or audio, and only text is read"
-                raise BadRow("media", detail, row)
-        return renamed
-
-    def with_nested(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Returns the row with a column `input.messages` if `columns` names it and the row has none."""
-        for theirs in self.mapping.values():
-            value: Any = row if theirs is not None and "." in theirs else None
-            for key in (theirs or "").split("."):
-                value = value.get(key) if isinstance(value, dict) else None
-            if value is not None and theirs in row:
+                continue
+            nested: Any = row if "." in theirs else None
+            for key in theirs.split("."):
+                nested = nested.get(key) if isinstance(nested, dict) else None
+            if nested is not None and theirs in row:
                 raise DataError(
                     f"{self.label}: there are a column {theirs!r} and such a key of an object, and "
                     f"{self.key}.columns may mean either; rename one of them"
                 )
-            if value is not None and theirs is not None:
-                row = {**row, theirs: value}
-        return row
+            if nested is None and theirs not in row:
+                raise BadRow(
+                    "missing_column", _missing(f"{self.key}.columns.{ours}", theirs, tuple(row)), row
+                )
+            renamed[ours] = row[theirs] if nested is None else nested
+        known = {theirs for ours, theirs in mapping.items() if self.reads_images or ours not in IMAGE_FIELDS}
+        if self.reads_images:
+            known |= _take_images(row, renamed, mapping)
+        for column, value in row.items():
+            detail = ""
+            if isinstance(value, bytes) and column in _TEXT_FIELDS:
+                detail = "is binary, and its bytes are no UTF-8 text"
+            elif column not in known and holds_media(column, value):
+                detail = "has images, video or audio"
+            if detail:
+                raise BadRow("media", f"column {column!r} {detail}, and only text is read", row)
+        return renamed
 
     def select(self, columns: Columns) -> list[str] | None:
         """Returns the columns to read: those of formats, those that may have images, video or audio, and
@@ -113,13 +109,14 @@ class ColumnNames:
         if len(owners) > len(set(owners)):
             repeated = Counter(owners).most_common(1)[0][0]
             raise DataError(f"{self.label}: two columns are named {repeated!r}; rename or remove one")
-        inner = [key for key in self.mapping.values() if key and key.split(".")[0] in owners]
-        inner = [key for key in inner if key not in owners]
+        mapping, inner = self.mapping, list[str]()
+        for ours, theirs in mapping.items():
+            if theirs is not None and theirs not in owners:
+                if theirs.split(".")[0] not in owners:
+                    missing = _missing(f"{self.key}.columns.{ours}", theirs, tuple(owners))
+                    raise DataError(f"{self.label}: {missing}; correct the name")
+                inner.append(theirs)
         present = (*owners, *inner)
-        for ours, theirs in self.mapping.items():
-            if theirs is not None and theirs not in present:
-                raise DataError(f"{self.label}: {self.missing(ours, theirs, present)}; correct the name")
-        mapping = self.mapping
         names = {field: mapping.get(field, field) for fields in FIELDS_OF_FORMAT.values() for field in fields}
         read = set(present).intersection(names.values())
         needed = [format.completion_columns for format in FORMATS.values()]
@@ -137,16 +134,13 @@ class ColumnNames:
         wanted = [n for n, kind in columns if n in read or is_media_name(n) or others.search(kind)]
         return None if inner else wanted
 
-    def missing(self, ours: str, theirs: str, present: tuple[str, ...]) -> str:
-        """Says that a column that `columns` names is missing, and which column may be meant."""
-        return _missing(f"{self.key}.columns.{ours}", theirs, present)
-
 
 _TEXT_FIELDS = {field for fields in FIELDS_OF_FORMAT.values() for field in fields} - {*IMAGE_FIELDS}
 
 
 @lru_cache(maxsize=64)
 def _missing(key: str, column: str, present: tuple[str, ...]) -> str:
+    """Says that a column that `key` names is missing, and which column may be meant."""
     close = difflib.get_close_matches(column, present, n=1)
     meant = f"did you mean {close[0]}? " if close else ""
     return f"no column {column!r}, which {key} names ({meant}there are: {', '.join(present) or 'none'})"
@@ -199,15 +193,14 @@ class OpenRows:
     def _read_rows(self) -> Generator[NumberedRow, None, None]:
         for number, row in self.unparsed:
             row = _json_row(row) if isinstance(row, bytes) else row
-            if not isinstance(row, dict | BadRow):
-                row = BadRow("not_an_object", f"no JSON object but a {type(row).__name__}", row)
-            elif isinstance(row, dict):
-                row = self._names.with_nested(row)
+            if isinstance(row, dict):
                 self.columns.update(dict.fromkeys(row))
                 try:
                     row = self._names.rename(row)
                 except BadRow as bad:
                     row = bad.with_traceback(None)
+            elif not isinstance(row, BadRow):
+                row = BadRow("not_an_object", f"no JSON object but a {type(row).__name__}", row)
             yield number, row
 
     def first_rows(self) -> list[Mapping[str, Any]]:
@@ -226,15 +219,14 @@ def open_files(paths: Sequence[Path], names: ColumnNames) -> OpenRows:
     """Opens a file, or several ones of JSON or CSV as one source. Raises DataError."""
     if data_suffix(paths[0]) in (".parquet", ".arrow"):
         return _open_columnar(paths[0], names)
-    if len(paths) == 1:
-        with _readable(names.label):
-            word = "line" if _has_json_lines(paths[0]) else "row"
-        return OpenRows(lambda columns: _rows_of(paths[0], names.label), names, word)
-    return OpenRows(lambda columns: _numbered(_rows_of(path, names.label) for path in paths), names, "row")
+    with _readable(names.label):
+        word = "line" if len(paths) == 1 and _has_json_lines(paths[0]) else "row"
 
+    def read(columns: Sequence[str] | None) -> Iterator[tuple[int, Any]]:
+        files = map(partial(_rows_of, label=names.label), paths)
+        return enumerate((row for rows in files for _, row in rows), 1) if len(paths) > 1 else next(files)
 
-def _numbered(files: Iterable[Iterator[tuple[int, Any]]]) -> Iterator[tuple[int, Any]]:
-    return enumerate((row for rows in files for _, row in rows), start=1)
+    return OpenRows(read, names, word)
 
 
 def _rows_of(path: Path, label: str) -> Iterator[tuple[int, Any]]:
@@ -339,39 +331,37 @@ _JSON = json.JSONDecoder(object_pairs_hook=_json_object)
 
 
 def _read_json_array(path: Path, label: str) -> Iterator[tuple[int, Any]]:
-    with io.TextIOWrapper(_open_binary(path), encoding="utf-8-sig") as text:
-        yield from enumerate(_array_values(text, label), start=1)
-
-
-def _array_values(text: TextIO, label: str) -> Iterator[object]:
     """Decodes the values of an array one by one from a buffer that holds only a part of the file."""
     separators = re.compile(r"[\s,]*")
-    while text.read(1) != "[":  # `_has_json_lines` has found a "[" already
-        pass
-    buffer, position, number, num_read = "", 0, 1, 0  # num_read: characters read since the last row
-    while True:
-        position = separators.match(buffer, position).end()  # type: ignore[union-attr]
-        if buffer[position : position + 1] == "]":
-            if (buffer[position + 1 :] + text.read(_JSON_CHUNK_CHARS)).strip():
-                raise DataError(f"{label}: text after the end of the array; give one array or JSON lines")
-            return
-        problem = "the array is not closed"
-        if position < len(buffer):
-            try:
-                value, position = _JSON.raw_decode(buffer, position)
-                yield value
-                number, num_read = number + 1, 0
-                continue
-            except (ValueError, RecursionError) as error:
-                problem = first_line(error)
-        # A long row is decoded again after each read. The buffer doubles, so the cost is linear in length.
-        more = text.read(max(_JSON_CHUNK_CHARS, len(buffer) - position))
-        num_read += len(more)
-        if num_read > _MAX_ROW_SIZE:
-            raise _RowTooLong
-        if not more:
-            raise DataError(f"{label} row {number}: invalid JSON ({problem}), so no later row can be read")
-        buffer, position = buffer[position:] + more, 0
+    with io.TextIOWrapper(_open_binary(path), encoding="utf-8-sig") as text:
+        while text.read(1) != "[":  # `_has_json_lines` has found a "[" already
+            pass
+        buffer, position, number, num_read = "", 0, 1, 0  # num_read: characters read since the last row
+        while True:
+            position = separators.match(buffer, position).end()  # type: ignore[union-attr]
+            if buffer[position : position + 1] == "]":
+                if (buffer[position + 1 :] + text.read(_JSON_CHUNK_CHARS)).strip():
+                    raise DataError(f"{label}: text after the end of the array; give one array or JSON lines")
+                return
+            problem = "the array is not closed"
+            if position < len(buffer):
+                try:
+                    value, position = _JSON.raw_decode(buffer, position)
+                    yield number, value
+                    number, num_read = number + 1, 0
+                    continue
+                except (ValueError, RecursionError) as error:
+                    problem = first_line(error)
+            # A long row is decoded again after each read. The buffer doubles, so this costs linear time.
+            more = text.read(max(_JSON_CHUNK_CHARS, len(buffer) - position))
+            num_read += len(more)
+            if num_read > _MAX_ROW_SIZE:
+                raise _RowTooLong
+            if not more:
+                raise DataError(
+                    f"{label} row {number}: invalid JSON ({problem}), so no later row can be read"
+                )
+            buffer, position = buffer[position:] + more, 0
 
 
 # ---- CSV
@@ -408,35 +398,30 @@ def _csv_lines(text: TextIO) -> Iterator[str]:
 
 
 def _open_columnar(path: Path, names: ColumnNames) -> OpenRows:
-    with _readable(names.label), _table(path) as (schema, num_rows, _):
-        pass
-
     def tables(columns: list[str]) -> Iterator[Any]:
         with _table(path) as (_, _, batches):
             for batch in batches(columns):
                 for begin in range(0, batch.num_rows, READ_ROWS):
                     yield batch.select(columns).slice(begin, READ_ROWS)
 
-    columns = [(field.name, str(field.type)) for field in schema]
-    return open_tables(lambda wanted: tables(wanted or schema.names), names, columns, num_rows)
+    with _readable(names.label), _table(path) as (schema, num_rows, _):
+        pass
+    return open_tables(tables, names, schema, num_rows)
 
 
 def open_tables(
-    read: Callable[[list[str] | None], Iterable[Any]],
-    names: ColumnNames,
-    columns: Columns,
-    num_rows: int | None,
+    read: Callable[[list[str]], Iterable[Any]], names: ColumnNames, schema: Any, num_rows: int | None
 ) -> OpenRows:
-    """Opens the Arrow tables or batches that `read` yields of columns (None: all)."""
+    """Opens the Arrow tables or batches that `read` yields of columns."""
 
     def rows(wanted: Sequence[str] | None) -> Iterator[NumberedRow]:
-        number = 0
-        for table in read(None if wanted is None else list(wanted)):
+        numbers = count(1)
+        for table in read(list(wanted or schema.names)):
             values = {field.name: _values(table.column(field.name), field.type) for field in table.schema}
             for row in zip(*values.values(), strict=True):
-                number += 1
-                yield number, dict(zip(values, row, strict=True))
+                yield next(numbers), dict(zip(values, row, strict=True))
 
+    columns = [(field.name, str(field.type)) for field in schema]
     return OpenRows(rows, names, "row", columns=columns, num_rows=num_rows)
 
 

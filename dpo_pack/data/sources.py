@@ -18,12 +18,10 @@ from numpy.typing import NDArray
 
 from dpo_pack.data.formats import FORMATS
 from dpo_pack.data.images import ImageProcessor
-from dpo_pack.data.ingest import Ingestion, LocatedSource, Progress
-from dpo_pack.data.ranges import SMALLEST_RANGE, write_ranges
+from dpo_pack.data.ingest import SMALLEST_RANGE, Ingestion, LocatedSource, Progress, write_ranges
 from dpo_pack.data.readers import (
     READ_ROWS,
     ColumnNames,
-    NumberedRow,
     OpenRows,
     check_start,
     data_suffix,
@@ -44,12 +42,12 @@ from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.recipe.data import DATA_FILE_SUFFIXES
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
-from dpo_pack.system.errors import CacheError, DataError, RecipeError
+from dpo_pack.system.errors import DataError, RecipeError
 
 HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
 DEFAULT_SPLIT = "train"
 Positions = NDArray[np.int64]
-_HUB_KEYS = {"config": "name", "data_dir": "data_dir", "revision": "revision"}  # ours -> of `datasets`
+_HUB_KEYS = ("config", "data_dir", "revision")
 
 # The recipe keys that do not change a source's tokens. The name of a store is a hash of the other keys. So if
 # somebody forgets to list a key here, a new value makes a new store; it never finds tokens of an old value.
@@ -129,7 +127,7 @@ def _divided(
     is_pairs: bool,
 ) -> Data:
     """Divides the sources into training data and held-out sets, and reports on both."""
-    whole = train = PairTable.of([source.store for source in sources.values()])
+    train = PairTable.of([source.store for source in sources.values()])
     evals = {name: PairTable.of([source.store]) for name, source in eval_sources.items()}
     prompts = tuple(prompt for source in sources.values() for prompt in source.prompts)
     eval_prompts = {name: source.prompts for name, source in eval_sources.items()}
@@ -145,21 +143,12 @@ def _divided(
         raise DataError(
             "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
         )
-    described = _describe(train, is_pairs)
-    of_source = None  # of several sources each is described alone
-    if len(sources) == 1:
-        of_source = described if train is whole else _describe(whole, is_pairs)
-    report: dict[str, Any] = {
-        "train": described
-        | {"sources": [_of_source(name, one, is_pairs, of_source) for name, one in sources.items()]},
-        "eval": {
-            name: _describe(table, is_pairs) if is_pairs else {"prompts": table.num_pairs}
-            for name, table in evals.items()
-        },
-        "held_out_by": held_out_by,
-    }
-    for name, source in eval_sources.items():
-        report["eval"][name]["source"] = _of_source(name, source, is_pairs, report["eval"][name])
+    report: dict[str, Any] = {"train": _describe(train, is_pairs), "eval": {}, "held_out_by": held_out_by}
+    report["train"]["sources"] = [_of_source(name, one, is_pairs) for name, one in sources.items()]
+    for name, table in evals.items():
+        report["eval"][name] = _describe(table, is_pairs) if is_pairs else {"prompts": table.num_pairs}
+        if name in eval_sources:
+            report["eval"][name]["source"] = _of_source(name, eval_sources[name], is_pairs)
     if is_pairs:
         every = (*sources.values(), *eval_sources.values())
         report |= _repeated(train, [*evals.values()])
@@ -184,7 +173,7 @@ def _split(
     train: PairTable, sources: dict[str, LoadedSource], fraction: float, seed: int
 ) -> tuple[Positions, Positions, str]:
     """Returns the training pairs, the held-out pairs, and what pairs have in common that stay together."""
-    if any(part.images is not None for source in sources.values() for part in source.store.parts):
+    if any(part.images is not None for part in train.parts):
         return *split_by_prompt(keys_by_image(train), fraction, seed), "image"
     if not any(source.store.summary.get("prompts_inferred") for source in sources.values()):
         return *split_by_prompt(train.whole_prompt_keys, fraction, seed), "prompt"
@@ -207,13 +196,12 @@ def keys_by_image(pairs: PairTable) -> NDArray[np.uint8]:
     """Returns [P, 16] keys: pairs that share an image, also by way of other pairs, have one key, because many
     ask "What is in this image?". A pair without images has the key of its prompt."""
     owners, images = [], []
-    for number, store in enumerate(pairs.stores):
-        of_store = np.flatnonzero(pairs.source_indices == number)
-        for part in store.parts:
-            if part.images is not None:
-                begins = part.images.pairs["begin"] + part.tokens_before
-                owners.append(of_store[np.searchsorted(pairs.offsets[of_store], begins)])
-                images.append(part.images.records["key"][part.images.pairs["image"]])
+    for number, part in enumerate(pairs.parts):
+        if part.images is not None:
+            of_part = np.flatnonzero(pairs.part_indices == number)
+            begins = part.images.pairs["begin"]
+            owners.append(of_part[np.searchsorted(pairs.offsets[of_part], begins)])
+            images.append(part.images.records["key"][part.images.pairs["image"]])
     keys, owner = pairs.whole_prompt_keys.copy(), np.concatenate(owners)
     of_images = np.concatenate(images)
     first, image = distinct_keys(of_images)
@@ -256,19 +244,17 @@ def split_by_prompt(
 
 def _repeated(train: PairTable, evals: Sequence[PairTable]) -> dict[str, int]:
     """Counts training pairs that another pair contradicts, and pairs and prompts that are held out too."""
-
-    def found(keys: NDArray[np.uint8], others: Sequence[NDArray[np.uint8]]) -> Positions:
-        """Returns numbers of those keys that `others` have too; equal keys have equal numbers."""
-        numbers = distinct_keys(np.concatenate((keys, *others)))[1]
-        return numbers[: len(keys)][np.isin(numbers[: len(keys)], numbers[len(keys) :])]
-
-    keys = _pair_keys(train.chosen_keys, train.rejected_keys)
-    held_out = [_pair_keys(table.chosen_keys, table.rejected_keys) for table in evals]
-    prompts = found(train.whole_prompt_keys, [table.whole_prompt_keys for table in evals])
+    keys = [_pair_keys(one.chosen_keys, one.rejected_keys) for one in (train, *evals)]
+    swapped = _pair_keys(train.rejected_keys, train.chosen_keys)
+    # Equal keys have equal numbers.
+    prompt_numbers = distinct_keys(np.concatenate([one.whole_prompt_keys for one in (train, *evals)]))[1]
+    pair_numbers = distinct_keys(np.concatenate([swapped, *keys]))[1]
+    contradicting, pairs, held_out = np.split(pair_numbers, [train.num_pairs, 2 * train.num_pairs])
+    prompts, held_out_prompts = np.split(prompt_numbers, [train.num_pairs])
     return {
-        "train_pairs_contradicted": len(found(keys, [_pair_keys(train.rejected_keys, train.chosen_keys)])),
-        "train_pairs_in_eval": len(found(keys, held_out)),
-        "train_prompts_in_eval": len(np.unique(prompts)),
+        "train_pairs_contradicted": int(np.isin(pairs, contradicting).sum()),
+        "train_pairs_in_eval": int(np.isin(pairs, held_out).sum()),
+        "train_prompts_in_eval": len(np.intersect1d(prompts, held_out_prompts)),
     }
 
 
@@ -279,16 +265,13 @@ def _pair_keys(chosen: NDArray[np.uint8], rejected: NDArray[np.uint8]) -> NDArra
     return keys
 
 
-def _of_source(
-    name: str, source: LoadedSource, is_pairs: bool, described: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _of_source(name: str, source: LoadedSource, is_pairs: bool) -> dict[str, Any]:
     settings, store = source.recipe, source.store
     of_recipe = {"path": settings.path, "split": settings.split, "weight": settings.weight}
     counts: dict[str, Any] = {"name": name, **of_recipe, **store.summary}
     if is_pairs:
-        counts |= described or _describe(PairTable.of([store]), is_pairs)
-        counts["token_store"] = str(store.directory)
-        counts["token_store_reused"] = source.rows_tokenized == 0
+        counts |= _describe(PairTable.of([store]), is_pairs)
+        counts |= {"token_store": str(store.directory), "token_store_reused": source.rows_tokenized == 0}
     return counts
 
 
@@ -331,11 +314,9 @@ def load_source(
     """Returns the pairs of one source; `key` is its recipe key. With `max_new_tokens`, rows are prompts; with
     `max_rows`, only so many are read, and nothing is written. Raises DataError and ModelError."""
     is_prompts = max_new_tokens is not None
-    hash_memo = cache_dir / "file_hashes.json" if max_rows is None else None
+    memo = cache_dir / "file_hashes.json" if max_rows is None else None
     ingestion = Ingestion(
-        located=locate_source(
-            source, key, hash_memo, prompts_suffice=is_prompts, reads_images=images is not None
-        ),
+        located=locate_source(source, key, memo, prompts_suffice=is_prompts, reads_images=images is not None),
         source=source,
         data=data,
         tokenizer=tokenizer,
@@ -346,43 +327,35 @@ def load_source(
     )
     with ingestion.start() as rows:
         if is_prompts or max_rows is not None:
-            return _read_source(ingestion, rows)
+            read = list(ingestion.batches(rows))
+            return LoadedSource(
+                recipe=source,
+                store=TokenStore.of_ranges((batch.pairs for batch in read), ingestion.summary()),
+                rows_tokenized=ingestion.num_rows,
+                prompts=tuple(prompt for batch in read for prompt in batch.prompts),
+                columns_read=ingestion.columns_read,
+                reads_all=next(rows, None) is None,
+            )
         facts = _facts_of_tokens(ingestion, tokenizer_key)
         directory = cache_dir / "tokens" / content_key({**facts, "source": ingestion.located.fingerprint})
         store = open_store(directory)
-        if store is None:
-            if _has_ranges(ingestion):
-                write_ranges(directory, ingestion, facts)
-            else:
-                batches = (batch.pairs for batch in ingestion.batches(rows))
-                write_store(directory, batches, ingestion.summary)
-            store = open_store(directory)
-    if store is None:
-        raise CacheError(f"{directory} was removed or damaged while it was written; run again")
+        if store is None and _is_large(ingestion):
+            store = write_ranges(directory, ingestion, facts)
+        elif store is None:
+            batches = (batch.pairs for batch in ingestion.batches(rows))  # raises DataError if there is none
+            store = write_store(directory, batches, ingestion.summary)
+    assert store is not None
     num_rows = ingestion.num_rows - ingestion.num_cached
     return LoadedSource(recipe=source, store=replace(store, label=source.path), rows_tokenized=num_rows)
 
 
-def _read_source(ingestion: Ingestion, rows: Iterator[NumberedRow]) -> LoadedSource:
-    read = list(ingestion.batches(rows))
-    return LoadedSource(
-        recipe=ingestion.source,
-        store=TokenStore.of_parts((batch.pairs for batch in read), ingestion.summary()),
-        rows_tokenized=ingestion.num_rows,
-        prompts=tuple(prompt for batch in read for prompt in batch.prompts),
-        columns_read=ingestion.columns_read,
-        reads_all=next(rows, None) is None,
-    )
-
-
-def _has_ranges(ingestion: Ingestion) -> bool:
+def _is_large(ingestion: Ingestion) -> bool:
     """Whether so many rows are read that they are worth a range. Reads no rows if few pairs are wanted."""
-    if (ingestion.num_missing or SMALLEST_RANGE) < SMALLEST_RANGE:
+    if (ingestion.source.max_pairs or SMALLEST_RANGE) < SMALLEST_RANGE:
         return False
-    if ingestion.opened.num_rows is not None:
-        return ingestion.opened.num_rows >= SMALLEST_RANGE
     with closing(ingestion.located.open().unparsed) as rows:
-        return sum(1 for _ in islice(rows, SMALLEST_RANGE)) == SMALLEST_RANGE
+        num_rows = ingestion.opened.num_rows or sum(1 for _ in islice(rows, SMALLEST_RANGE))
+    return num_rows >= SMALLEST_RANGE
 
 
 def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]:
@@ -425,17 +398,16 @@ def locate_source(
         prompts_suffice=prompts_suffice,
         reads_images=reads_images,
     )
-    hub_options = {name: value for name in _HUB_KEYS if (value := getattr(source, name)) is not None}
     unread: list[str] = []
     try:
         if not path.exists():
-            return _find_on_hub(path, source.split, names, hub_options)
-        if hub_options:
-            name = next(iter(hub_options))
-            raise RecipeError(
-                f"{key}.{name}: only data sets of the hub have one, and {label} is a local path; "
-                f"leave {name} out, or name the files in {key}.path"
-            )
+            return _find_on_hub(source, names)
+        for name in _HUB_KEYS:
+            if getattr(source, name) is not None:
+                raise RecipeError(
+                    f"{key}.{name}: only data sets of the hub have one, and {label} is a local path; "
+                    f"leave {name} out, or name the files in {key}.path"
+                )
         if path.is_dir():
             path, open_source, unread = _find_directory(path, source.split, names)
         else:
@@ -459,12 +431,13 @@ def locate_source(
         raise DataError(f"{label}: {error.strerror or error}; check the path and its permissions") from error
 
 
-def _find_on_hub(path: Path, split: str, names: ColumnNames, options: Mapping[str, Any]) -> LocatedSource:
+def _find_on_hub(source: SourceRecipe, names: ColumnNames) -> LocatedSource:
     label, key = names.label, names.key
-    if data_suffix(path) in DATA_FILE_SUFFIXES or label.startswith((".", "/", "~")) or label.count("/") > 1:
+    is_path = data_suffix(Path(label)) in DATA_FILE_SUFFIXES or label.startswith((".", "/", "~"))
+    if is_path or label.count("/") > 1:
         raise DataError(f"{label}: no such file or directory in {Path.cwd()}; correct {key}.path")
-    theirs = {_HUB_KEYS[name]: value for name, value in options.items()}
-    dataset = _load_dataset(label, split, names, **theirs)
+    options = {"name": source.config, "data_dir": source.data_dir, "revision": source.revision}
+    dataset = _load_dataset(label, names, {"split": source.split, **options})
     fingerprint, open_source = str(dataset._fingerprint), partial(_open_dataset, dataset, names)
     return LocatedSource(
         label=label, key=key, fingerprint=fingerprint, hash=lambda: fingerprint, open=open_source
@@ -498,7 +471,8 @@ def _find_directory(
     def open_source() -> OpenRows:
         if files and all(data_suffix(file).startswith((".json", ".csv")) for file in files):
             return open_files(files, names)
-        return _open_dataset(_load_dataset(str(path), split, names, is_saved=is_saved), names)
+        options = {} if is_saved else {"split": split}
+        return _open_dataset(_load_dataset(str(path), names, options, is_saved=is_saved), names)
 
     return path, open_source, unread
 
@@ -524,24 +498,20 @@ def _files_of_split(path: Path, split: str) -> tuple[list[Path], list[str]]:
 
 
 def _open_dataset(dataset: Any, names: ColumnNames) -> OpenRows:
-    def read(columns: list[str] | None) -> Iterator[Any]:
-        selected = dataset.select_columns(columns or dataset.column_names)
-        yield from selected.with_format("arrow").iter(batch_size=READ_ROWS)
+    def read(columns: list[str]) -> Iterator[Any]:
+        return iter(dataset.select_columns(columns).with_format("arrow").iter(batch_size=READ_ROWS))
 
-    columns = [(field.name, str(field.type)) for field in dataset.features.arrow_schema]
-    return open_tables(read, names, columns, len(dataset))
+    return open_tables(read, names, dataset.features.arrow_schema, len(dataset))
 
 
 def _load_dataset(
-    path: str, split: str, names: ColumnNames, *, is_saved: bool = False, **hub_options: str
+    path: str, names: ColumnNames, options: Mapping[str, str | None], *, is_saved: bool = False
 ) -> Any:
     """Loads a data set of the hub or a directory; `is_saved`: one that `save_to_disk` wrote."""
     import datasets
 
     try:
-        if is_saved:
-            return datasets.load_from_disk(path)
-        return datasets.load_dataset(path, split=split, **hub_options)
+        return (datasets.load_from_disk if is_saved else datasets.load_dataset)(path, **options)
     except Exception as error:  # the library raises errors of HTTP, Arrow, JSON and of its own
         cause: BaseException = error
         while cause.__cause__ is not None:  # libraries name the cause in the innermost error

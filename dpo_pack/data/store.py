@@ -3,14 +3,12 @@
 A store is a directory with the token ids, one record for each pair, a manifest, and which tokens are scored
 unless all are. It is written under a temporary name and then renamed, so it is whole or absent. Opening it
 compares all but the token ids with a checksum; those of a pair are compared with their hash when they are
-read. A large source's store names those of its ranges of rows, see ranges.py. P: number of pairs.
+read. A large source's store names those of its ranges of rows, see ingest.py. P: number of pairs.
 """
 
-import bisect
 import contextlib
 import hashlib
 import json
-import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -127,33 +125,17 @@ class TokenStore:
     label: str = ""  # the source's path or hub id, as the user wrote it
     ranges: tuple["TokenStore", ...] = ()  # if there are some, they have all tokens and records
     rows_before: int = 0  # of a range: rows of the source before it; its records count rows from here
-    tokens_before: int = 0  # of a range: tokens of the ranges before it
 
     @staticmethod
-    def of_parts(parts: Iterable["TokenStore"], summary: Mapping[str, Any], **more: Any) -> "TokenStore":
-        """Joins the pairs of stores, which become its `ranges`."""
-        ranges, num_tokens = list[TokenStore](), 0
-        for part in parts:
-            ranges.append(replace(part, tokens_before=num_tokens))
-            num_tokens += len(part.tokens)
+    def of_ranges(ranges: Iterable["TokenStore"], summary: Mapping[str, Any], **more: Any) -> "TokenStore":
         empty = np.zeros(0, dtype=RECORD_DTYPE)
         return TokenStore(tokens=NO_TOKENS, records=empty, summary=summary, ranges=tuple(ranges), **more)
 
     @property
     def largest_token_id(self) -> int:
-        """Reads all tokens if the store is in memory only, or if an earlier release wrote it."""
+        """Of a store without ranges. Reads all tokens if it is in memory only, or of an earlier release."""
         known: int | None = self.summary.get(_LARGEST)
-        return max(int(part.tokens.max(initial=0)) for part in self.parts) if known is None else known
-
-    @property
-    def parts(self) -> tuple["TokenStore", ...]:
-        return self.ranges or (self,)
-
-    def part_at(self, offset: int) -> tuple["TokenStore", int]:
-        """Returns the part with the token at `offset` of all tokens, and the token's offset in this part."""
-        parts = self.parts
-        part = parts[bisect.bisect_right(parts, offset, key=lambda one: one.tokens_before) - 1]
-        return part, offset - part.tokens_before
+        return int(self.tokens.max(initial=0)) if known is None else known
 
     def damaged(self, row_number: int) -> CacheError:
         """Returns the error for changed tokens. Removes the manifest: the next run writes the store again."""
@@ -166,7 +148,7 @@ class TokenStore:
             f"{self.directory} is damaged: its token ids of row {row_number} have changed; {remedy}"
         )
 
-    def read_image(self, image: int, label: str) -> Pixels:
+    def read_image(self, image: int) -> Pixels:
         """Returns [height, width, 3]. Raises DataError, and forgets the store, if the image has changed."""
         assert self.images is not None
         try:
@@ -179,13 +161,13 @@ class TokenStore:
                 if not is_there:
                     self.forget()
             pairs = self.images.pairs
-            begin = pairs["begin"][np.argmax(pairs["image"] == image)] + self.tokens_before
+            begin = pairs["begin"][np.argmax(pairs["image"] == image)]
             position = np.searchsorted(_measure_tokens(self)[0], begin)
             row = self.records["row_number"][position] + self.rows_before
             remedy = "restore the file, or start again with --overwrite"
             if self.images.path_of(image) is None:
                 remedy = "run the same command again, which writes this store again"
-            raise DataError(f"{label} row {row}: {bad.detail}; {remedy}") from bad
+            raise DataError(f"{self.label} row {row}: {bad.detail}; {remedy}") from bad
 
     def forget(self) -> None:
         """Removes the manifest, so that the store can be written again. Raises CacheError."""
@@ -198,9 +180,10 @@ class TokenStore:
 class PairTable:
     """Pairs of one or more sources: the arrays are in memory, the token ids in memory-mapped files."""
 
-    stores: tuple[TokenStore, ...]
-    source_indices: NDArray[np.int16]  # [P] position in `stores`
-    offsets: NDArray[np.int64]  # [P] position of the pair's first token in its store
+    parts: tuple[TokenStore, ...]  # the sources' stores, or their ranges
+    part_indices: NDArray[np.int32]  # [P] position in `parts`
+    source_indices: NDArray[np.int16]  # [P]
+    offsets: NDArray[np.int64]  # [P] position of the pair's first token in its part
     prompt_lengths: NDArray[np.int32]  # [P]
     chosen_lengths: NDArray[np.int32]  # [P] EOS included
     rejected_lengths: NDArray[np.int32]  # [P]
@@ -218,20 +201,19 @@ class PairTable:
     @staticmethod
     def of(stores: Sequence[TokenStore]) -> "PairTable":
         """Makes a table of all pairs of the stores, one store after another."""
-        parts = [part for store in stores for part in store.parts]
-        sizes = [sum(len(part.records) for part in store.parts) for store in stores]
+        parts = [replace(part, label=store.label) for store in stores for part in store.ranges or (store,)]
+        sources = [number for number, store in enumerate(stores) for _ in store.ranges or (store,)]
+        sizes = [len(part.records) for part in parts]
         # A column of the table has the name of a field of the records, with an "s" at its end.
         names = RECORD_DTYPE.fields or ()
         columns = {f"{name}s": np.concatenate([part.records[name] for part in parts]) for name in names}
-        rows_before = [part.rows_before for part in parts]
-        columns["row_numbers"] += np.repeat(rows_before, [len(part.records) for part in parts])
+        columns["row_numbers"] += np.repeat([part.rows_before for part in parts], sizes)
         of_tokens = (np.concatenate(arrays) for arrays in zip(*map(_measure_tokens, parts), strict=True))
         offsets, chosen_scored, rejected_scored = of_tokens
-        for part in parts:
-            _forget_pages(part.records)
         return PairTable(
-            stores=tuple(stores),
-            source_indices=np.repeat(np.arange(len(stores), dtype=np.int16), sizes),
+            parts=tuple(parts),
+            part_indices=np.repeat(np.arange(len(parts), dtype=np.int32), sizes),
+            source_indices=np.repeat(np.array(sources, dtype=np.int16), sizes),
             offsets=offsets,
             chosen_scored=chosen_scored,
             rejected_scored=rejected_scored,
@@ -253,8 +235,7 @@ class PairTable:
     def group(self, pair: int, sides: Iterable[bool] = (True, True)) -> Group:
         """Returns the token ids, as views, of the prompt and of the completions that are True in `sides`.
         Raises CacheError if they do not have the keys that the record has."""
-        source = self.stores[self.source_indices[pair]]
-        store, begin = source.part_at(int(self.offsets[pair]))
+        store, begin = self.parts[self.part_indices[pair]], int(self.offsets[pair])
         middle = begin + int(self.prompt_lengths[pair])
         end = middle + int(self.chosen_lengths[pair])
         prompt, last = store.tokens[begin:middle], end + int(self.rejected_lengths[pair])
@@ -272,12 +253,12 @@ class PairTable:
         )
         if not images or store.images is None:
             return group
-        reads = (partial(store.read_image, image, source.label) for image in store.images.of_pair(begin))
+        reads = (partial(store.read_image, image) for image in store.images.of_pair(begin))
         return replace(group, images=tuple(reads))
 
     def select(self, indices: NDArray[np.int64]) -> "PairTable":
         """Returns a table of the pairs at `indices`, in the order of `indices`."""
-        columns = (column.name for column in fields(self) if column.name != "stores")
+        columns = (column.name for column in fields(self) if column.name != "parts")
         return replace(self, **{name: getattr(self, name)[indices] for name in columns})
 
 
@@ -308,65 +289,69 @@ def join_pairs(
         for name, key in zip(_KEYS, keys, strict=True):
             records[name][position] = np.frombuffer(key, dtype=np.uint8)
     tokens = np.concatenate([NO_TOKENS, *(ids for of_pair in parts for ids in of_pair)])
-    return TokenStore(tokens=tokens, records=records, scored=_join_scored(pairs), images=stored)
+    scored = np.ones(len(tokens), dtype=np.bool_)
+    for pair, begin in zip(pairs, begins, strict=True):
+        if pair.scored is not None:
+            completions, start = np.concatenate(pair.scored), begin + len(pair.context)
+            scored[start : start + len(completions)] = completions
+    return TokenStore(tokens=tokens, records=records, scored=None if scored.all() else scored, images=stored)
 
 
-def _join_scored(pairs: Sequence[Group]) -> Bools | None:
-    if all(pair.scored is None or all(map(np.all, pair.scored)) for pair in pairs):
-        return None
-    scored: list[Bools] = []
-    for pair in pairs:
-        ones = [np.ones(len(ids), dtype=np.bool_) for ids in (pair.context, *pair.completions)]
-        scored += [ones[0], *(pair.scored or ones[1:])]
-    return np.concatenate(scored)
+class _NotNeeded(Exception):
+    """The store has no pair, or another process has finished it meanwhile."""
 
 
 def write_store(
     directory: Path, batches: Iterable[TokenStore], summarize: Callable[[], dict[str, Any]]
-) -> None:
-    """Writes each batch when `batches` yields it, then `summarize()`, unless another process has written the
-    store meanwhile. If `batches` raises an error, no file stays on the disk. Raises CacheError."""
-    with contextlib.suppress(_WrittenMeanwhile), written_aside(directory) as temporary:
+) -> TokenStore | None:
+    """Writes each batch when `batches` yields it, then `summarize()`, and opens the store; None: there is no
+    pair. If `batches` raises an error, no file stays on the disk. Raises CacheError."""
+    images, num_tokens, largest, are_all_scored = None, 0, 0, True
+    with contextlib.suppress(_NotNeeded), written_aside(directory) as temporary:
         temporary.mkdir()
         with contextlib.ExitStack() as files:
-            tokens, records = (
-                files.enter_context((temporary / name).open("wb")) for name in (_TOKENS, _RECORDS)
-            )
-            scored, images, num_tokens, largest = None, None, 0, 0
+            names = (_TOKENS, _RECORDS, _SCORED)
+            tokens, records, scored = (files.enter_context((temporary / name).open("wb")) for name in names)
             for batch in batches:
-                if batch.scored is not None and scored is None:  # all earlier tokens are
-                    scored = files.enter_context((temporary / _SCORED).open("wb"))
-                    scored.write(np.ones(num_tokens, dtype=np.bool_).data)
-                if scored is not None:
-                    all_true = np.ones(len(batch.tokens), dtype=np.bool_)
-                    scored.write((all_true if batch.scored is None else batch.scored).data)
+                tokens.write(batch.tokens.data)
+                records.write(batch.records.tobytes())
+                all_true = np.ones(len(batch.tokens), dtype=np.bool_)
+                scored.write((all_true if batch.scored is None else batch.scored).data)
+                are_all_scored &= batch.scored is None
                 if batch.images is not None:
                     if images is None:
                         content = files.enter_context((temporary / CONTENT).open("wb"))
                         images = ImageJoiner(content, batch.images.fingerprint)
                     images.add(batch.images, num_tokens)
-                tokens.write(batch.tokens.data)
-                records.write(batch.records.tobytes())
                 num_tokens += len(batch.tokens)
                 largest = max(largest, int(batch.tokens.max(initial=0)))
+        if are_all_scored:
+            (temporary / _SCORED).unlink()
+        if not num_tokens:
+            raise _NotNeeded
         of_images = {} if images is None else images.write(temporary)
         summary = {**summarize(), _LARGEST: largest, **of_images}
         _, checksum = _map_files(temporary, summary)
         write_json_atomically(temporary / _MANIFEST, {"checksum": checksum, "summary": summary})
         if open_store(directory) is not None:
-            raise _WrittenMeanwhile
+            raise _NotNeeded
+    store = open_store(directory)
+    if store is None and num_tokens:
+        raise CacheError(f"{directory} was removed or damaged while it was written; run again")
+    return store
 
 
-def write_ranged_store(directory: Path, ranges: Sequence[TokenStore], summary: dict[str, Any]) -> None:
+def write_ranged_store(directory: Path, ranges: Sequence[TokenStore], summary: dict[str, Any]) -> TokenStore:
     """Writes the store of a source that has these ranges, if nobody else has done so. Raises CacheError."""
     summary = {**summary, _LARGEST: max(one.largest_token_id for one in ranges)}
     names = [[one.directory.name, one.rows_before] for one in ranges if one.directory is not None]
-    with contextlib.suppress(_WrittenMeanwhile), written_aside(directory) as temporary:
+    with contextlib.suppress(_NotNeeded), written_aside(directory) as temporary:
         temporary.mkdir()
         content = {"checksum": content_key([names, summary]), "summary": summary, "ranges": names}
         write_json_atomically(temporary / _MANIFEST, content)
         if open_store(directory) is not None:
-            raise _WrittenMeanwhile
+            raise _NotNeeded
+    return TokenStore.of_ranges(ranges, summary, directory=directory)
 
 
 def open_store(directory: Path) -> TokenStore | None:
@@ -377,8 +362,11 @@ def open_store(directory: Path) -> TokenStore | None:
     if not isinstance(summary, dict):
         return None
     if "ranges" in manifest:
+        ranges = [(open_store(directory.with_name(name)), before) for name, before in manifest["ranges"]]
+        found = [replace(one, rows_before=before) for one, before in ranges if one is not None]
         is_whole = manifest.get("checksum") == content_key([manifest["ranges"], summary])
-        return _open_ranges(directory, manifest["ranges"], summary) if is_whole else None
+        is_whole &= len(found) == len(ranges)
+        return TokenStore.of_ranges(found, summary, directory=directory) if is_whole else None
     try:
         store, checksum = _map_files(directory, summary)
     except (FileNotFoundError, ValueError):  # ValueError: a file is empty or ends within an entry
@@ -388,20 +376,6 @@ def open_store(directory: Path) -> TokenStore | None:
     if store.images is not None and store.images.have_changed():
         return None
     return store if manifest.get("checksum") == checksum else None
-
-
-def _open_ranges(directory: Path, names: list[tuple[str, int]], summary: dict[str, Any]) -> TokenStore | None:
-    ranges = list[TokenStore]()
-    for name, rows_before in names:
-        one = open_store(directory.with_name(name))
-        if one is None:
-            return None
-        ranges.append(replace(one, rows_before=rows_before))
-    return TokenStore.of_parts(ranges, summary, directory=directory)
-
-
-class _WrittenMeanwhile(Exception):
-    """Another process has finished the same store first."""
 
 
 def key_heads(keys: NDArray[np.uint8], begin: int = 0) -> NDArray[np.uint64]:
@@ -436,20 +410,13 @@ def _measure_tokens(store: TokenStore) -> tuple[NDArray[Any], ...]:
     sizes = records["prompt_length"].astype(np.int64) + records["chosen_length"] + records["rejected_length"]
     offsets = np.cumsum(sizes) - sizes
     if store.scored is None:
-        return offsets + store.tokens_before, chosen, rejected
+        return offsets, chosen, rejected
     chosen_begins = offsets + records["prompt_length"]
     middles = chosen_begins + records["chosen_length"]
     # `reduceat` takes the values from each position to the next one. The last end is the end of the file.
     begins = np.stack((chosen_begins, middles, offsets + sizes), axis=1).ravel()[:-1]
     sums = np.add.reduceat(store.scored, begins, dtype=np.float64)
-    return offsets + store.tokens_before, sums[0::3], sums[1::3]
-
-
-def _forget_pages(records: Records) -> None:
-    """Lets what was read of a mapped file leave the memory of this process."""
-    file: Any = records.base
-    if isinstance(file, np.memmap):
-        file._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+    return offsets, sums[0::3], sums[1::3]
 
 
 def _map_files(directory: Path, summary: dict[str, Any]) -> tuple[TokenStore, str]:
@@ -457,7 +424,6 @@ def _map_files(directory: Path, summary: dict[str, Any]) -> tuple[TokenStore, st
     tokens = np.asarray(np.memmap(directory / _TOKENS, dtype=TOKEN_DTYPE, mode="r"))
     records = np.asarray(np.memmap(directory / _RECORDS, dtype=RECORD_DTYPE, mode="r"))
     parts = [len(tokens), hashlib.blake2b(records.view(np.uint8).data).hexdigest(), summary]
-    _forget_pages(records)
     scored = None
     if (directory / _SCORED).exists():
         scored = np.asarray(np.memmap(directory / _SCORED, dtype=np.bool_, mode="r"))
@@ -490,8 +456,8 @@ def pair_lengths(table: PairTable, shape: ModelShape | None = None) -> PairLengt
 
 def _tower_flops(table: PairTable, shape: ModelShape) -> NDArray[np.float64]:
     flops = np.zeros(table.num_pairs)
-    for pair, source in enumerate(table.source_indices):
-        part, begin = table.stores[source].part_at(int(table.offsets[pair]))
-        prompt = part.tokens[begin : begin + int(table.prompt_lengths[pair])]
+    for pair, begin in enumerate(table.offsets):
+        tokens = table.parts[table.part_indices[pair]].tokens
+        prompt = tokens[begin : begin + table.prompt_lengths[pair]]
         flops[pair] = shape.image_flops * np.count_nonzero(prompt == shape.image_token)
     return flops

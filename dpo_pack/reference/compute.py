@@ -80,12 +80,12 @@ def find_work(cache: ReferenceCache, tables: Sequence[PairTable]) -> ReferenceWo
 
 def join_tables(tables: Sequence[PairTable]) -> PairTable:
     """Makes one table of all pairs, one table after another."""
-    names = [column.name for column in fields(PairTable) if column.name != "stores"]
+    names = [column.name for column in fields(PairTable) if column.name != "parts"]
     columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in names}
-    num_stores = np.array([len(table.stores) for table in tables], dtype=np.int16)
-    begins = np.cumsum(num_stores) - num_stores
-    columns["source_indices"] = columns["source_indices"] + np.repeat(begins, [t.num_pairs for t in tables])
-    return PairTable(stores=tuple(store for table in tables for store in table.stores), **columns)
+    num_parts = np.array([len(table.parts) for table in tables])
+    begins = np.cumsum(num_parts) - num_parts
+    columns["part_indices"] = columns["part_indices"] + np.repeat(begins, [t.num_pairs for t in tables])
+    return PairTable(parts=tuple(part for table in tables for part in table.parts), **columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -205,7 +205,7 @@ def _texts(run: Mapping[str, Any], keys: Sequence[tuple[str, int]]) -> dict[tupl
         rows = [row for name, row in keys if name == source["name"]]
         with contextlib.suppress(CacheError):
             store = open_store(Path(source.get("token_store", "None")))  # "None": tokens are not on disk
-            for table in () if store is None else (PairTable.of([part]) for part in store.parts):
+            for table in () if store is None else (PairTable.of([part]) for part in store.ranges or (store,)):
                 for pair in np.flatnonzero(np.isin(table.row_numbers, rows)).tolist():
                     group = table.group(pair)
                     parts = [group.context, *group.completions]

@@ -346,7 +346,7 @@ def check_tokens(model: ModelFacts, tokenizer: Tokenizer, tables: Sequence[PairT
     num_embeddings = int(model.config.get_text_config().vocab_size)
     largest = 0
     if len(tokenizer) > num_embeddings:  # some have more entries, but never produce the additional ids
-        largest = max(store.largest_token_id for table in tables for store in table.stores)
+        largest = max(part.largest_token_id for table in tables for part in table.parts)
     if largest >= num_embeddings:
         raise ModelError(
             f"{model.recipe_key}: the data has token id {largest}, but {model.settings.path} embeds "

@@ -29,7 +29,7 @@ from support.tiny_pictures import (
     user,
 )
 
-from dpo_pack.data import ranges, sources
+from dpo_pack.data import ingest, sources
 from dpo_pack.data.images import ImageProcessor, decode
 from dpo_pack.data.sources import Data, keys_by_image
 from dpo_pack.system.errors import DataError
@@ -176,7 +176,7 @@ def test_images_stand_at_their_marks_and_a_row_may_have_none(tmp_path: Path) -> 
     sizes = [[image.shape for image in read(data, pair)] for pair in range(4)]
     assert sizes == [[(30, 40, 3), (64, 64, 3)], [(30, 40, 3)], [], [(64, 64, 3), (30, 40, 3)]]
     source = data.report["train"]["sources"][0]
-    assert source["images"] == 5 and len(data.train.stores[0].images.records) == 2  # type: ignore[union-attr]
+    assert source["images"] == 5 and len(data.train.parts[0].images.records) == 2  # type: ignore[union-attr]
 
 
 def test_texts_with_images_are_those_of_the_processor(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_a_store_has_each_embedded_image_once_and_no_copy_of_files(tmp_path: Pat
     file = save(tmp_path / "a.png", picture(5))
     rows = [trl_row([data_url(raw)], f"question {n}") for n in range(520)] + [trl_row(["a.png"])] * 2
     data = load_rows(tmp_path, *rows, num_workers=num_workers)
-    images = data.train.stores[0].images
+    images = data.train.parts[0].images
     assert images is not None and len(images.records) == 2
     assert len(images.content) == len(raw) + len(str(file))
     np.testing.assert_array_equal(read(data, 519)[0], np.asarray(picture(4)))
@@ -444,12 +444,12 @@ def test_a_picture_that_changes_while_a_run_goes_on_is_an_error_with_file_and_ro
     file.unlink()
     with pytest.raises(DataError, match="No such file"):
         read(data, 1)
-    assert not Path(data.train.stores[0].directory or "", "manifest.json").exists()
+    assert not Path(data.train.parts[0].directory or "", "manifest.json").exists()
 
 
 def test_a_changed_byte_of_an_embedded_image_is_noticed(tmp_path: Path) -> None:
     data = load_rows(tmp_path, trl_row([data_url(encoded(FIRST, "BMP"))]))
-    content = Path(data.train.stores[0].directory or "", "image_content.bin")
+    content = Path(data.train.parts[0].directory or "", "image_content.bin")
     raw = bytearray(content.read_bytes())
     raw[-1] ^= 1
     content.write_bytes(raw)
@@ -458,13 +458,13 @@ def test_a_changed_byte_of_an_embedded_image_is_noticed(tmp_path: Path) -> None:
 
 
 def test_ranges_of_a_source_have_their_own_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((sources, "SMALLEST_RANGE"), (ranges, "SMALLEST_RANGE"), (ranges, "LARGEST_RANGE")):
+    for module, name in ((sources, "SMALLEST_RANGE"), (ingest, "SMALLEST_RANGE"), (ingest, "LARGEST_RANGE")):
         monkeypatch.setattr(module, name, 8)
     for number in range(20):
         save(tmp_path / f"{number}.png", picture(number))
     rows = [trl_row([f"{n}.png"] if n % 3 else [data_url(encoded(picture(n)))], f"q{n}") for n in range(20)]
     first = load_rows(tmp_path, *rows)
-    assert len(first.train.stores[0].ranges) == 3
+    assert len(first.train.parts) == 3
     for pair in range(20):
         np.testing.assert_array_equal(read(first, pair)[0], np.asarray(picture(pair)))
     assert len(np.unique(keys_by_image(first.train), axis=0)) == 20

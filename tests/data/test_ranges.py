@@ -19,7 +19,7 @@ from support.rows import load_splits
 from support.rows import write_rows as write
 from support.tiny_tokenizer import tiny_tokenizer
 
-from dpo_pack.data import ingest, ranges, sources
+from dpo_pack.data import ingest, sources
 from dpo_pack.data.faults import faults_of
 from dpo_pack.data.sources import Data
 from dpo_pack.data.tokenization import tokenize_rows
@@ -37,9 +37,9 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "sync", lambda path: None)
     for module, name, rows in (
         (sources, "SMALLEST_RANGE", 8),
-        (ranges, "SMALLEST_RANGE", 8),
-        (ranges, "LARGEST_RANGE", 64),
-        (ranges, "MORE_ROWS", 16),
+        (ingest, "SMALLEST_RANGE", 8),
+        (ingest, "LARGEST_RANGE", 64),
+        (ingest, "MORE_ROWS", 16),
     ):
         monkeypatch.setattr(module, name, rows)
 
@@ -54,14 +54,14 @@ def as_one_store(cache: Path, train: Any, **settings: Any) -> Data:
 
 
 def ranges_of(data: Data) -> list[tuple[str, int]]:
-    """The name of each range of the first source, and the number of rows before it."""
-    return [(str(one.directory), one.rows_before) for one in data.train.stores[0].ranges]
+    """The name of each range of the only source, and the number of rows before it."""
+    return [(str(one.directory), one.rows_before) for one in data.train.parts]
 
 
 def assert_same(data: Data, other: Data) -> None:
     assert (data.fingerprint, data.eval_fingerprint) == (other.fingerprint, other.eval_fingerprint)
     for column in fields(data.train):
-        if column.name != "stores":
+        if column.name not in ("parts", "part_indices", "offsets"):
             np.testing.assert_array_equal(getattr(data.train, column.name), getattr(other.train, column.name))
     for pair in range(data.train.num_pairs):
         ours, theirs = data.train.group(pair), other.train.group(pair)
@@ -154,9 +154,9 @@ def test_ranges_give_what_one_store_gives(tmp_path: Path, make: Callable[[Path],
     one = as_one_store(tmp_path / "one", **settings)
     data = load(tmp_path / "cache", **settings)
     assert data.report["rows_tokenized"] == one.report["rows_tokenized"]
-    assert len(data.train.stores[1].ranges) > 10 and not data.train.stores[0].ranges
-    assert not one.train.stores[1].ranges
-    assert data.train.stores[1].largest_token_id == one.train.stores[1].largest_token_id
+    assert len(data.train.parts) > 11 and len(one.train.parts) == 2
+    largest = [max(part.largest_token_id for part in splits.train.parts) for splits in (data, one)]
+    assert largest[0] == largest[1]
     assert_same(data, one)
     again = load(tmp_path / "cache", **settings)
     assert again.report["rows_tokenized"] == 0

@@ -42,7 +42,7 @@ def test_no_log_prob_of_changed_tokens_is_kept_and_the_next_run_writes_the_token
     for part in expected.cache.directory.glob("part-*"):
         part.unlink()
     for change in (1, 1 << 20):  # another token, and none of the vocabulary
-        directory = prepared.data.train.stores[0].directory
+        directory = prepared.data.train.parts[0].directory
         assert directory is not None
         tokens = np.fromfile(directory / "tokens.bin", dtype=np.int32)
         tokens[len(tokens) // 2] ^= change

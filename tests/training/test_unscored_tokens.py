@@ -37,7 +37,7 @@ def table_of(rows: Sequence[tuple[list[int], list[int], list[int], list[int]]]) 
 
 def test_the_key_of_a_sequence_knows_which_tokens_are_scored(model_path: Path, tmp_path: Path) -> None:
     table, plain = table_of(ROWS), table_of(ALL_SCORED)
-    assert plain.stores[0].scored is None and plain.group(0).scored is None
+    assert plain.parts[0].scored is None and plain.group(0).scored is None
     assert len({keys.tobytes() for keys in (*table.chosen_keys[:2], *plain.chosen_keys[:1])}) == 3
     assert np.array_equal(table.rejected_keys[1:], plain.rejected_keys[1:])
     assert table.fingerprint != plain.fingerprint
