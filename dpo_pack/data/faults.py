@@ -10,7 +10,7 @@ import numpy as np
 from dpo_pack.data.formats import FORMATS, are_labels
 from dpo_pack.data.tokenization import TokenizationSettings, TokenizedPair
 from dpo_pack.data.tokenizer import template_opens_turn
-from dpo_pack.data.written import MESSAGE_KEY, THINKING, TOOL_KEY
+from dpo_pack.data.written import MESSAGE_KEY, THINKING
 from dpo_pack.packing.lengths import AnyIntArray, Group
 
 SIDES = ("chosen", "rejected")
@@ -181,9 +181,8 @@ def source_notes(summary: Mapping[str, Any], *, names_left_out: bool = True) -> 
     for name, sentence in _NOTES.items():
         if summary.get(name) and not (name == "prompts_without_template" and "foreign_marks" in faults):
             yield f"in {summary[name]:,} of {kept:,} {what} {sentence}"
-    for part, begin in (("tools", TOOL_KEY), ("messages", MESSAGE_KEY)):
-        if keys := [key.removeprefix(begin) for key in summary if key.startswith(begin)]:
-            yield f"of the {part} the chat template leaves out the keys {', '.join(sorted(keys))}"
+    if keys := [key.removeprefix(MESSAGE_KEY) for key in summary if key.startswith(MESSAGE_KEY)]:
+        yield f"of the messages the chat template leaves out the keys {', '.join(sorted(keys))}"
     if unknown := summary.get("unknown_tokens"):
         yield f"Warning: {unknown:,} tokens stand for texts that this tokenizer does not know, and are lost"
     if files := summary.get("files_not_read"):

@@ -226,26 +226,24 @@ def decode(raw: bytes, name: str = "an image") -> Any:
     """Returns the upright RGB image of Pillow; transparent pixels are white. Raises BadRow."""
     from PIL import Image, ImageOps
 
-    def refused(reason: str, why: str) -> BadRow:
-        return BadRow(reason, f"{name} {why}")
-
     try:
         with warnings.catch_warnings(action="ignore"):  # of sizes; the size is checked below
             picture: Any = Image.open(io.BytesIO(raw), formats=_FORMATS)
     except Image.DecompressionBombError as error:
-        raise refused("image_too_large", f"has more than {MAX_PIXELS:,} pixels") from error
+        raise BadRow("image_too_large", f"{name} has more than {MAX_PIXELS:,} pixels") from error
     except Exception as error:  # decoders raise errors of many types
-        raise refused("broken_image", f"is none of {', '.join(_FORMATS)}, or is broken") from error
+        raise BadRow("broken_image", f"{name} is none of {', '.join(_FORMATS)}, or is broken") from error
     width, height = picture.size
+    size = f"{name} has {width:,} x {height:,} pixels"
     if width * height > MAX_PIXELS:
-        raise refused("image_too_large", f"has {width:,} x {height:,} pixels, more than {MAX_PIXELS:,}")
+        raise BadRow("image_too_large", f"{size}, more than {MAX_PIXELS:,}")
     if max(width, height) > _MAX_RATIO * min(width, height):
-        raise refused("image_too_narrow", f"has {width:,} x {height:,} pixels; sides differ over 200 times")
+        raise BadRow("image_too_narrow", f"{size}; sides differ over 200 times")
     maxvals = [tile[3][1] for tile in picture.tile if tile[0].startswith("ppm")]
     if picture.mode[0] in "IF" or _16_BITS.search(repr(picture.tile)) or max(maxvals, default=0) > 255:
-        raise refused("image_of_16_bits", "has more than 8 bits a colour; convert it to 8")
+        raise BadRow("image_of_16_bits", f"{name} has more than 8 bits a colour; convert it to 8")
     if getattr(picture, "is_animated", False) and picture.format != "MPO":  # a second view of some cameras
-        raise refused("animated_image", f"is animated or has {picture.n_frames} pages; save the one you mean")
+        raise BadRow("animated_image", f"{name} is animated or has several pages; save the one you mean")
     try:
         picture = ImageOps.exif_transpose(picture)
         if picture.has_transparency_data:
@@ -253,7 +251,7 @@ def decode(raw: bytes, name: str = "an image") -> Any:
             picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255, 255, 255)), colours)
         return picture.convert("RGB")
     except Exception as error:
-        raise refused("broken_image", f"cannot be decoded ({first_line(error)})") from error
+        raise BadRow("broken_image", f"{name} cannot be decoded ({first_line(error)})") from error
 
 
 def image_label(image: ReadImage, processor: ImageProcessor) -> str:
@@ -444,22 +442,19 @@ class ImageJoiner:
 
     def add(self, images: StoredImages, num_tokens: int) -> None:
         """Adds the images of a store, before whose tokens come `num_tokens` others."""
-        records, pairs = enumerate(images.records), images.pairs.copy()
-        stored = np.array([self._add_image(record.copy(), images.content_of(at)) for at, record in records])
+        stored, pairs = list[int](), images.pairs.copy()
+        for position, record in enumerate(images.records.copy()):
+            content = images.content_of(position)
+            name = (record["key"].tobytes(), content if record["changed"] >= 0 else b"")
+            if name not in self._found:
+                self._found[name] = len(self.records)
+                record["offset"] = self.content.tell()
+                self.records.append(record)
+                self.content.write(content)
+            stored.append(self._found[name])
         pairs["begin"] += num_tokens
-        pairs["image"] = stored[pairs["image"]]
+        pairs["image"] = np.array(stored)[pairs["image"]]
         self.pairs.append(pairs)
-
-    def _add_image(self, record: NDArray[np.void], content: bytes) -> int:
-        """Returns the position of an image among the records; `content` is written if it is a new one."""
-        is_file = int(record["changed"]) >= 0
-        name = (record["key"].tobytes(), content if is_file else b"")
-        if name not in self._found:
-            self._found[name] = len(self.records)
-            record["offset"] = self.content.tell()
-            self.records.append(record)
-            self.content.write(content)
-        return self._found[name]
 
     def write(self, directory: Path) -> dict[str, Any]:
         """Writes what is not in `content`, and returns what the store's summary has of images."""

@@ -25,7 +25,7 @@ THINKING = re.compile(r"(</?think(?:ing)?>|\[/?THINK\])")  # templates cut a con
 _SHAPES = 4096  # are remembered
 _UNRENDERED = 1000  # problems of a row that the template refuses
 _QUICK = 32  # characters
-TOOL_KEY, MESSAGE_KEY = "tool_keys_not_written/", "message_keys_not_written/"  # begin the names of counts
+MESSAGE_KEY = "message_keys_not_written/"  # begins the names of counts
 _TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}  # for any
 # A list of parts, an object and JSON in JSON, as a template prints what it should have taken apart.
 _PRINTED = re.compile(r"""\[\{['"]type['"]: ?['"]\w*text['"]|\\"qz\d+zq|\{'\w+': 'qz\d+zq""")
@@ -69,10 +69,8 @@ def _developer_as_system(message: Message) -> Message:
 
 
 def _texts_as_parts(message: Message) -> Message:
-    content = message["content"]
-    return (
-        {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-    )
+    parts = [{"type": "text", "text": message["content"]}]
+    return {**message, "content": parts} if isinstance(message["content"], str) else message
 
 
 def _parts_as_text(message: Message) -> Message:
@@ -120,16 +118,11 @@ CHANGES: dict[str, Callable[[Message], Message]] = {
 
 def suited(pair: Pair, tokenizer: Tokenizer) -> Suited:
     """Returns the pair with the CHANGES with which the chat template writes more of it; mostly none."""
-    options = "{}"
-    if pair.template_options:
-        first, *_ = pair.template_options.get("tools") or [None]
-        tool = (
-            {"type": "function", "function": _TOOL}
-            if isinstance(first, dict) and "function" in first
-            else _TOOL
-        )
-        stand_in = {} if first is None else {"tools": [tool]}
-        options = json.dumps({**pair.template_options, **stand_in}, default=str)
+    of_shape = dict(pair.template_options)
+    if tools := of_shape.get("tools"):
+        has_function = isinstance(tools[0], dict) and "function" in tools[0]
+        of_shape["tools"] = [{"type": "function", "function": _TOOL} if has_function else _TOOL]
+    options = json.dumps(of_shape, default=str)
     names: tuple[str, ...] = ()
     while True:
         parts: Any = (pair.prompt, pair.chosen, pair.rejected)
@@ -255,8 +248,7 @@ def check_written(
         for key in message.keys() - _KNOWN_KEYS:
             if key not in template and not any(key in text for text in texts):
                 counts[f"{MESSAGE_KEY}{key}"] = 1
-    tools = row.pair.template_options.get("tools") or ()
-    counts.update(dict.fromkeys(_keys_not_written(tools, texts[0]), 1))
+    counts["tools_not_written"] = int(_lacks_tools(row.pair.template_options.get("tools") or (), texts[0]))
     return +counts, contents
 
 
@@ -310,20 +302,18 @@ def _not_written(text: Text, messages: Sequence[Message], num_prompt: int, side:
     return BadRow(reason, f"the chat template does not write the {field} of {where}: {quote!r}")
 
 
-def _keys_not_written(tools: Sequence[Any], rendered: str) -> set[str]:
-    """Returns the names of counts of what a prompt lacks of the JSON schemas of its tools."""
-    schemas, missing = list(tools), set[str]()
+def _lacks_tools(tools: Sequence[Any], rendered: str) -> bool:
+    """Whether a prompt lacks a name or description of its tools, or of what they take."""
+    schemas = list(tools)
     for schema in schemas:  # grows
         for key, value in schema.items() if isinstance(schema, dict) else ():
-            texts = [value] if isinstance(value, str) else [key] if value is True else []
-            if key in ("properties", "enum") and isinstance(value, dict | list):
-                texts = list(map(str, value))
+            texts = [value] if isinstance(value, str) and key in ("name", "description") else []
             if isinstance(value, dict):
+                texts = list(map(str, value)) if key == "properties" else []
                 schemas += value.values() if key == "properties" else [value]
-            if key != "type" and not all(_is_in(text, rendered) for text in texts):
-                is_told = key in ("name", "description", "properties")
-                missing.add("tools_not_written" if is_told else f"{TOOL_KEY}{key}")
-    return missing
+            if not all(_is_in(text, rendered) for text in texts):
+                return True
+    return False
 
 
 def _is_in(text: str, rendered: str) -> bool:
@@ -363,14 +353,11 @@ def _mapped(message: Message, change: Change) -> Message:
         if isinstance(mapped.get(key), str):
             mapped[key] = change("reasoning", mapped[key])
     mapped["content"] = _mapped_content(mapped.get("content"), change)
-    if isinstance(calls := message.get("tool_calls"), list) and calls:
-        mapped["tool_calls"] = [_mapped_call(call, change) for call in calls]
-    elif message.get("content") is None:  # the text may be in keys that only this template knows, or none
-        for key, value in message.items():
-            if key not in _KNOWN_KEYS and key not in ("name", "function_call"):
-                mapped[key] = _mapped_leaves(value, partial(change, key))
-    if "function_call" in message:  # OpenAI's older form of a call
-        mapped["function_call"] = _mapped_leaves(message["function_call"], partial(change, "tool_calls"))
+    calls = {key: message[key] for key in ("tool_calls", "function_call") if message.get(key)}
+    mapped |= {key: _mapped_call(call, partial(change, "tool_calls")) for key, call in calls.items()}
+    if not calls and message.get("content") is None:  # the text may be in keys that only this template knows
+        for key in [key for key in message if key not in _KNOWN_KEYS and key != "name"]:
+            mapped[key] = _mapped_leaves(message[key], partial(change, key))
     return mapped
 
 
@@ -405,16 +392,18 @@ def _mapped_part(part: Any, change: Change) -> Any:
     return mapped
 
 
-def _mapped_call(call: Any, change: Change) -> Any:
+def _mapped_call(call: Any, change: Callable[[str], str]) -> Any:
+    """Of a call, its name and arguments; those of OpenAI's older form are not in a `function`."""
+    if isinstance(call, list):
+        return [_mapped_call(one, change) for one in call]
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):
         return {**call, "function": _mapped_call(call["function"], change)}
-    mapped, of_call = dict(call), partial(change, "tool_calls")
-    if "name" in call:
-        mapped["name"] = _mapped_leaves(call["name"], of_call)
+    mapped = {**call, **{key: _mapped_leaves(call[key], change) for key in ("name",) if key in call}}
     if "arguments" in call:
         arguments = _parsed(call["arguments"])
-        is_json, arguments = arguments is not call["arguments"], _mapped_leaves(arguments, of_call)
-        mapped["arguments"] = _dumped(arguments) if is_json else arguments
+        mapped["arguments"] = _mapped_leaves(arguments, change)
+        if arguments is not call["arguments"]:  # it is JSON
+            mapped["arguments"] = _dumped(mapped["arguments"])
     return mapped

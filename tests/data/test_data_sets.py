@@ -186,7 +186,7 @@ def test_the_docs_read_a_popular_data_set(name: str, tmp_path: Path, monkeypatch
     asked: dict[str, Any] = {}
 
     def load_dataset(path: str, **options: Any) -> datasets.Dataset:
-        asked.update(options, path=path)
+        asked.update({key: value for key, value in options.items() if value is not None}, path=path)
         return datasets.Dataset.from_list([row])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
