@@ -139,9 +139,8 @@ def evaluate_pairs(
 ) -> Tensor:
     """Returns the `pair_values` of all pairs of the builder's table, in the table's order, on every rank.
 
-    `token_budget` limits the rows. `score` puts the reference's log-probs into a row. `progress` gets the
-    number of pairs of each row that this rank has computed. `between_rows` is called before each row, equally
-    often on every rank."""
+    `score` puts the reference's log-probs into a row. `progress` gets the number of pairs of each row that
+    this rank has computed. `between_rows` is called before each row, equally often on every rank."""
     build_rows = pack_sequences_longest_first if builder.is_packed else padded_rows
     mean_chosen_tokens = float(builder.table.chosen_scored.mean())
     parts: list[Tensor] = []
@@ -199,7 +198,8 @@ def means_by_group(
 ) -> dict[str, Any]:
     """Returns means of `metrics`, [P] each, with intervals: over all pairs, `by_source` if the pairs have
     several sources, and `by_length`, by LENGTH_BUCKETS. Empty groups are left out."""
-    prompts = _prompts(table)
+    first, same = distinct_keys(table.whole_prompt_keys)
+    prompts = first[same]  # [P] the first pair that has the same prompt
     ratios = table.chosen_scored / table.rejected_scored
     buckets = np.searchsorted(list(LENGTH_BUCKETS.values()), ratios, side="right") - 1
     described = _means(metrics, prompts, np.arange(len(ratios)), seed=seed)
@@ -210,12 +210,6 @@ def means_by_group(
         if kind != "by_source" or len(found) > 1:
             described[kind] = found
     return described
-
-
-def _prompts(table: PairTable) -> IntArray:
-    """Returns [P] position of the first pair that has the same prompt."""
-    first, prompts = distinct_keys(table.whole_prompt_keys)
-    return first[prompts]
 
 
 def _means(
@@ -251,12 +245,13 @@ def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: 
     tables = []
     for result in results:
         table = result.table
+        first, same = distinct_keys(table.whole_prompt_keys)
         keys = np.concatenate([table.chosen_keys, table.rejected_keys], axis=1)  # [P, bytes of both]
         columns: dict[str, Any] = {
             "step": [step] * table.num_pairs,
             "source": [result.name] * table.num_pairs,
             "pair": [key.tobytes() for key in keys],
-            "prompt": _prompts(table),
+            "prompt": first[same],  # the first pair that has it
             "row_source": [result.source_names[number] for number in table.source_indices],
             "row": table.row_numbers.astype(np.int64),
         }

@@ -84,6 +84,7 @@ class RunLog:
         """`offset`: the bytes of metrics.jsonl that an earlier process wrote and that stay. `begun`:
         time.monotonic() at the start of the run. `planned`: None for an online run."""
         recipe, train, balance = setup.recipe, setup.data.train, setup.policy_facts.balance
+        beta, self.sources = recipe.loss.beta, source_names(recipe.data.train)
         self.setup, self.run, self.offset, self.begun = setup, run, offset, begun
         self.clock = PhaseClock(device=setup.device)
         self.startup_seconds = self.reference_seconds = self.eval_seconds = 0.0
@@ -92,27 +93,18 @@ class RunLog:
         self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=setup.device)
         self.facts = RunFacts(
             num_steps=num_steps,
-            beta=recipe.loss.beta,
+            beta=beta,
             initial_loss=initial_loss(setup.objective, train, [name for name, _ in recipe.loss.terms]),
             router_aux_coef=0.0 if balance is None else balance.coefficient,
         )
         self.meter = Meter()  # generation and judges take most of an online run's time
         if planned is not None:
-            is_adapter = loaded.adapter is not None
-            self.meter = Meter(
-                sizes=trained_pair_sizes(setup, planned, trains_adapter=is_adapter),
-                peak_flops=device_peak(setup.device, loaded.scorer.compute_dtype),
-            )
-        self.sources = source_names(recipe.data.train)
-        self.pairs: PairLog | None = None  # writes pairs.parquet
+            sizes = trained_pair_sizes(setup, planned, trains_adapter=loaded.adapter is not None)
+            self.meter = Meter(sizes=sizes, peak_flops=device_peak(setup.device, loaded.scorer.compute_dtype))
+        self.pairs: PairLog | None = None
         if recipe.logging.pairs:
-            self.pairs = PairLog(
-                directory=run.pairs,
-                table=train,
-                source_names=self.sources,
-                beta=recipe.loss.beta,
-                has_reference=setup.objective.needs_reference,
-            )
+            has_reference = setup.objective.needs_reference
+            self.pairs = PairLog(run.pairs, train, self.sources, beta=beta, has_reference=has_reference)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -260,7 +252,7 @@ class MetricsLog:
                 self._file.close()
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class PairLog:
     """Writes a line for each time a pair was trained on; rank 0 writes the lines of all ranks.
 
@@ -429,12 +421,10 @@ def describe_training(setup: Setup, plan: PackingPlan | None, *, num_steps: int)
     recipe, console = setup.recipe, setup.console
     optim, packing = recipe.optim, recipe.packing
     loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
-    warmup = optim.num_warmup_steps(num_steps)
-    warm_up = f", {warmup:,} step{'s' if warmup > 1 else ''} of warm-up" if warmup else ", no warm-up"
     console.print(
-        f"Training: {num_steps:,} steps of {packing.pairs_per_step} pairs, "
-        f"{packing.mode} rows of up to {packing.token_budget:,} tokens; "
-        f"loss {loss}, beta {recipe.loss.beta:g}, lr {optim.lr:g} {optim.schedule}{warm_up}"
+        f"Training: {num_steps:,} steps of {packing.pairs_per_step} pairs, {packing.mode} rows of up to "
+        f"{packing.token_budget:,} tokens; loss {loss}, beta {recipe.loss.beta:g}, lr {optim.lr:g} "
+        f"{optim.schedule}, {optim.num_warmup_steps(num_steps):,} steps of warm-up"
     )
     if recipe.checkpoint.every_steps is None:
         console.print(
@@ -442,37 +432,34 @@ def describe_training(setup: Setup, plan: PackingPlan | None, *, num_steps: int)
         )
     if packing.share_prompt and not recipe.shares_prompts:
         console.print("Note: prompts are not shared, because model.lora.dropout is above 0")
-    oversize = () if plan is None else plan.oversize_pairs
-    if plan is not None and len(oversize):
-        longest = int(plan.sizes.tokens[oversize].max())
+    if plan is not None and len(oversize := plan.oversize_pairs):
         console.print(
             f"Note: {len(oversize):,} pairs exceed packing.token_budget ({packing.token_budget:,}), so "
-            f"each of them gets its own row; the longest has {longest:,} tokens; nothing is cut"
+            f"each of them gets its own row; the longest has {plan.sizes.tokens[oversize].max():,} tokens; "
+            "nothing is cut"
         )
 
 
 def describe_policy(setup: Setup, loaded: LoadedModel) -> None:
     """Prints the policy as it is loaded, and how it computes."""
-    console, facts, attention, adapter = setup.console, setup.policy_facts, loaded.attention, loaded.adapter
+    console, facts, adapter = setup.console, setup.policy_facts, loaded.adapter
     precision, quantize = facts.precision, facts.settings.quantize
     parameters = list(loaded.scorer.parameters())
     num_trained = sum(p.numel() for p in parameters if p.requires_grad)
     # Of weights in 4 bits, two count as one element.
-    num_parameters = sum(p.numel() for p in parameters)
-    size = format_count(num_parameters if quantize is None else facts.num_parameters + num_trained)
+    size = sum(p.numel() for p in parameters) if quantize is None else facts.num_parameters + num_trained
     trained = "" if adapter is None else f", of which the adapter's {format_count(num_trained)} are trained"
-    numbers = str(precision.parameters)
-    numbers += "" if quantize is None else f" with linear layers in {quantize}"
-    numbers += "" if precision.autocast is None else f" with {precision.autocast} autocast"
-    numbers += "" if precision.gathered is None else f" gathered in {precision.gathered}"
+    numbers = f"{precision.parameters}{f' with linear layers in {quantize}' if quantize else ''}"
+    numbers += f" with {precision.autocast} autocast" if precision.autocast else ""
+    numbers += f" gathered in {precision.gathered}" if precision.gathered else ""
     console.print(
-        f"Policy: {setup.recipe.model.path}, {size} parameters{trained}, "
-        f"{numbers.replace('torch.', '')} on {setup.device}; "
-        f"attention: {attention.name}{'; layers: compiled' if loaded.scorer.is_compiled else ''}"
+        f"Policy: {setup.recipe.model.path}, {format_count(size)} parameters{trained}, "
+        f"{numbers.replace('torch.', '')} on {setup.device}; attention: {loaded.attention.name}"
+        f"{'; layers: compiled' if loaded.scorer.is_compiled else ''}"
     )
     for note in () if adapter is None else adapter.notes:
         console.print(note)
-    reasons = [f"attention is {attention.name}: {attention.reason}"]
+    reasons = [f"attention is {loaded.attention.name}: {loaded.attention.reason}"]
     if loaded.not_compiled is not None:
         reasons.append(f"torch.compile failed, so the model runs uncompiled: {loaded.not_compiled}")
     # On a GPU a slower backend costs money, so the reason is always printed there.

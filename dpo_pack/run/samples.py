@@ -150,11 +150,8 @@ def most_prompt_tokens(config: PretrainedConfig, max_new_tokens: int) -> int:
 def sample_prompts(
     data: Data, tokenizer: PreTrainedTokenizerBase, *, num: int, most_tokens: int
 ) -> list[SourcedPrompt]:
-    """Returns at most `num` different prompts of at most `most_tokens` tokens.
-
-    The first prompt of each held-out set comes first, then the second of each, and so on. If nothing is held
-    out, the prompts are those of the training sources, in the same order.
-    """
+    """Returns at most `num` different prompts of at most `most_tokens` tokens: the first one of each held-out
+    set, then the second of each, and so on; if nothing is held out, of each training source."""
     tables = dict(data.eval)
     if not tables and not data.eval_prompts:
         for number, source in enumerate(data.report["train"]["sources"]):

@@ -92,15 +92,12 @@ def judge(
     *,
     step: int,
 ) -> Evaluations:
-    """Returns what is known after an evaluation; `evaluation` maps each held-out set to its metrics.
-
-    Of two equal values the earlier one is better. A value that is not finite or is missing is no improvement.
-    The value before the first step must be surpassed, but is never among the best: no checkpoint has it.
-    """
+    """Returns what is known after an evaluation; `evaluation` maps each held-out set to its metrics. A value
+    that is not finite or is missing is no improvement, and of two equal values the earlier one is better."""
     value = evaluation[criterion.eval_set].get(criterion.metric)
     if value is None or not math.isfinite(value):
         return replace(standing, num_since_improvement=standing.num_since_improvement + (step > 0))
-    if step == 0:
+    if step == 0:  # it must be surpassed, but no checkpoint has it
         return replace(standing, start=value, bar=value)
     improves = standing.bar is None or criterion.is_better(value, standing.bar, by=criterion.min_delta)
     sign = 1.0 if criterion.lower_is_better else -1.0
