@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.refusals import refusal
-from support.tiny_run import tiny_run
 from support.whole_runs import kill_after, text, whole_run
 
 from dpo_pack.recipe.load import RECIPE_FILE, Recipe, dump_recipe, load_recipe, parse_recipe
@@ -51,21 +50,6 @@ def test_what_no_run_json_speaks_for_is_nobody_s_to_replace(
     for overwrite in (False, True):
         message = refused(recipe_in(tmp_path), overwrite=overwrite)
         assert f"would replace {path}, and there is no run.json" in message and "move it away" in message
-
-
-def test_a_recipe_beside_its_run_is_not_rewritten(tmp_path: Path) -> None:
-    """`output_dir: ${recipe_dir}`, and the file has the name that a run gives its own."""
-    path = tiny_run(tmp_path)
-    text = "# comments of mine\n" + path.read_text()
-    path.write_text(text)
-    recipe = load_recipe(path, [f"output_dir={tmp_path}"])
-    assert f"this run would replace {tmp_path / 'model'}" in refused(recipe)
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "recipe.yaml").write_text(text)
-    recipe = load_recipe(path, [f"output_dir={tmp_path}/own"])
-    with pytest.raises(RunError, match="would replace .*own/recipe.yaml"):
-        train(recipe, Console(quiet=True))
-    assert (tmp_path / "own" / "recipe.yaml").read_text() == text
 
 
 def test_a_process_killed_at_its_very_start_is_in_nobody_s_way(tmp_path: Path) -> None:

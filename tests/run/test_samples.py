@@ -27,7 +27,7 @@ from dpo_pack.run.samples import read_samples, sample_models, sample_prompts
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
 from dpo_pack.system.files import read_json
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.trainer import Trainer, train
+from dpo_pack.trainer import train
 
 SOME = "logging.samples={num: 2, max_new_tokens: 4, every_evals: 2}"  # an evaluation after every other step
 
@@ -63,24 +63,6 @@ def test_samples_are_what_transformers_writes_greedily(sampled: Path, assets: Pa
 
 def test_samples_change_no_step(sampled: Path, straight: Path) -> None:
     assert_same_run(sampled, straight)
-
-
-@pytest.mark.slow
-def test_the_model_is_set_up_for_training_again_after_samples(assets: Path, tmp_path: Path) -> None:
-    modes: dict[str, list[Any]] = {}
-    for name, setting in (("with", SOME), ("without", "logging.samples=null")):
-        seen = modes.setdefault(name, [])
-
-        def look(trainer: Trainer, seen: list[Any] = seen) -> None:
-            model = trainer.state.scorer.model
-            seen.append((model.config._attn_implementation, [part.training for part in model.modules()]))
-            seen.append(torch.get_rng_state().tolist())
-
-        adapter = ("model.lora={dropout: 0.1, r: 2}", "model.gradient_checkpointing=true")
-        recipe = whole_run(assets, tmp_path / name, setting, *adapter)
-        train(recipe, Console(quiet=True), after_step=look)
-    assert modes["with"] == modes["without"] and len(modes["with"]) == 16
-    assert_same_run(tmp_path / "with", tmp_path / "without")
 
 
 def stop() -> None:
