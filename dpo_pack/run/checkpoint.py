@@ -387,9 +387,8 @@ def model_of(name: str, console: Console) -> Iterator[str]:
         yield name
         return
     status, found = info.get("status", "finished"), ranks.first_says(checkpoints(run / PARTS["checkpoints"]))
-    model = next((run / part for part in (MODEL, "merged") if (run / part).is_dir()), None)
-    if model is not None and (status == "finished" or not found):  # else it is of an earlier end
-        yield str(model)
+    if (run / MODEL).is_dir() and (status == "finished" or not found):  # else it is of an earlier end
+        yield str(run / MODEL)
         return
     while found and damage_of(found[-1]) is not None:
         found.pop()

@@ -317,7 +317,7 @@ class Evaluator:
         if not standing.best or standing.start is None:
             return
         step, value = standing.best[0]
-        if not criterion.is_better(value, standing.start):
+        if criterion.gain(value, standing.start) <= 0:
             yield (
                 f"Warning: no evaluation is better than the one before the first step: {judged} was "
                 f"{standing.start:.4g} then, and at best {value:.4g} later, after step {step}. Check that "

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.text import show
-from dpo_pack.recipe.training import LOWER_IS_BETTER, OptimRecipe
+from dpo_pack.recipe.training import LOWER_IS_BETTER, EarlyStoppingRecipe, OptimRecipe
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.batches import BatchSource
 from dpo_pack.training.health import Health
@@ -28,21 +28,16 @@ from dpo_pack.training.references import check_followable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Criterion:
-    """The recipe's settings for comparing evaluations."""
+    """How evaluations are compared."""
 
     metric: str
     eval_set: str
     num_best: int  # number of best evaluations to remember
-    patience: int | None = None  # evaluations without improvement that end the run; None: no early stop
-    min_delta: float = 0.0  # smallest change that counts as an improvement
+    stopping: EarlyStoppingRecipe | None = None
 
-    @property
-    def lower_is_better(self) -> bool:
-        return self.metric in LOWER_IS_BETTER
-
-    def is_better(self, value: float, other: float, *, by: float = 0.0) -> bool:
-        """Whether `value` is better than `other`, and by more than `by`."""
-        return value < other - by if self.lower_is_better else value > other + by
+    def gain(self, value: float, other: float) -> float:
+        """Returns by how much `value` is better than `other`."""
+        return other - value if self.metric in LOWER_IS_BETTER else value - other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +59,7 @@ def find_criterion(recipe: Recipe, eval_sets: Sequence[str]) -> Criterion | None
     names another held-out set."""
     if not eval_sets:
         return None
-    wanted, stopping = recipe.checkpoint.eval_set, recipe.train.early_stopping
+    wanted = recipe.checkpoint.eval_set
     if wanted is not None and wanted not in eval_sets:
         raise RecipeError(
             f"checkpoint.eval_set: no held-out set is called {show(wanted)}; there are {', '.join(eval_sets)}"
@@ -74,15 +69,14 @@ def find_criterion(recipe: Recipe, eval_sets: Sequence[str]) -> Criterion | None
         metric=recipe.checkpoint.metric or default,
         eval_set=wanted or eval_sets[0],
         num_best=max(1, recipe.checkpoint.keep_best),
-        patience=None if stopping is None else stopping.patience,
-        min_delta=0.0 if stopping is None else stopping.min_delta,
+        stopping=recipe.train.early_stopping,
     )
 
 
 def ends_run(criterion: Criterion | None, standing: Evaluations) -> bool:
-    """Whether `patience` evaluations in `standing` had no improvement, so the run must end."""
-    patience = None if criterion is None else criterion.patience
-    return patience is not None and standing.num_since_improvement >= patience
+    """Whether so many evaluations in `standing` had no improvement that early stopping ends the run."""
+    stopping = None if criterion is None else criterion.stopping
+    return stopping is not None and standing.num_since_improvement >= stopping.patience
 
 
 def judge(
@@ -99,9 +93,9 @@ def judge(
         return replace(standing, num_since_improvement=standing.num_since_improvement + (step > 0))
     if step == 0:  # it must be surpassed, but no checkpoint has it
         return replace(standing, start=value, bar=value)
-    improves = standing.bar is None or criterion.is_better(value, standing.bar, by=criterion.min_delta)
-    sign = 1.0 if criterion.lower_is_better else -1.0
-    best = sorted((*standing.best, (step, value)), key=lambda entry: (sign * entry[1], entry[0]))
+    least = 0.0 if criterion.stopping is None else criterion.stopping.min_delta
+    improves = standing.bar is None or criterion.gain(value, standing.bar) > least
+    best = sorted((*standing.best, (step, value)), key=lambda one: (criterion.gain(0.0, one[1]), one[0]))
     return replace(
         standing,
         best=tuple(best[: criterion.num_best]),
@@ -141,26 +135,13 @@ def new_state(
     Prints a warning if the schedule changes no weight. Raises RecipeError, ModelError."""
     if reference is not None:
         check_followable(scorer, reference)
-    num_steps = source.num_steps
-    warmup_steps = settings.num_warmup_steps(num_steps)
-    optimizer = build_optimizer(
-        settings.name,
-        scorer,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
+    numbers = settings.model_dump(include={"lr", "betas", "eps", "weight_decay"})
+    optimizer = build_optimizer(settings.name, scorer, **numbers)
+    steps = {"num_steps": source.num_steps, "warmup_steps": settings.num_warmup_steps(source.num_steps)}
     scheduler = learning_rate_schedule(
-        optimizer,
-        settings.schedule,
-        num_steps=num_steps,
-        warmup_steps=warmup_steps,
-        min_lr_ratio=settings.min_lr_ratio,
+        optimizer, settings.schedule, min_lr_ratio=settings.min_lr_ratio, **steps
     )
-    for warning in schedule_warnings(
-        optimizer, lr=settings.lr, num_steps=num_steps, warmup_steps=warmup_steps
-    ):
+    for warning in schedule_warnings(optimizer, lr=settings.lr, **steps):
         console.print(warning)
     return TrainState(
         scorer=scorer, optimizer=optimizer, scheduler=scheduler, source=source, reference=reference

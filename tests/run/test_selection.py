@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.tiny_recipe import load, message_of
 
+from dpo_pack.recipe.training import EarlyStoppingRecipe
 from dpo_pack.run.state import Criterion, Evaluations, ends_run, find_criterion, judge
 from dpo_pack.system.errors import RecipeError
 
@@ -18,7 +19,10 @@ def after(
     values: list[float | None], *, start: float | None = None, **settings: Any
 ) -> tuple[Evaluations, list[bool]]:
     """The standing after evaluations at steps 0, 10, 20, ..., and whether the run stops at each but 0."""
-    criterion = Criterion(**{"metric": "loss", "eval_set": "held", "num_best": 2, **settings})
+    stopping = EarlyStoppingRecipe(**settings.pop("stopping")) if "stopping" in settings else None
+    criterion = Criterion(
+        **{"metric": "loss", "eval_set": "held", "num_best": 2, "stopping": stopping, **settings}
+    )
     before = {} if start is None else {criterion.metric: start}
     standing, stops = judge(Evaluations(), criterion, {"held": before}, step=0), []
     for step, value in enumerate(values, start=1):
@@ -37,31 +41,35 @@ def test_the_lowest_loss_and_the_highest_of_everything_else_is_best() -> None:
 
 def test_a_run_stops_after_so_many_evaluations_without_an_improvement() -> None:
     values: list[float | None] = [0.5, 0.3, 0.4, 0.35, 0.29, 0.3, 0.3, 0.3]
-    assert after(values, patience=2)[1] == [False, False, False, True, False, False, True, True]
+    assert after(values, stopping={"patience": 2})[1] == [False, False, False, True, False, False, True, True]
     assert not any(after(values)[1])
-    higher = after(values, patience=1, metric="rewards/margins")[1]
+    higher = after(values, stopping={"patience": 1}, metric="rewards/margins")[1]
     assert higher == [False, True, True, True, True, True, True, True]
 
 
 def test_an_improvement_is_more_than_min_delta_since_the_last_one() -> None:
     slowly: list[float | None] = [0.50, 0.46, 0.42, 0.38]  # the third is 0.08 from the first
-    standing, stops = after(slowly, patience=1, min_delta=0.05)
+    standing, stops = after(slowly, stopping={"patience": 1, "min_delta": 0.05})
     assert stops == [False, True, False, True] and standing.bar == 0.42
     assert standing.best_steps == (40, 30)  # the best is the best, however little
 
 
 def test_the_evaluation_before_the_first_step_must_be_beaten_and_is_no_checkpoint() -> None:
     worse: list[float | None] = [0.7, 0.71, 0.69]
-    standing, stops = after(worse, start=0.693, patience=2)
+    standing, stops = after(worse, start=0.693, stopping={"patience": 2})
     assert stops == [False, True, False]  # at 10 and 20 nothing is better than the start
     assert standing.start == 0.693 and standing.bar == 0.69 and standing.best == ((30, 0.69), (10, 0.7))
     higher: list[float | None] = [0.4, 0.5, 0.6]
-    assert after(higher, start=0.5, patience=2, metric="rewards/accuracies")[1] == [False, True, False]
-    assert after(worse, start=math.nan, patience=2)[0].start is None
+    assert after(higher, start=0.5, stopping={"patience": 2}, metric="rewards/accuracies")[1] == [
+        False,
+        True,
+        False,
+    ]
+    assert after(worse, start=math.nan, stopping={"patience": 2})[0].start is None
 
 
 def test_what_is_not_finite_or_not_there_is_no_improvement() -> None:
-    standing, stops = after([0.5, math.nan, None], patience=2)
+    standing, stops = after([0.5, math.nan, None], stopping={"patience": 2})
     assert stops == [False, False, True] and standing.best == ((10, 0.5),)
 
 
@@ -72,7 +80,10 @@ def test_the_recipe_says_what_is_compared() -> None:
     stopping = "train.early_stopping={patience: 2, min_delta: 0.01}"
     chosen = ("checkpoint.metric=rewards/margins", "checkpoint.eval_set=other", "checkpoint.keep_best=3")
     assert find_criterion(load(*JUDGES, stopping, *chosen), ["held", "other"]) == Criterion(
-        metric="rewards/margins", eval_set="other", num_best=3, patience=2, min_delta=0.01
+        metric="rewards/margins",
+        eval_set="other",
+        num_best=3,
+        stopping=EarlyStoppingRecipe(patience=2, min_delta=0.01),
     )
     with pytest.raises(RecipeError, match=r"checkpoint\.eval_set: .*'other'; there are held$"):
         find_criterion(load(*JUDGES, *chosen), ["held"])
