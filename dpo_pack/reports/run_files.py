@@ -158,11 +158,8 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def lowest_margins(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the pairs with the lowest mean margins of pairs.parquet, lowest first.
-
-    A pair has source, row, margin (the mean: by the last one the policy knows wrong labels by heart),
-    num_times, last_step and texts (prompt, chosen, rejected; empty if their tokens are not at hand).
-    """
+    """Returns the pairs with the lowest mean margins of pairs.parquet (by the last one the policy knows wrong
+    labels by heart): source, row, margin, num_times, last_step and, if their tokens are at hand, texts."""
     from pyarrow import acero, dataset  # imports pandas, which no step needs
 
     parts = sorted((run["path"] / "pairs.parquet").glob("part-*.parquet"))
@@ -281,10 +278,8 @@ def sample_rows(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict
 
 
 def chart_data(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what assets/run.js draws. A curve names its steps by their position in "steps".
-
-    Its values are [values], or of an evaluation [values, lower bounds, upper bounds].
-    """
+    """Returns what assets/run.js draws. A curve names its steps by their position in "steps"; its values are
+    [values], or of an evaluation [values, lower bounds, upper bounds]."""
     tracks: list[tuple[int, list[str], dict[str, Any]]] = []  # run, words that name it, values by metric
     steps: list[Sequence[int]] = []  # of each track
     for number, run in enumerate(runs):

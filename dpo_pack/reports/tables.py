@@ -51,10 +51,7 @@ def terminal_table(title: str, cells: Cells, *, no_wrap: bool = False) -> Table:
 def render_completions(
     prompts: Sequence[tuple[str, str]], completions: Mapping[str, Sequence[str]], console: Console
 ) -> None:
-    """Prints each prompt and below it the completions, in a column for each model.
-
-    prompts: (source, text). completions: model name -> a text for each prompt.
-    """
+    """Prints each prompt (source, text) and below it the completions, in a column for each model."""
     for number, (source, prompt) in enumerate(prompts):
         cut = prompt if len(prompt) <= _MOST_OF_PROMPT else f"... {prompt[-_MOST_OF_PROMPT:]}"
         console.print()
@@ -129,10 +126,8 @@ def group_cells(record: Mapping[str, Any]) -> Cells:
 
 
 def estimate(record: Mapping[str, Any], metric: str) -> str:
-    """Returns the mean as text, with its interval if it has one: "0.612 (0.550 to 0.670)".
-
-    The text is empty if a number is null, which metrics.jsonl has for a number that is not finite.
-    """
+    """Returns the mean as text, with its interval if it has one: "0.612 (0.550 to 0.670)"; "" if a number was
+    not finite."""
     mean, bounds = record.get(metric), record.get("intervals", {}).get(metric) or ()
     if mean is None or None in bounds:
         return ""

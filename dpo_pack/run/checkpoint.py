@@ -86,10 +86,8 @@ def run_identity(
     moves: bool,
     frozen: FrozenReference | None,
 ) -> Identity:
-    """Returns what identifies a run in its checkpoints, equal on all ranks.
-
-    `moves`: the reference follows the policy. `frozen`: the reference's log-probs, if the run has them.
-    """
+    """Returns what identifies a run in its checkpoints, equal on all ranks. `moves`: the reference follows
+    the policy. `frozen`: the reference's log-probs, if the run has them."""
     data, facts = setup.data, setup.policy_facts
     fingerprints = {
         "data": data.fingerprint,
@@ -210,11 +208,8 @@ class Saver:
             self.save()
 
     def save_what_is_done(self, error: Exception, *, shared: type[Exception]) -> None:
-        """Saves the last complete step after an error, unless other parameters have replaced its own.
-
-        Of several ranks, all must have raised the error: it is `shared`, or `first_goes_first` says so.
-        Another may be of this rank alone.
-        """
+        """Saves the last complete step after an error, unless other parameters have replaced its own, or the
+        error may be of this rank alone: neither is it `shared`, nor does `first_goes_first` say so."""
         is_on_all = isinstance(error, shared) or hasattr(error, "on_all_ranks") or ranks.num_ranks() == 1
         if self.state.step != self.resume_point.step or not is_on_all:
             return
@@ -375,12 +370,9 @@ def _trained_parameters(scorer: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def model_of(name: str, console: Console) -> Iterator[str]:
-    """Yields the directory of a run's model. Another name than a run's is yielded as it is.
-
-    A run that was stopped has a checkpoint and no model: it is exported into the checkpoint's directory and
-    compared with what was trained. Every rank must call it. Raises RunError if there is no checkpoint, or if
-    the run is still training.
-    """
+    """Yields the directory of a run's model; a name that is no run's as it is. Of a run that was stopped, it
+    exports its newest checkpoint. Every rank must call it. Raises RunError without a checkpoint, or if the
+    run is still training."""
     run = Path(name)
     info = read_json(run / INFO_FILE)
     if info is None:

@@ -138,9 +138,7 @@ def with_checksum(counters: dict[str, Any]) -> dict[str, Any]:
 
 def read_counters(path: Path, shape: Any = dict[str, Any]) -> Any:
     """Returns the content of `checkpoint.json` without its checksum; None if it is missing or damaged.
-
-    Raises OSError if the disk cannot be read.
-    """
+    Raises OSError if the disk cannot be read."""
     try:
         counters = parse_json((path / COUNTERS).read_bytes()) or {}
     except FileNotFoundError:
@@ -211,11 +209,9 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     _group: Any = None
 
     def write(self, content: CheckpointContent, *, export: Callable[[Path], object] | None = None) -> Path:
-        """Writes `directory`/step-000100, now or in the background; returns its path.
-
-        `export` writes the model into the checkpoint before this method returns. All ranks raise CacheError
-        if one rank cannot write its files, or could not write those of the previous checkpoint.
-        """
+        """Writes `directory`/step-000100, now or in the background, with the model that `export` writes;
+        returns its path. All ranks raise CacheError if one cannot write it, or could not write the previous
+        one."""
         self.wait()
         if ranks.num_ranks() > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
@@ -259,11 +255,8 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits for the checkpoint in the background, but not after a second stop signal.
-
-        An interrupted run tells the user that it can resume from its checkpoint, so a failure to write the
-        checkpoint must be raised. If another error ends the run, only that error is raised.
-        """
+        """Waits for the checkpoint in the background, but not after a second stop signal. An interrupted run
+        says that it can resume from it, so a failure is raised, but not beside another error."""
         if isinstance(error, Interrupted) and error.is_urgent:
             return
         has_cause = error is not None and not isinstance(error, Interrupted)

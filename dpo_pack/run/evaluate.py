@@ -331,10 +331,8 @@ class Evaluator:
 def evaluate_models(
     recipe: Recipe, models: Sequence[str], console: Console
 ) -> list[dict[str, HeldOutResult]]:
-    """Returns for each model its results by the name of the held-out set. One model at a time is in memory.
-
-    A model is a directory or a hub id. Raises RecipeError if the recipe has no held-out set, ModelError if a
-    model cannot be loaded.
+    """Returns for each model, a directory or a hub id, its results by the name of the held-out set. One model
+    at a time is in memory. Raises RecipeError without a held-out set, ModelError if a model cannot be loaded.
     """
     if not recipe.data.eval:
         raise RecipeError("data.eval: the recipe has no held-out data; name a source or a fraction")

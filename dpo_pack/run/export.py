@@ -75,11 +75,8 @@ def export_model(
     totals: Mapping[str, Any],
     evaluation: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Tensor]:
-    """Writes the policy as a model for transformers, PEFT or vLLM; prints what differs from the policy.
-
-    `totals` and `evaluation` are for the model card. Every rank must call it; rank 0 writes, and returns the
-    tensors in the files.
-    """
+    """Writes the policy as a model for transformers, PEFT or vLLM; prints what differs from the policy. Every
+    rank must call it; rank 0 writes and returns the tensors in the files. The rest is for the model card."""
     adapter, recipe, tokenizer = loaded.adapter, setup.recipe, setup.tokenizer
     dtype = exported_dtype(setup, loaded, console)
     turn_end, note = name_turn_end(loaded, tokenizer, _answer_ends(setup))
@@ -155,10 +152,8 @@ def _answer_ends(setup: Setup) -> set[int] | None:
 def name_turn_end(
     loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, seen: Collection[int] | None = None
 ) -> tuple[int | None, str]:
-    """Returns the end of the template's turns if the model's files do not name it, and a line about it.
-
-    `seen`: tokens at the ends of trained answers; None: unknown. The line is empty where nothing is to say.
-    """
+    """Returns the end of the template's turns if the model's files do not name it, and a line about it, if
+    any. `seen`: tokens at the ends of trained answers; None: unknown."""
     turn_end, known = end_of_turn(tokenizer), eos_tokens(loaded.model)
     is_named = turn_end in known or (turn_end == tokenizer.eos_token_id and not known)
     if turn_end is None or is_named or (seen is not None and turn_end not in seen):
@@ -181,9 +176,9 @@ def job_to_verify(
 ) -> dict[str, Any]:
     """Returns what proofs/read_back.py needs to compare the export with the policy; every rank must call it.
 
-    `saved` is what rank 0 wrote. The log-probs of the start-up proof's pairs must be equal within three times
-    what rounding changes in them. They are compared as `export.verify` says (auto: where the weights fit into
-    memory once more), but not on a quantised base. The policy gets the exported values, which are rounded.
+    Log-probs are compared as `export.verify` says (auto: where the weights fit into memory once more), but
+    not on a quantised base: of the start-up proof's pairs, within three times what rounding changes in them.
+    The policy gets the exported values, which are rounded.
     """
     facts, scorer, device = setup.policy_facts, loaded.scorer, setup.device
     wanted, trained = setup.recipe.export.verify, facts.precision.parameters
@@ -249,10 +244,8 @@ def verify(job: dict[str, Any]) -> tuple[bool, str]:
 
 
 def verify_model(run: RunDir, console: Console, job: dict[str, Any]) -> None:
-    """Verifies the finished run's model; only rank 0 may call it. run.json says what was found.
-
-    Raises RunError if the files hold another model, Interrupted after a stop signal.
-    """
+    """Verifies the finished run's model on rank 0, and notes in run.json what was found. Raises RunError if
+    the files hold another model, Interrupted after a stop signal."""
     try:
         with shown(console, "Verifying the model"):
             is_verified, found = verify(job)
@@ -276,29 +269,22 @@ def model_card(
     evaluation: Mapping[str, Mapping[str, Any]],
     adapter_base: str | None = None,
 ) -> str:
-    """Returns the model card in Markdown, with the front matter that the hub reads.
-
-    `usage`: of `usage_section`. `evaluation` maps the name of each held-out set to its latest metrics.
-    """
-    base = adapter_base or recipe.model.path
+    """Returns the model card in Markdown, with the front matter that the hub reads. `usage`: of
+    `usage_section`. `evaluation`: the latest metrics of each held-out set."""
     datasets = dict.fromkeys(source.path for source in recipe.data.train if is_on_hub(source.path))
-    head = ModelCardData(
+    head = _front_matter(
+        adapter_base or recipe.model.path,
+        ["dpo", "preference-optimization", "dpo-pack"] + ["lora"] * (adapter_base is not None),
         library_name="transformers" if adapter_base is None else "peft",
         pipeline_tag="image-text-to-text" if recipe.model.images else "text-generation",
-        # The hub refuses a card that names a base model or data set which the hub does not have.
-        base_model=base if is_on_hub(base) else None,
         datasets=list(datasets) or None,
-        tags=["dpo", "preference-optimization", "dpo-pack"] + ["lora"] * (adapter_base is not None),
     )
     adapter = "" if adapter_base is None else f"A LoRA adapter for {name_for_others(adapter_base)}: "
     trained = ", ".join(_linked(source.path) for source in recipe.data.train)
     held_out = ", ".join(_linked(source.path) for source in recipe.data.eval_sources)
     if isinstance(recipe.data.eval, EvalFraction):
         held_out = f"a fraction of {recipe.data.eval.fraction} of the training data"
-    return f"""---
-{head.to_yaml().strip()}
----
-
+    return f"""{head}
 # {recipe.logging.run_name or recipe.output_dir.name}
 
 {adapter}{name_for_others(recipe.model.path)} fine-tuned with DPO (Rafailov et al. 2023, arXiv 2305.18290) \
@@ -317,6 +303,12 @@ Trained on: {trained}. Held out: {held_out or "nothing"}.
 {dump_recipe(recipe, for_others=True).strip()}
 ```
 """
+
+
+def _front_matter(base: str, tags: list[str], **settings: Any) -> str:
+    # The hub refuses a card that names a base model or data set which the hub does not have.
+    known = base if is_on_hub(base) else None
+    return f"---\n{ModelCardData(base_model=known, tags=tags, **settings).to_yaml().strip()}\n---\n"
 
 
 def usage_section(
@@ -462,12 +454,9 @@ def _merged_card(adapter: SavedAdapter, usage: str) -> str:
     """Returns a card with the results, data and recipe of the adapter's, if dpo-pack wrote that."""
     name, base = adapter.directory.resolve(), name_for_others(adapter.base)
     name = name.parent if name.name == "model" else name
-    head = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        base_model=base if is_on_hub(adapter.base) else None,
-        tags=["dpo-pack"],
+    head = _front_matter(
+        adapter.base, ["dpo-pack"], library_name="transformers", pipeline_tag="text-generation"
     )
     rest = text_of(adapter.directory / "README.md").partition(_USAGE_TITLE)[2].partition("\n```\n\n")[2]
     origin = f"The LoRA adapter {name.name}, merged into {base} by dpo-pack {dpo_pack.__version__}."
-    return f"---\n{head.to_yaml().strip()}\n---\n\n# {name.name}\n\n{origin}\n\n{usage}\n{rest}"
+    return f"{head}\n# {name.name}\n\n{origin}\n\n{usage}\n{rest}"

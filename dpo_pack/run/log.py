@@ -164,11 +164,8 @@ class RunLog:
             track(self.setup.accelerator, record, sources)
 
     def report_nonfinite(self) -> None:
-        """Prints each step that made no update because of a non-finite value; writes its pairs to a file.
-
-        Waits for the device; every rank must call it. With `train.stop_on_nonfinite` it does not print the
-        first such step, but raises RunError.
-        """
+        """Prints each step that made no update because of a non-finite value, or raises RunError
+        (`train.stop_on_nonfinite`). Waits for the device; every rank must call it."""
         for message in self.guard.report(self.run.root, self.setup.data.train, self.sources):
             if self.guard.stops:
                 raise RunError(message)
@@ -217,10 +214,8 @@ def initial_loss(objective: Objective, table: PairTable, loss_names: Sequence[st
 
 
 class MetricsLog:
-    """Writes `metrics.jsonl`: one JSON object a line. Only the first rank writes.
-
-    A checkpoint holds `offset`, the length of the file in bytes, and `crc32` of these bytes. A resumed run
-    opens the log at its checkpoint's offset; this removes later lines."""
+    """Writes `metrics.jsonl`, one JSON object a line, on rank 0. A checkpoint holds `offset`, the length of
+    the file in bytes, and `crc32` of these bytes; a resumed run opens the log there, without later lines."""
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
         self.path, self.offset, self.crc32 = path, offset, 0

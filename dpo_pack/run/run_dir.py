@@ -188,10 +188,8 @@ def way_on(recipe: Recipe) -> str:
 
 
 def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> None:
-    """Sets `run.checkpoint` to the newest checkpoint without damaged files; every rank must call it.
-
-    Raises RunError if a rank cannot see it, or if `checkpoint.resume` names one that is damaged.
-    """
+    """Sets `run.checkpoint` to the newest checkpoint without damaged files; every rank must call it. Raises
+    RunError if a rank cannot see it, or if `checkpoint.resume` names one that is damaged."""
     if run.checkpoint is not None and not all(ranks.every_rank_says(run.checkpoint.is_dir())):
         raise RunError(f"output_dir: not every node sees {run.checkpoint}; use a directory that all share")
     while run.checkpoint is not None and (damage := damage_of(run.checkpoint)) is not None:
@@ -221,12 +219,8 @@ def _require_metrics(metrics: Path, checkpoint: Path) -> None:
 
 
 def begin_run(run: RunDir, recipe_text: str, device: str) -> None:
-    """Writes recipe.yaml and run.json. A run that begins at step 0 first removes an earlier run's files.
-
-    If the process is killed meanwhile, the earlier recipe.yaml and run.json still show that a run wrote the
-    remaining files.
-    """
-    if run.checkpoint is None:
+    """Writes recipe.yaml and run.json. A run that begins at step 0 first removes an earlier run's files."""
+    if run.checkpoint is None:  # a kill leaves recipe.yaml and run.json, which say that a run wrote the rest
         with writing(run.root):
             earlier = (run.root / part for part in PARTS.values())
             for path in (*earlier, *run.root.glob("nonfinite-step-*.json")):
@@ -272,11 +266,8 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
 
 
 def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> dict[str, str | None]:
-    """Returns a fingerprint of the content at each path that the recipe names (of `keys`, if given).
-
-    A run goes on if a path has changed and its fingerprint has not. None: this path has none, as data of
-    the hub. A model has that of its weights, so a copy of a model of the hub has the same.
-    """
+    """Returns a fingerprint of the content at each path that the recipe names (of `keys`, if given), with
+    which a run goes on where a path has changed; None: it has none, as data of the hub."""
     cache_dir = recipe.reference.cache_dir or default_cache_directory()
     hashes, weights = cache_dir / "file_hashes.json", cache_dir / "model_hashes.json"
     found: dict[str, str | None] = {}

@@ -100,10 +100,7 @@ class Sampler:
 
     def write(self, step: int, *, at_end: bool = False) -> None:
         """Writes the completions of the policy after `step`, unless they are written: `at_end`, or if they
-        are due at the evaluation after this step. All ranks must call it.
-
-        An error of generation or of the disk is printed and ends the samples, but not the run.
-        """
+        are due at this evaluation. All ranks must call it. An error ends the samples, but not the run."""
         setup, recipe = self.setup, self.setup.recipe
         settings = recipe.logging.samples or SamplesRecipe()
         every_steps = (settings.every_evals or 0) * (recipe.train.eval_every_steps or 0)
