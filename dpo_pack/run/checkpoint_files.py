@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,6 @@ from dpo_pack.system.machine import host_memory
 
 COUNTERS, TENSORS, HOST_STATE, MODEL = "checkpoint.json", "tensors", "host.pt", "model"
 FileSums = dict[str, dict[str, int]]  # "bytes" and "crc32" of each file as it was written, by its path
-Value = TypeVar("Value")
 _CHUNK_BYTES = 2**24
 _LONGEST_WRITE = timedelta(days=1)  # the longest time that the other ranks wait for rank 0
 
@@ -221,7 +220,9 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
             self.in_background = all(ranks.every_rank_says(_has_room_for_copy(content.tensors)))
         with _discarded_on_failure(temporary):
             if export is not None:
-                _on_every_rank(path, self._group, lambda: export(temporary / MODEL))
+                ranks.every_rank_does(
+                    writing(path)(functools.partial(export, temporary / MODEL)), self._group
+                )
             if self.in_background:
                 content = replace(content, tensors=self._copy_on_host(content.tensors))
         if self.in_background:
@@ -284,10 +285,10 @@ def _write(content: CheckpointContent, temporary: Path, path: Path, group: Any) 
     with _discarded_on_failure(temporary):
         with writing(path):
             _save_tensors(content.tensors, temporary / TENSORS, group)
-        sums = _on_every_rank(path, group, functools.partial(_own_sums, temporary / TENSORS))
+        sums = ranks.every_rank_does(writing(path)(functools.partial(_own_sums, temporary / TENSORS)), group)
         files = {f"{TENSORS}/{name}": total for part in sums for name, total in part.items()}
-        complete = functools.partial(_complete, content, temporary, path, files)
-        _on_every_rank(path, group, functools.partial(ranks.only_first_does, complete))
+        complete = writing(path)(functools.partial(_complete, content, temporary, path, files))
+        ranks.every_rank_does(functools.partial(ranks.only_first_does, complete), group)
 
 
 def _save_tensors(tensors: dict[str, Any], directory: Path, group: Any) -> None:
@@ -322,11 +323,6 @@ def _complete(content: CheckpointContent, temporary: Path, path: Path, files: Fi
     for old in checkpoints(path.parent)[: -content.keep]:
         if step_of(old) not in {content.step, *content.keep_steps}:
             remove_directory(old)
-
-
-def _on_every_rank(path: Path, group: Any, work: Callable[[], Value]) -> list[Value]:
-    """Runs `work` on each rank; returns all results. If one rank cannot write, all raise its CacheError."""
-    return ranks.every_rank_does(writing(path)(work), group)
 
 
 @contextlib.contextmanager
