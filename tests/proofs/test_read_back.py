@@ -252,24 +252,6 @@ def test_what_two_ranks_hold_in_shards_is_read_back(family: str, lora: str, tmp_
     assert json.loads((tmp_path / "run" / "run.json").read_text())["verified"] is True
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_a_merged_model_is_read_back(
-    dtype: str, jobs: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written, write = [], export.write_model
-
-    def keep(loaded: LoadedModel, *words: Any, **named: Any) -> None:
-        written.append((loaded, write(loaded, *words, **named)))
-
-    monkeypatch.setattr(export, "write_model", keep)
-    adapter = Path(jobs["adapter"]["directory"])
-    export.merge_adapter(adapter, tmp_path / "merged", base=None, dtype=dtype, trust_remote_code=False)
-    ((merged, saved),) = written
-    job = job_of(merged, tmp_path / "merged", tmp_path / "merged", saved)
-    assert "bit for bit" in export.verify(job)[1]
-
-
 # Beside this environment's torch. The last line is llama.cpp's converter and what it needs.
 OTHER_READERS = (
     "transformers==4.57.*", "tokenizers==0.22.*", "huggingface-hub==0.36.*", "peft==0.18.*",

@@ -76,18 +76,6 @@ def logits(model: Any) -> Tensor:
 # ------------------------------------------------------------------------------------------- the reference
 
 
-@pytest.mark.slow
-def test_a_lora_run_and_a_full_run_on_the_same_base_share_their_reference(
-    assets: Path, tmp_path: Path
-) -> None:
-    assert num_computed(assets / "run") > 0
-    train(recipe_in(assets, at(tmp_path / "full")), Console(quiet=True))
-    assert num_computed(tmp_path / "full") == 0
-    fingerprints = [read_json(run / "run.json")["fingerprints"]["reference"]
-                    for run in (assets / "run", tmp_path / "full")]  # fmt: skip
-    assert fingerprints[0] == fingerprints[1]
-
-
 def test_the_base_is_loaded_once_and_its_log_probs_are_bitwise_those_of_the_base_alone(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
