@@ -115,20 +115,9 @@ class RunLog:
 
     def begin_tracking(self, step: int) -> None:
         """Starts the recipe's trackers, or goes on with those of the run that resumes after `step`."""
-        run, recipe = self.run, self.setup.recipe
-        if "tracking_id" not in run.info:  # it stays the same each time the run resumes
-            run.update(tracking_id=uuid.uuid4().hex[:8])
-        mlflow_run = start_trackers(
-            self.setup.accelerator,
-            recipe.model_dump(mode="json"),
-            run.trackers,
-            name=recipe.logging.run_name or recipe.output_dir.name,
-            run_id=str(run.info["tracking_id"]),
-            mlflow_run=run.info.get("mlflow_run") if run.has_own_checkpoint else None,
-            resumed_after=step if run.has_own_checkpoint else None,
-        )
-        if mlflow_run is not None:
-            run.update(mlflow_run=mlflow_run)
+        recipe, accelerator = self.setup.recipe, self.setup.accelerator
+        name = recipe.logging.run_name or recipe.output_dir.name
+        start_trackers(accelerator, recipe.model_dump(mode="json"), self.run, name=name, step=step)
 
     def end_step(self, state: TrainState, batch: GlobalBatch, values: Tensor) -> None:
         """Adds the step's time and FLOPs to the totals, and the values of this rank's pairs to `pairs`."""
@@ -332,26 +321,21 @@ class PairLog:
 
 
 def start_trackers(
-    accelerator: Accelerator,
-    settings: Mapping[str, Any],
-    directory: Path,
-    *,
-    name: str,
-    run_id: str,
-    mlflow_run: str | None = None,
-    resumed_after: int | None = None,
-) -> str | None:
-    """Starts the trackers of `Accelerator(log_with=...)`, which show `settings`; returns the id of an MLflow
-    run, which MLflow makes itself. A run that is `resumed_after` a step passes the same ids again, and is the
-    same run there. Raises RunError if a tracker fails."""
-    directory.mkdir(exist_ok=True)
-    resumes, key = resumed_after is not None, hashlib.sha256(run_id.encode()).hexdigest()
+    accelerator: Accelerator, settings: Mapping[str, Any], run: RunDir, *, name: str, step: int
+) -> None:
+    """Starts the trackers of `Accelerator(log_with=...)`, which show `settings`. A run that resumes after
+    `step` has the same ids in run.json, and is the same run there. Raises RunError if a tracker fails."""
+    run.trackers.mkdir(exist_ok=True)
+    if "tracking_id" not in run.info:
+        run.update(tracking_id=uuid.uuid4().hex[:8])
+    resumes, run_id, directory = run.has_own_checkpoint, str(run.info["tracking_id"]), str(run.trackers)
+    key = hashlib.sha256(run_id.encode()).hexdigest()
     options: dict[str, dict[str, Any]] = {
-        "wandb": {"name": name, "id": run_id, "resume": "allow", "dir": str(directory)},
+        "wandb": {"name": name, "id": run_id, "resume": "allow", "dir": directory},
         "trackio": {"name": name, "resume": "allow" if resumes else "never"},
-        "mlflow": {"run_name": name, "run_id": mlflow_run},
+        "mlflow": {"run_name": name, "run_id": run.info.get("mlflow_run") if resumes else None},
         "comet_ml": {"experiment_key": key[:32]},
-        "swanlab": {"name": name, "id": key[:21], "resume": "allow", "log_dir": str(directory)},
+        "swanlab": {"name": name, "id": key[:21], "resume": "allow", "log_dir": directory},
     }
     for number, kind in enumerate(map(str, accelerator.log_with)):
         if kind in options:  # else accelerate would name the project after the run
@@ -363,7 +347,7 @@ def start_trackers(
         key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
         for key, value in leaves(settings, separator=".")
     }
-    purge = {} if resumed_after is None else {"tensorboard": {"purge_step": resumed_after + 1}}
+    purge = {"tensorboard": {"purge_step": step + 1}} if resumes else {}
     try:
         accelerator.init_trackers(name, None if resumes else config, purge)
     except Exception as error:  # each tracker raises its own errors: no login, no server
@@ -373,7 +357,8 @@ def start_trackers(
     begun = ranks.only_first_does(lambda: {one.name: one.tracker for one in accelerator.trackers}) or {}
     if "comet_ml" in begun:
         begun["comet_ml"].set_name(name)
-    return begun["mlflow"].info.run_id if "mlflow" in begun else None
+    if "mlflow" in begun:  # which makes the id itself
+        run.update(mlflow_run=begun["mlflow"].info.run_id)
 
 
 def end_trackers(accelerator: Accelerator) -> None:

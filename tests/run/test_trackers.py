@@ -16,6 +16,7 @@ from accelerate.tracking import GeneralTracker
 from support.limits import no_file_beyond
 
 from dpo_pack.run.log import MetricsLog, end_trackers, start_trackers, track
+from dpo_pack.run.run_dir import RunDir
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError
 
@@ -80,9 +81,10 @@ class BrokenTracker(GeneralTracker):  # type: ignore[misc]
         raise ConnectionError("no route to host")
 
 
-def start_run_trackers(accelerator: Accelerator, run: Path) -> None:
-    run.mkdir(parents=True)
-    start_trackers(accelerator, {"seed": 0}, run / "trackers", name=run.name, run_id="abc")
+def start_run_trackers(accelerator: Accelerator, root: Path) -> None:
+    root.mkdir(parents=True)
+    run = RunDir(root=root, checkpoint=None, is_finished=False)
+    start_trackers(accelerator, {"seed": 0}, run, name=root.name, step=0)
 
 
 def test_a_tracker_that_cannot_start_is_one_line(tmp_path: Path) -> None:
@@ -123,27 +125,20 @@ def test_a_run_that_goes_on_is_the_same_run_of_the_same_project_in_each_tracker(
     package.utils.validation = SimpleNamespace(MAX_PARAM_VAL_LENGTH=500, MAX_PARAMS_TAGS_PER_BATCH=100)
     monkeypatch.setitem(sys.modules, kind, package)
     monkeypatch.setenv(variable, "preferences")
-    mlflow_run = None
-    (tmp_path / "run-7").mkdir()
-    for goes_on in (False, True):
+    run = RunDir(root=tmp_path / "run-7", checkpoint=None, is_finished=False)
+    run.root.mkdir()
+    for checkpoint in (None, run.checkpoints / "step-000003"):
+        run.checkpoint = checkpoint
         accelerator = Accelerator(cpu=not ranks.uses_cuda())
         accelerator.log_with = [kind]  # as accelerate has it where the package is installed
-        mlflow_run = start_trackers(
-            accelerator,
-            {"seed": 0},
-            tmp_path / "run-7" / "trackers",
-            name="run-7",
-            run_id="abc",
-            mlflow_run=mlflow_run,
-            resumed_after=3 if goes_on else None,
-        )
+        start_trackers(accelerator, {"seed": 0}, run, name="run-7", step=3)
     first, second = begun = [call.kwargs for call in begin.call_args_list]
     names = [call.args[0] for call in begin.return_value.set_name.call_args_list]
     assert {key: first[key] for key in identity} == {key: second[key] for key in identity}
     assert "run-7" in (first.get("name"), first.get("run_name"), *names)
     projects = [options.get("project") or options.get("project_name") for options in begun]
     if kind == "mlflow":  # it makes the id of a run itself
-        assert (first["run_id"], second["run_id"]) == (None, "made-by-mlflow") == (None, mlflow_run)
+        assert (first["run_id"], second["run_id"]) == (None, "made-by-mlflow")
         projects = [options["experiment_id"].split("'")[1] for options in begun]
     assert projects == ["preferences"] * 2
     if kind == "trackio":  # where another run may have the same name
