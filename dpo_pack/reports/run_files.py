@@ -43,6 +43,7 @@ from dpo_pack.training.health import what_can_be_told
 _MOST_POINTS = 2_000  # a curve has at most so many points
 _MOST_POINTS_OF_ALL_RUNS = 8_000  # of one metric in all runs, so that a page of many runs stays small
 _MOST_NOTES = 200
+_SHOWN_WHOLE = ("recipe.yaml", "run.json", "data_report.json", "packing_report.json")
 _MOST_PAIRS = 100  # with the lowest margins, on the page
 _MOST_CHARACTERS = 800  # of a text of such a pair
 
@@ -82,32 +83,24 @@ def read_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
     if len(set(names)) < len(names):
         names = list(map(str, paths))
     most = min(_MOST_POINTS, max(_MOST_POINTS_OF_ALL_RUNS // len(paths), 100))
-    return [{"name": name, **_read_run(path, most)} for path, name in zip(paths, names, strict=True)]
-
-
-def _read_run(path: Path, most: int) -> dict[str, Any]:
-    info = read_json(path / "run.json")
-    if info is None or "status" not in info:
-        raise RunError(f"{path}: no run (no readable run.json); give the output_dir of a 'dpopack train'")
-    metrics = read_metrics(path / "metrics.jsonl", most)
-    logged = {warning for _, warning in metrics["warnings"]}
-    printed = (re.match(r"\s*(?:Warning|Note): (.*)", line) for line in _lines(path / "console.log"))
-    notes = dict.fromkeys(note[1] for note in printed if note is not None and note[1] not in logged)
-    samples = {
-        (sample["source"], sample["prompt"], sample["model"] == "start"): sample
-        for sample in _json_lines(path / "samples.jsonl")
-    }
-    shown_whole = ("recipe.yaml", "run.json", "data_report.json", "packing_report.json")
-    texts = {name: text_of(path / name) for name in shown_whole}
-    return {
-        "path": path,
-        "info": info,
-        "recipe": read_yaml(texts["recipe.yaml"], where=str(path / "recipe.yaml")) or {},
-        "samples": list(samples.values()),
-        "notes": list(notes)[:_MOST_NOTES],
-        "texts": texts,
-        **metrics,
-    }
+    runs = []
+    for name, path in zip(names, paths, strict=True):
+        info = read_json(path / "run.json")
+        if info is None or "status" not in info:
+            raise RunError(f"{path}: no run (no readable run.json); give the output_dir of a 'dpopack train'")
+        run = {"name": name, "path": path, "info": info, **read_metrics(path / "metrics.jsonl", most)}
+        logged = {warning for _, warning in run["warnings"]}
+        printed = (re.match(r"\s*(?:Warning|Note): (.*)", line) for line in _lines(path / "console.log"))
+        notes = dict.fromkeys(note[1] for note in printed if note is not None and note[1] not in logged)
+        samples = {
+            (sample["source"], sample["prompt"], sample["model"] == "start"): sample
+            for sample in _json_lines(path / "samples.jsonl")
+        }
+        texts = {file: text_of(path / file) for file in _SHOWN_WHOLE}
+        recipe = read_yaml(texts["recipe.yaml"], where=str(path / "recipe.yaml")) or {}
+        run |= {"recipe": recipe, "samples": list(samples.values()), "texts": texts}
+        runs.append({**run, "notes": list(notes)[:_MOST_NOTES]})
+    return runs
 
 
 def read_metrics(path: Path, most: int) -> dict[str, Any]:
@@ -287,8 +280,11 @@ def chart_data(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         tracks.append((number, names, {name: [_rounded(of)] for name, of in run["curves"].items()}))
         steps.append(run["steps"])
         for held_out, lines in run["evals"].items():
-            metrics = {metric for line in lines for metric in line.get("intervals", {})}
-            values = {f"eval {metric}": _with_interval(lines, metric) for metric in metrics}
+            values = {}
+            for metric in {metric for line in lines for metric in line.get("intervals", {})}:
+                bounds = [line.get("intervals", {}).get(metric) or (None, None) for line in lines]
+                columns = [[line.get(metric) for line in lines], *zip(*bounds, strict=True)]
+                values[f"eval {metric}"] = list(map(_rounded, columns))
             tracks.append((number, [*names, held_out], values))
             steps.append([line["step"] for line in lines])
     charts = []
@@ -307,12 +303,6 @@ def chart_data(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "charts": charts,
         "lines_per_point": max(run["lines_per_point"] for run in runs),
     }
-
-
-def _with_interval(lines: Sequence[Mapping[str, Any]], metric: str) -> list[list[float | None]]:
-    intervals = [line.get("intervals", {}).get(metric) or (None, None) for line in lines]
-    columns = [[line.get(metric) for line in lines], *zip(*intervals, strict=True)]
-    return [_rounded(column) for column in columns]
 
 
 def _rounded(values: Sequence[float | None]) -> list[float | None]:
