@@ -29,9 +29,8 @@ _MARKS = [  # of turns, in popular chat templates
 class Origin:
     """The source of pairs, and how they became tokens."""
 
-    def __init__(self, key: str, settings: TokenizationSettings, num_positions: int | None = None) -> None:
-        """`key` is that of the recipe; the model computes `num_positions` exactly (None: not known)."""
-        self.key, self.settings, self.num_positions = key, settings, num_positions
+    def __init__(self, key: str, settings: TokenizationSettings) -> None:
+        self.key, self.settings = key, settings  # the key is that of the recipe
         self.tokenizer = tokenizer = settings.tokenizer
         self.bos, self.eos = tokenizer.bos_token_id, tokenizer.eos_token_id  # slow properties
         self.is_chat = settings.content == "messages"
@@ -128,8 +127,6 @@ def _find_in_tokens(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
         if len(at if scored is None else at[scored[at + 1]]):
             yield "eos_inside", side
             break
-    if origin.num_positions is not None and longest_length(fitted) > origin.num_positions:
-        yield "too_many_positions", ""
     if cut := len(whole.context) - len(fitted.context):
         yield "prompt_cut", f"{cut:,} of the prompt's {len(whole.context):,}"
     if cuts := [f"{len(a) - len(b):,} of {side}'s" for side, a, b, _ in sides if len(a) > len(b)]:
@@ -154,7 +151,6 @@ def remedy_of(name: str, evidence: str, pair: TokenizedPair, origin: Origin) -> 
         of_texts=" or ".join(f"{columns}.{column}" for column in wanted),
         first=_quoted(origin.text(whole.context[:1])),
         eos=f"{origin.tokenizer.eos_token} (id {origin.eos})",
-        positions=origin.num_positions,
         keeping=" with ".join(keeping),
     )
 
@@ -258,10 +254,6 @@ FAULTS: dict[str, tuple[str, str]] = {
     "completion_cut": (
         "a completion is cut off with its EOS (data.truncation), so the model does not learn where to stop",
         _KEEP,
-    ),
-    "too_many_positions": (
-        "a sequence has more positions than the model computes exactly, so a run stops",
-        "set data.max_length: {positions}",
     ),
     **{
         f"{part}{_LABEL}": (

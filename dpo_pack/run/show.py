@@ -29,14 +29,13 @@ from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.sources import locate_source
 from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
 from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows
-from dpo_pack.model.config import known_positions
 from dpo_pack.packing.lengths import AnyIntArray, common_prefix_length
 from dpo_pack.packing.plan import plan_epoch
 from dpo_pack.recipe.data import PackingRecipe
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.run.models import CPU, resolve_model
 from dpo_pack.run.setup import NO_PAIRS, prepare_tokenizer
-from dpo_pack.system.errors import DataError, ModelError, RecipeError
+from dpo_pack.system.errors import DataError, RecipeError
 from dpo_pack.system.process import printable
 
 FIRST_ROWS = 200  # of each source that are read, besides the rows that the user asks for
@@ -82,22 +81,16 @@ def show_recipe(
     """
     if recipe.online is not None:
         raise RecipeError(NO_PAIRS)
-    data, images, num_positions = recipe.data, None, None
-    try:  # any device: only the config is used
-        facts = resolve_model(recipe, CPU)
-        num_positions, images = known_positions(facts.config), facts.processor
-    except ModelError:  # with `tokenizer.path`, pairs can be shown where the model is not there
-        if recipe.model.images:
-            raise
+    data = recipe.data
+    images = resolve_model(recipe, CPU).processor if recipe.model.images else None  # on any device
     tokenizer = prepare_tokenizer(recipe, images)
-    positions = "unknown" if num_positions is None else f"{num_positions:,}"
     owner = "processor" if images is not None and images.gives_template(tokenizer) else "tokenizer"
     settings = [
         f"Model {recipe.model.path}, tokenizer {recipe.tokenizer.path or 'of the model'}, "
         f'{len(tokenizer):,} tokens, EOS "{tokenizer.eos_token}"; chat template, for conversations only: '
         f"{recipe.tokenizer.chat_template or f'of the {owner}'}",
         f"data.max_length: {data.max_length:,} tokens of prompt and one completion; data.truncation: "
-        f"{data.truncation}; positions that the model computes exactly: {positions}",
+        f"{data.truncation}",
     ]
     report: dict[str, Any] = {"model": recipe.model.path, "asked": bool(asked_rows), "settings": settings}
     report |= {name: [] for name in ("sources", "warnings", "pairs", "left_out", "dropped")}
@@ -110,7 +103,7 @@ def show_recipe(
             )
             name = name if part == "train" else f"{name} (held out)"
             rows = _read_rows(report, ingestion, name, console, asked_rows, reads_all=reads_all)
-            read[part] |= _report_source(report, ingestion, name, rows, num_positions, asked_rows)
+            read[part] |= _report_source(report, ingestion, name, rows, asked_rows)
     there = {row["row"] for row in (*report["pairs"], *report["dropped"])}
     if missing := sorted(set(asked_rows) - there):
         names = ", ".join(source["name"] for source in report["sources"])
@@ -171,11 +164,10 @@ def _report_source(
     ingestion: Ingestion,
     name: str,
     kept: Mapping[int, tuple[TokenizedPair, Any]],
-    num_positions: int | None,
     asked_rows: Collection[int],
 ) -> dict[str, TokenizedPair]:
     """Adds a source to the report, and returns its pairs by their places."""
-    origin = Origin(ingestion.located.key, ingestion.settings, num_positions)
+    origin = Origin(ingestion.located.key, ingestion.settings)
     pairs, summary, word = [pair for pair, _ in kept.values()], ingestion.summary(), ingestion.opened.row_word
     left_out = [_reason(reason, ingestion) for reason in ingestion.first_dropped]
     faults = [*_find_faults(pairs, origin), *(one for one in left_out if one["count"] >= FEW * one["of"])]

@@ -285,16 +285,6 @@ def test_rows_that_are_left_out_are_listed_without_pairs_and_counted(shows: Show
     assert "[6 more of these rows; " in screen(shown)
 
 
-def test_a_pair_with_more_tokens_than_the_model_has_positions_is_a_fault(shows: Shows) -> None:
-    rows = [PAIR, {**PAIR, "prompt": "ask " * 2100}]  # the model is exact for 2,048 positions
-    shown = shows(rows, "data.max_length=20000")
-    assert "positions that the model computes exactly: 2,048" in joined(screen(shown))
-    (fault,) = shown.report["warnings"]
-    assert (fault["name"], fault["rows"]) == ("too_many_positions", [2])
-    assert fault["remedy"] == "set data.max_length: 2048"
-    assert [fault["name"] for fault in shows(rows).report["warnings"]] == ["too_long"]  # left out
-
-
 def test_max_pairs_ends_the_reading_as_in_a_run(shows: Shows) -> None:
     shown = shows([PAIR] * 5, "data.train.0.max_pairs=2")
     source = shown.report["sources"][0]
