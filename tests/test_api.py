@@ -166,7 +166,7 @@ def test_pairs_and_rows_can_be_looked_at_from_python(
     assert [balance["num_ranks"] for balance in by_recipe["balance"]] == [4]
     assert len(repr(shown)) < 120
     api.show(recipe, pairs=[2], quiet=False)
-    assert "pairs.jsonl line 2" in capsys.readouterr().out
+    assert "pairs line 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def compared(row: Row) -> Answers:
         detail = "neither the column preference nor the column better says which answer is better"
         raise BadRow("missing_column" if "preference" not in row else "wrong_type", detail)
     is_second_better = {_is_second_better(column, row[column]) for column in columns}
-    if len(is_second_better) == 2:
+    if len(is_second_better) > 1:
         raise BadRow("contradicting_columns", "the columns preference and better name different answers")
     first, second = _answer(row, "first"), _answer(row, "second")
     return (second, first) if is_second_better.pop() else (first, second)
@@ -394,15 +394,13 @@ def _as_messages(
 def _answer(row: Row, column: str) -> list[Message]:
     """Returns the messages of an answer: a text, a message or a list of messages."""
     value = _value(row, column)
-    if isinstance(value, str):
-        if not _holds_messages(value):
-            return [{"role": "assistant", "content": value}]
-        value = _parsed(value)
-    if isinstance(listed := _as_list(value), list):
-        return [_message(message, column) for message in listed]
-    if not isinstance(value, dict):
+    if isinstance(value, str) and not _holds_messages(value):
+        return [{"role": "assistant", "content": value}]
+    if isinstance(_as_list(value), list):
+        return dialogue_prompt(row, column)
+    message = _message(_parsed(value) if isinstance(value, str) else value, column)
+    if not isinstance(message, dict):
         raise BadRow("wrong_type", f"{column} is {_kind(value)}, neither text nor a message")
-    message = _message(value, column)
     if message.get("role") != "assistant":
         raise BadRow("no_assistant_turn", f"{column} is a message of the role {message.get('role')!r}")
     return [message]
@@ -479,8 +477,6 @@ _SHAREGPT_ROLES = {
     **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
     **{"system": "system", "tool": "tool", "observation": "tool"},
 }
-
-
 _ROLES = {*_SHAREGPT_ROLES, "developer", "function", "ipython"}
 
 
