@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.data.formats import FORMATS, are_labels
+from dpo_pack.data.formats import FORMATS, SIDES, are_labels
 from dpo_pack.data.tokenization import TokenizationSettings, TokenizedPair
 from dpo_pack.data.tokenizer import template_opens_turn
 from dpo_pack.data.written import MESSAGE_KEY, THINKING
 from dpo_pack.packing.lengths import AnyIntArray, Group
 
-SIDES = ("chosen", "rejected")
 FEW = 0.1  # of a source's pairs or rows: what fewer have may be right
 Finding = tuple[str, str]  # the name of a fault, and what of the pair shows it
 _QUOTED_CHARACTERS = 40

@@ -22,7 +22,7 @@ Message = dict[str, Any]
 Answers = tuple[list[Message], list[Message]]  # chosen and rejected
 Row = Mapping[str, Any]
 _ASSISTANT_TURN = "\n\nAssistant:"
-_COMPLETIONS = ("chosen", "rejected")
+SIDES = ("chosen", "rejected")
 _BEGINS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
 # Of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV; parsed, it takes more.
 MAX_ROW_SIZE = 1 << 24
@@ -56,7 +56,7 @@ class Format:
     content: Literal["text", "messages", "token_ids"] = "messages"  # the type of prompts and completions
     # The columns of the completions' texts, chosen first; one column if both are in it. A row without them
     # gives no pair. dpopack show names them in its remedies.
-    completion_columns: tuple[str, ...] = _COMPLETIONS
+    completion_columns: tuple[str, ...] = SIDES
     prompt_column: str | None = "prompt"  # the column that the prompt is read from; None: no column is it
     infers_prompts: bool = False  # without prompt_column, the common beginning of the texts is the prompt
     pair: Callable[[Row], Pair]  # makes the pair of a row (at most one); raises BadRow
@@ -77,7 +77,7 @@ class BadRow(Exception):
 def preference(row: Row) -> Pair:
     """Reads texts: `chosen`, `rejected` and `prompt`, or their common beginning if `prompt` is missing."""
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
-    for column, text in zip(_COMPLETIONS, (chosen, rejected), strict=True):
+    for column, text in zip(SIDES, (chosen, rejected), strict=True):
         if _BEGINS_MESSAGES.match(text) and text.rstrip()[-1] == "]" and not _holds_messages(text):
             detail = f"{column} is a list of messages as text, but neither JSON nor as Python prints it"
             raise BadRow("wrong_type", f"{detail}; store it as JSON")
@@ -93,7 +93,7 @@ def preference(row: Row) -> Pair:
 def transcript(row: Row) -> Pair:
     """Reads whole dialogues "\\n\\nHuman: ...\\n\\nAssistant: ..." (HH-RLHF). The last answer is scored."""
     prompts, completions = [], []
-    for column in _COMPLETIONS:
+    for column in SIDES:
         prompt, mark, completion = _text(row, column).rpartition(_ASSISTANT_TURN)
         if not mark:
             raise BadRow("no_assistant_turn", f"{column} has no {_ASSISTANT_TURN!r}")
@@ -270,12 +270,12 @@ def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
     `columns`, which the recipe names, is not possible."""
     lists = {column for column, value in row.items() if isinstance(_as_list(value), list)}
     texts = {column for column, value in row.items() if isinstance(value, str)}
-    has_both, answers = row.keys() >= {*_COMPLETIONS}, _as_list(row.get("answers"))
+    has_both, answers = row.keys() >= {*SIDES}, _as_list(row.get("answers"))
     # A text prompt or one answer that happens to be JSON stays text.
     is_conversation = not (lists - texts).isdisjoint(("prompt", "chosen")) or (
-        texts.issuperset(_COMPLETIONS) and all(_holds_messages(row[column]) for column in _COMPLETIONS)
+        texts.issuperset(SIDES) and all(_holds_messages(row[column]) for column in SIDES)
     )
-    dialogues = [str(row.get(column)) for column in _COMPLETIONS]
+    dialogues = [str(row.get(column)) for column in SIDES]
     is_transcript = all("\n\nHuman:" in text and _ASSISTANT_TURN in text for text in dialogues)
     is_compared = "first" in row and "second" in row and not has_both
     is_ranked = isinstance(answers, list) and bool(answers) and isinstance(answers[0], dict)
@@ -482,7 +482,7 @@ _ROLES = {*_SHAREGPT_ROLES, "developer", "function", "ipython"}
 
 def _pair(row: Row, prompt: Any, chosen: Any, rejected: Any) -> Pair:
     is_text = isinstance(prompt, str)
-    for column, completion in (("chosen", chosen), ("rejected", rejected)):
+    for column, completion in zip(SIDES, (chosen, rejected), strict=True):
         values = [completion]
         if not is_text:  # what counts is all but role and name: content, tool calls, ...
             values = [m[key] for m in completion for key in m.keys() - {"role", "name"}]
@@ -511,7 +511,7 @@ def _check_last_turns(chosen: list[Message], rejected: list[Message]) -> None:
     """Raises BadRow unless chosen and rejected are equal before their last turns of the assistant, to which
     tool calls and results belong. Else the prompt is longer than their common beginning."""
     prompts = []
-    for column, messages in (("chosen", chosen), ("rejected", rejected)):
+    for column, messages in zip(SIDES, (chosen, rejected), strict=True):
         roles = [message["role"] for message in messages]
         if "assistant" not in roles:
             raise BadRow("no_assistant_turn", f"{column} has no message of the role assistant")

@@ -29,6 +29,7 @@ import numpy as np
 
 from dpo_pack.data.formats import (
     FORMATS,
+    SIDES,
     BadRow,
     Message,
     Pair,
@@ -79,7 +80,6 @@ _COUNTS = (
 # one call, so that its threads have work, and its encodings take some hundred bytes a token.
 _BATCH_ROWS = 512
 _BATCH_BYTES = 1 << 20
-_BATCHES_PER_WORKER = 2  # submitted ahead, so that no worker waits for the reader
 _Result = Callable[[], "TokenizedBatch"]
 Submit = Callable[[list[NumberedRow]], _Result]
 
@@ -376,7 +376,7 @@ def fit_pair(row: ReadRow, sequences: Sequence[TokenIds], settings: Tokenization
     if boundary == 0:
         raise BadRow("empty_prompt", "no prompt token comes before the completions")
     chosen, rejected = (ids[boundary:] for ids in wholes)
-    for column, completion in (("chosen", chosen), ("rejected", rejected)):
+    for column, completion in zip(SIDES, (chosen, rejected), strict=True):
         if len(completion) == 0:
             raise BadRow("empty_completion", f"the {column} completion has no tokens")
     if np.array_equal(chosen, rejected):
@@ -398,7 +398,7 @@ def _with_scored(ids: Group, row: ReadRow) -> Group:
     if row.turns:
         given = [None if of_side is None else of_side[len(ids.context) :] for of_side in row.turns]
     scored = []
-    for side, of_side, completion in zip(("chosen", "rejected"), given, ids.completions, strict=True):
+    for side, of_side, completion in zip(SIDES, given, ids.completions, strict=True):
         scored.append(np.asarray(np.ones(len(completion)) if of_side is None else of_side, dtype=np.bool_))
         assert len(scored[-1]) == len(completion)
         if not scored[-1].any():
@@ -516,7 +516,7 @@ def tokenize_rows(
     """Yields batches in row order, until the rows end or `max_pairs` pairs are kept. No row is read in vain.
     `submit`: of `tokenizing` with so many workers."""
     wanted = sys.maxsize if max_pairs is None else max_pairs
-    most_under_way = num_workers * _BATCHES_PER_WORKER if num_workers > 1 else 1
+    most_under_way = max(1, 2 * num_workers)  # so that no worker waits for the reader
     under_way: deque[tuple[int, _Result]] = deque()
     while True:
         while len(under_way) < most_under_way:
@@ -541,9 +541,15 @@ def tokenize_rows(
 @contextmanager
 def tokenizing(settings: TokenizationSettings, num_workers: int = 0) -> Iterator[Submit]:
     """Gives a function that starts to tokenise a batch and returns a function that waits for the result."""
-    if num_workers <= 1:
+    if num_workers > 1:
+        with _worker_processes(settings, num_workers) as pool:
+            yield lambda batch: pool.submit(_tokenize_in_worker, batch).result
+    else:
         yield lambda batch: partial(tokenize_batch, batch, settings)
-        return
+
+
+@contextmanager
+def _worker_processes(settings: TokenizationSettings, num_workers: int) -> Iterator[ProcessPoolExecutor]:
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks of the tokenizer's threads
@@ -551,7 +557,7 @@ def tokenizing(settings: TokenizationSettings, num_workers: int = 0) -> Iterator
         initargs=(settings,),
     )
     try:
-        yield lambda batch: pool.submit(_tokenize_in_worker, batch).result
+        yield pool
     except BrokenProcessPool as error:
         raise DataError(
             "a process that tokenised was killed, probably because memory ran out; set data.num_workers: 0"

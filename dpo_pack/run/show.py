@@ -14,7 +14,6 @@ from rich.console import Console
 from dpo_pack.data.faults import (
     FAULTS,
     FEW,
-    SIDES,
     Origin,
     faults_of,
     find_in,
@@ -22,7 +21,7 @@ from dpo_pack.data.faults import (
     remedy_of,
     source_notes,
 )
-from dpo_pack.data.formats import BadRow
+from dpo_pack.data.formats import SIDES, BadRow
 from dpo_pack.data.images import ImageProcessor, ReadImage, image_label
 from dpo_pack.data.ingest import Ingestion, columns_sentence
 from dpo_pack.data.readers import NumberedRow
