@@ -198,7 +198,4 @@ def _packed_row(row: Values) -> list[Line]:
     full = f"{tokens:,} of {budget:,} tokens ({tokens / budget:.1%} full)"
     title = Run("One packed row of the pairs that were read", "name")
     lines = [_line(title, f": {counted(len(pairs), 'pair')}, {full}; tokens of the first ones:")]
-    for place, parts in list(pairs.items())[:_NAMED]:
-        numbers = ", ".join(f"{part} {size:,}" for part, size in parts.items())
-        lines.append(_line(f"{place}: {numbers}", indent=1))
-    return lines
+    return lines + [_line(f"{place}: {size:,}", indent=1) for place, size in [*pairs.items()][:_NAMED]]

@@ -330,7 +330,6 @@ def _packed_row(
     places, order, fitted = list(pairs), np.arange(len(pairs)), [pair.fitted for pair in pairs.values()]
     lengths = pair_lengths(PairTable.of([join_pairs(fitted, [1.0] * len(pairs), order.tolist())]))
     is_padded = packing.mode == "padded"
-    share_prompt = share_prompt and not is_padded
     tokens = lengths.padded_tokens() if is_padded else lengths.row_tokens(share_prompt=share_prompt)
     plan = plan_epoch(
         tokens,
@@ -340,15 +339,8 @@ def _packed_row(
         is_packed=not is_padded,
     )
     row = max(plan.pack_step(0)[0], key=len)
-    # Of what both completions begin with, a row that shares prompts has one copy.
-    once = lengths.shared if share_prompt else lengths.prompt
-    parts = {
-        "prompt": once if share_prompt else 2 * once,
-        "chosen": lengths.prompt + lengths.chosen - once,
-        "rejected": lengths.prompt + lengths.rejected - once,
-    }
     return {
-        "pairs": {places[pair]: {part: int(size[pair]) for part, size in parts.items()} for pair in row},
+        "pairs": {places[pair]: int(tokens[pair]) for pair in row},
         "tokens": plan.sizes.of_row(row).tokens,
         "token_budget": packing.token_budget,
     }
