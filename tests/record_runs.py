@@ -86,10 +86,7 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "lora": (
         "llama",
-        (
-            *("model.lora={r: 4, alpha: 8}", "model.autocast=bfloat16"),
-            "loss.type=sigmoid_norm",
-        ),
+        (*("model.lora={r: 4, alpha: 8}", "model.autocast=bfloat16"), "loss.type=sigmoid_norm"),
     ),
     "online": (
         "llama",
@@ -108,10 +105,7 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "fsdp2": (
         "llama",
-        (
-            *("distributed.num_processes=2", "distributed.strategy=fsdp2"),
-            "loss.weighting=wpo",
-        ),
+        (*("distributed.num_processes=2", "distributed.strategy=fsdp2"), "loss.weighting=wpo"),
     ),
     "moe": ("qwen3_moe", ("loss.router_aux_coef=0.02",)),
     "recomputed": ("llama", ("model.gradient_checkpointing=true",)),

@@ -169,9 +169,7 @@ def test_attention_is_the_rows_again_afterwards_and_trains_the_same(policy: Comp
     assert torch.equal(policy(row).sums, before)
 
 
-def test_recomputed_activations_padding_and_own_settings_change_nothing(
-    model_directory: Path,
-) -> None:
+def test_recomputed_activations_padding_and_own_settings_change_nothing(model_directory: Path) -> None:
     plain = load_usual(model_directory).scorer
     recomputing = load_usual(model_directory, gradient_checkpointing=True).scorer
     modes = [module.training for module in recomputing.modules()]

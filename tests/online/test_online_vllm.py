@@ -80,11 +80,7 @@ def policy(directory: Path) -> CompletionLogps:
 
 def generator(policy: CompletionLogps, sampling: SamplingSettings = PLAIN, *, seed: int = 0) -> VllmGenerator:
     return VllmGenerator(
-        engine=start(policy),
-        scorer=policy,
-        tokenizer=tiny_tokenizer(),
-        sampling=sampling,
-        seed=seed,
+        engine=start(policy), scorer=policy, tokenizer=tiny_tokenizer(), sampling=sampling, seed=seed
     )
 
 

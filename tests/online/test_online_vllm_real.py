@@ -182,11 +182,7 @@ def difference(family: str, directory: str, changes: str = "") -> str:
         engine = start(policy)
         engine.take_weights(checkpoint_tensors(policy.model, has_adapter=False))
         found = prove_agreement(
-            engine,
-            policy.scorer,
-            draws()[1].prompt.ids,
-            max_new_tokens=32,
-            dtype=torch.float32,
+            engine, policy.scorer, draws()[1].prompt.ids, max_new_tokens=32, dtype=torch.float32
         )
     except ModelError as error:
         return str(error)

@@ -79,10 +79,7 @@ def test_files_of_accelerate_config_start_runs_that_take_the_same_steps(tmp_path
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (
-            {"ACCELERATE_MIXED_PRECISION": "fp16"},
-            "model.autocast: .*mixed_precision: fp16",
-        ),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "model.autocast: .*mixed_precision: fp16"),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "model.autocast: .*bf16"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "model.compile: .*inductor"),
         ({"FSDP_OFFLOAD_PARAMS": "true"}, "distributed.cpu_offload: "),

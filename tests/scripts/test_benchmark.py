@@ -12,23 +12,12 @@ import numpy as np
 import pytest
 from benchmark import Plan, run_plan
 from benchmarking import process, run_dpo_pack
-from benchmarking.contenders import (
-    MALLOCS,
-    Contender,
-    Measurement,
-    Setting,
-    ours,
-    trl,
-    trl_variants,
-)
+from benchmarking.contenders import MALLOCS, Contender, Measurement, Setting, ours, trl, trl_variants
 from benchmarking.report import NOT_COMPARABLE, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, other_work
 from benchmarking.shapes import SHAPES, flops_shape, save_model
 from benchmarking.work import Work
-from benchmarking.workloads import (
-    Workload,
-    make_workload,
-)
+from benchmarking.workloads import Workload, make_workload
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def test_a_noticed_mutant_is_counted_and_a_survivor_is_named(root: Path) -> None
     said = ended.stdout.splitlines()
     assert "fails unchanged, and is not used: tests/test_module.py::test_fails_unchanged" in said
     assert [line for line in said if line.startswith("survived")] == [
-        "survived: planted/module.py:14: 5 to 6: def added(number, by=5):",
+        "survived: planted/module.py:14: 5 to 6: def added(number, by=5):"
     ]
     assert said[-1] == "5 of 6 mutants noticed, 83.3%"
     page = (root / "page.md").read_text()

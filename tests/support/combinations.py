@@ -70,11 +70,7 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "mixed": ("reference.path=${recipe_dir}/other", "reference.sync={every_steps: 1, mixup: 0.6}"),
         "copied": ("reference.sync={every_steps: 2, mixup: 1.0}",),
     },
-    "layout": {
-        "shared": (),
-        "unshared": ("packing.share_prompt=false",),
-        "padded": ("packing.mode=padded",),
-    },
+    "layout": {"shared": (), "unshared": ("packing.share_prompt=false",), "padded": ("packing.mode=padded",)},
     "adapter": {
         "none": ("optim.lr=3e-3",),
         "new": ("model.lora={r: 3, alpha: 6}", "optim.lr=1e-2"),
@@ -119,26 +115,14 @@ _OTHER_REFERENCES = ("another", "mixed", "copied")
 _FREE = ("free", "likelihood")
 # What a recipe refuses before anything loads, and words of the refusal.
 RULES: list[tuple[Forbidden, str]] = [
-    (
-        {"loss": ("each side", *_FREE), "divergence": _DIVERGENCES},
-        r"^loss\.f_divergence: .*loss\.type \w+",
-    ),
-    (
-        {"loss": ("sum", "likelihood"), "weighting": ("wpo",)},
-        r"^loss\.weighting: .*loss\.type (sft|cpo)",
-    ),
-    (
-        {"loss": _FREE, "reference": _OTHER_REFERENCES},
-        r"^reference\.(path|sync): .*(simpo|cpo)",
-    ),
+    ({"loss": ("each side", *_FREE), "divergence": _DIVERGENCES}, r"^loss\.f_divergence: .*loss\.type \w+"),
+    ({"loss": ("sum", "likelihood"), "weighting": ("wpo",)}, r"^loss\.weighting: .*loss\.type (sft|cpo)"),
+    ({"loss": _FREE, "reference": _OTHER_REFERENCES}, r"^reference\.(path|sync): .*(simpo|cpo)"),
     (
         {"adapter": ("none",), "precision": ("bf16 parameters",), "optimizer": ("adafactor",)},
         r"^optim\.name: adafactor .*fp32 master weights",
     ),
-    (
-        {"precision": ("bf16 parameters",), "reference": ("mixed",)},
-        r"^reference\.sync: .*bfloat16",
-    ),
+    ({"precision": ("bf16 parameters",), "reference": ("mixed",)}, r"^reference\.sync: .*bfloat16"),
     (
         {"precision": ("bf16 parameters",), "reference": ("copied",), "adapter": ("new", "saved")},
         r"^reference\.sync: .*bfloat16",

@@ -79,9 +79,7 @@ class Half:
 
 
 def traced(
-    work: Callable[[], int],
-    directories: Sequence[Path],
-    decide: Callable[[Operation], Refusal | Half | None],
+    work: Callable[[], int], directories: Sequence[Path], decide: Callable[[Operation], Refusal | Half | None]
 ) -> int:
     """Runs `work` in a fork and returns its exit status, negative for a signal.
 

@@ -66,10 +66,7 @@ CHATS: list[dict[str, Any]] = [
         "tools": [{"type": "function", "function": {"name": "weather"}}],
         "chat_template_kwargs": {"thinking": True},
     },
-    {
-        "chosen": [*_QUESTION, assistant("blue")],
-        "rejected": [*_QUESTION, assistant("grey")],
-    },
+    {"chosen": [*_QUESTION, assistant("blue")], "rejected": [*_QUESTION, assistant("grey")]},
 ]
 IDS: list[dict[str, Any]] = [{"prompt_ids": [5, 6, 7], "chosen_ids": [8, 2], "rejected_ids": [9, 10, 2]}]
 FORMATS = {"preference": TEXTS, "transcript": DIALOGUES, "conversational": CHATS, "tokenized": IDS}

@@ -156,10 +156,7 @@ def plain_logps(model: Any, batch: Sequence[PlainPair]) -> tuple[Logps, Tensor]:
     sequences = [
         (pair.prompt, side, torch.tensor(weights, dtype=torch.float64))
         for pair in batch
-        for side, weights in (
-            (pair.chosen, pair.chosen_weights),
-            (pair.rejected, pair.rejected_weights),
-        )
+        for side, weights in ((pair.chosen, pair.chosen_weights), (pair.rejected, pair.rejected_weights))
     ]
     ids = pad_sequence([torch.tensor([*prompt, *side]) for prompt, side, _ in sequences], batch_first=True)
     mask = pad_sequence([torch.ones(len(p) + len(s)) for p, s, _ in sequences], batch_first=True)
@@ -174,10 +171,7 @@ def plain_logps(model: Any, batch: Sequence[PlainPair]) -> tuple[Logps, Tensor]:
     logps = torch.stack(sums).view(-1, 2)
     lengths = torch.stack([weights.sum() for _, _, weights in sequences]).view(-1, 2)
     both = Logps(
-        chosen=logps[:, 0],
-        rejected=logps[:, 1],
-        chosen_tokens=lengths[:, 0],
-        rejected_tokens=lengths[:, 1],
+        chosen=logps[:, 0], rejected=logps[:, 1], chosen_tokens=lengths[:, 0], rejected_tokens=lengths[:, 1]
     )
     return both, torch.stack(alignments).view(-1, 2).sum(dim=1)
 

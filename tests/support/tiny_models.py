@@ -225,12 +225,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 7},
     "gptj": {"rotary_dim": 4},
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
-    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "minimax": {"layer_types": _LINEAR_AND_FULL, "block_size": 16},
     "mpt": {},

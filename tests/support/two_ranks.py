@@ -34,11 +34,7 @@ def run_on_ranks(function: Callable[..., Any], *arguments: Any, num_ranks: int =
 
 
 def _on_a_rank(
-    rank: int,
-    num_ranks: int,
-    meeting: Path,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    rank: int, num_ranks: int, meeting: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> Any:
     os.environ |= {
         "RANK": str(rank),

@@ -14,14 +14,7 @@ from rich.table import Table
 from support.limits import no_file_beyond
 
 import dpo_pack.system.console as progress_module
-from dpo_pack.system.console import (
-    TrainingLines,
-    keep_log,
-    log_only,
-    make_console,
-    print_detail,
-    shown,
-)
+from dpo_pack.system.console import TrainingLines, keep_log, log_only, make_console, print_detail, shown
 from dpo_pack.system.errors import CacheError
 from dpo_pack.system.process import complain
 

@@ -19,13 +19,7 @@ from support.limits import no_file_beyond
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.system.errors import CacheError, RunError
-from dpo_pack.system.files import (
-    locked,
-    read_json,
-    remove_directory,
-    write_json_atomically,
-    written_aside,
-)
+from dpo_pack.system.files import locked, read_json, remove_directory, write_json_atomically, written_aside
 
 
 def names(directory: Path) -> list[str]:

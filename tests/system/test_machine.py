@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 
-from dpo_pack.system.machine import (
-    AvailableMemory,
-    bfloat16_instructions,
-    host_memory,
-)
+from dpo_pack.system.machine import AvailableMemory, bfloat16_instructions, host_memory
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,7 @@ import dpo_pack
 from dpo_pack.system.console import make_console, shown
 from dpo_pack.system.endings import ending_of
 from dpo_pack.system.errors import DataError, RecipeError
-from dpo_pack.system.process import (
-    complain,
-    first_host,
-    many_imports,
-    placement,
-    say,
-    tasks_on_node,
-)
+from dpo_pack.system.process import complain, first_host, many_imports, placement, say, tasks_on_node
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node-a",

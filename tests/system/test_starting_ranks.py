@@ -143,10 +143,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left_of_the_others(
 
 @pytest.mark.parametrize(
     ("signum", "status"),
-    [
-        (signal.SIGINT, 130),
-        *slow((signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGHUP, 143)),
-    ],
+    [(signal.SIGINT, 130), *slow((signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGHUP, 143))],
 )
 def test_a_signal_reaches_every_rank_once_and_they_may_take_their_time(
     tmp_path: Path, signum: int, status: int, monkeypatch: pytest.MonkeyPatch
