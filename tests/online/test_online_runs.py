@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support import online_judges
 from support.marks import slow
 from support.rows import write_rows
 from support.run_files import assert_same_run, timeless, weights
@@ -187,25 +186,6 @@ def test_a_judge_that_prefers_nothing_stops_the_run_in_one_line(
     assert len(rollouts(tmp_path / "run")) == 60
 
 
-def test_a_prompt_the_judge_fails_on_is_set_aside_and_the_others_go_on(
-    assets: Path, tmp_path: Path, console: Console
-) -> None:
-    judges = [{"type": "function", "function": "support.online_judges:dislikes_bread", "retries": 1}]
-    online_judges.calls.clear()
-    train(online_recipe(assets, tmp_path / "run", judges=judges), console)
-    rows, last = rollouts(tmp_path / "run"), lines(tmp_path / "run")[-1]
-    failed = [row for row in rows if row["failure"] is not None]
-    assert failed and all("bread" in row["prompt"] for row in failed)
-    assert all(row["scores"] is None and row["completions"] for row in failed)
-    assert all("ValueError: no bread, please" in row["failure"] for row in failed)
-    assert not any("bread" in row["prompt"] for row in rows if row["failure"] is None)
-    assert last["online/total_judge_failures"] == len(failed)
-    parts = ("paired", "unpaired", "judge_failures", "generator_failures")
-    assert sum(last[f"online/total_{part}"] for part in parts) == last["online/total_prompts"]
-    attempts = [call for call in online_judges.calls if call == [failed[0]["prompt"]] * 3]
-    assert len(attempts) >= 2  # alone, and once more
-
-
 @pytest.mark.slow
 def test_a_reference_that_follows_the_policy_and_one_in_host_memory(
     assets: Path, tmp_path: Path, console: Console
@@ -222,17 +202,6 @@ def test_a_reference_that_follows_the_policy_and_one_in_host_memory(
     moving = lines(tmp_path / "moving")
     assert moving[:2] == plain[:2] and moving[2]["kl/chosen"] == 0.0 and moving[3]["kl/chosen"] != 0.0
     assert "kl/chosen" not in lines(tmp_path / "free")[0]
-
-
-def test_an_adapter_s_reference_is_the_policy_without_it(
-    assets: Path, tmp_path: Path, console: Console
-) -> None:
-    pytest.importorskip("peft")
-    recipe = online_recipe(assets, tmp_path / "run", "model.lora={r: 4, alpha: 8}", "train.max_steps=3")
-    train(recipe, console)
-    records = lines(tmp_path / "run")
-    assert records[0]["kl/chosen"] == 0.0 and records[2]["kl/chosen"] != 0.0
-    assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
 
 
 def test_prompts_alone_are_enough_and_what_does_not_fit_is_counted(

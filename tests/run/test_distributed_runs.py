@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from support.limits import no_file_beyond
+from support.marks import slow
 from support.run_files import Run, assert_same_metrics, records, timeless, weights
-from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
 from support.whole_runs import assert_same_run, checkpoint_steps, lines, pair_lines, whole_run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import dpo_pack.system.interrupts as interrupts
 import dpo_pack.trainer as train_module
@@ -49,16 +49,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "wpo": ("loss.weighting=wpo",),
     "lora": (LORA, "optim.lr=1e-2"),
     "lora, moving": (LORA, MOVING, "optim.lr=1e-2"),
-    "own reference": ("reference.path=${recipe_dir}/other",),
 }
 UNSHARDED = "distributed.accumulate_unsharded=true"
 # tests/run/test_combinations.py has the steps of every kind of run on two processes.
 QUICK: list[Run] = [("ddp", "wpo", ()), ("fsdp2", "lora, moving", ())]
-SLOW: list[Run] = [
-    ("ddp", "own reference", ()),
-    ("fsdp2", "full", (UNSHARDED,)),
-    ("fsdp2", "wpo", (UNSHARDED,)),
-]
+SLOW: list[Run] = [("fsdp2", "full", (UNSHARDED,)), ("fsdp2", "wpo", (UNSHARDED,))]
 
 
 def recipe_of(directory: Path, run: str, *overrides: str) -> Recipe:
@@ -78,9 +73,6 @@ def _train(directory: Path, runs: list[Run]) -> None:
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("distributed")
     tiny_run(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
-    tokenizer.save_pretrained(directory / "other")
-    tiny_model("llama", vocab_size=len(tokenizer), seed=7).save_pretrained(directory / "other")
     return directory
 
 
@@ -110,8 +102,9 @@ def check_runs(assets: Path, tmp_path: Path, runs: list[Run]) -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_processes_leave_what_one_leaves(assets: Path, tmp_path: Path) -> None:
-    check_runs(assets, tmp_path, QUICK)
+@pytest.mark.parametrize("runs", [QUICK, *slow(SLOW)])
+def test_two_processes_leave_what_one_leaves(runs: list[Run], assets: Path, tmp_path: Path) -> None:
+    check_runs(assets, tmp_path, runs)
 
 
 def _train_with_memory(directory: Path, gib: dict[str, int]) -> list[str]:
@@ -156,12 +149,6 @@ def test_shards_gathered_in_bfloat16_learn_the_same_within_rounding(assets: Path
     # Another computation, and so other cached log-probs.
     caches = [directory / f"run-{number}-cache" / "reference" for number in (0, 1)]
     assert len({namespace.name for cache in caches for namespace in cache.iterdir()}) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_more_kinds_of_runs_leave_the_same_on_two_processes(assets: Path, tmp_path: Path) -> None:
-    check_runs(assets, tmp_path, SLOW)
 
 
 @pytest.mark.slow

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import benchmark
-import numpy as np
 import pytest
 from benchmark import Plan, run_plan
-from benchmarking import process, run_dpo_pack
+from benchmarking import process
 from benchmarking.contenders import MALLOCS, Contender, Measurement, Setting, ours, trl, trl_variants
 from benchmarking.report import NOT_COMPARABLE, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, other_work
@@ -48,9 +47,6 @@ def workload_of(setting: Setting) -> Workload:
     )
 
 
-# ---- Workloads
-
-
 # ---- Contenders and measurements
 
 
@@ -70,20 +66,6 @@ def test_a_measurement_ends_when_the_time_is_up_and_is_no_failure(tiny: Setting)
     assert time.monotonic() - begun < 5
     with pytest.raises(process.TimeIsUp):
         process.profile(ours(64), tiny, stop_at=time.monotonic() + 0.2)
-
-
-def test_our_side_trains_on_the_workload_s_ids(tiny: Setting, tmp_path: Path) -> None:
-    run = run_dpo_pack.run_dpo_pack(ours(1024), tiny, tmp_path, spawned_at=0.0)
-    workload = workload_of(tiny)
-    assert run.digest == workload.digest
-    assert run.pairs == 8 and len(run.step_seconds) == len(run.losses) == len(run.grad_norms) == 4
-    assert run.losses[0] == pytest.approx(np.log(2)) and run.losses[1] != run.losses[0]
-    assert run.reference_seconds > 0 and all(seconds > 0 for seconds in run.step_seconds)
-    assert 0 < run.cpu_seconds < time.process_time()
-    assert run.startup_seconds is not None and run.startup_seconds > 1e9  # since 1970
-    assert run.computed_tokens == int(workload.lengths().row_tokens(share_prompt=True).sum())
-    assert sum(run.step_tokens) == int(workload.lengths().row_tokens(share_prompt=False).sum())
-    assert not (tmp_path / "run" / "model").exists()
 
 
 # ---- Work, agreement, results
