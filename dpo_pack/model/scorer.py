@@ -39,7 +39,7 @@ class RowLogps(NamedTuple):
     sums: Tensor  # [S] float64, differentiable
     num_tokens: Tensor  # [S] int64
     token_logps: Tensor  # [N] fp32, differentiable, sequence by sequence: the terms of `sums`
-    statistics: Tensor  # [S, 4] float64, detached: sums of TokenStatistics; NaN if not in `wanted`
+    statistics: Tensor  # [S, 4] float64, detached: sums of `WantedStatistics`; NaN if not wanted
     # See `routing_sums`; [0] without `Row.token_copies`.
     expert_counts: Tensor  # [R, E] float64
     expert_probs: Tensor  # [E] float64, differentiable
@@ -120,7 +120,7 @@ class CompletionLogps(nn.Module):
             sums=sequence_sums(logps, lengths),
             num_tokens=lengths,
             token_logps=logps,
-            statistics=sequence_sums(torch.stack(statistics, dim=1), lengths),
+            statistics=sequence_sums(statistics, lengths),
             expert_counts=expert_counts,
             expert_probs=expert_probs,
         )

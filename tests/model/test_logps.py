@@ -11,7 +11,14 @@ from support.heads import CHUNK_TOKENS, PLAIN, TRANSFORMS, Head, N, V, chunked, 
 from support.live_bytes import LiveBytes
 from torch import Tensor
 
-from dpo_pack.model.logps import HeadBounds, HeadTransform, WantedStatistics, sequence_sums, token_logps
+from dpo_pack.model.logps import (
+    HeadBounds,
+    HeadPasses,
+    HeadTransform,
+    WantedStatistics,
+    sequence_sums,
+    token_logps,
+)
 
 
 def plain_logits(head: Head, transform: HeadTransform) -> Tensor:
@@ -99,7 +106,7 @@ def test_bf16_products_of_fp32_weights_err_no_more_than_autocast(is_frozen: bool
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = plain_logps(head, PLAIN)
         ours, statistics = chunked(head, PLAIN, kept_chunks=kept_chunks, compute_dtype=torch.bfloat16)
-    assert {ours.dtype, *(values.dtype for values in statistics)} == {torch.float32}
+    assert ours.dtype == statistics.dtype == torch.float32
     expected = plain_logps(exact, PLAIN)
     assert 1e-3 < mean_error(ours, expected) <= 1.1 * mean_error(plain, expected)
     theirs, truths = gradients(head, plain), gradients(exact, expected)
@@ -130,11 +137,11 @@ def test_statistics_that_nobody_asked_for_are_nan_and_change_nothing(metrics: bo
     everything, all_statistics = chunked(head, PLAIN)
     logps, statistics = chunked(head, PLAIN, wanted=WantedStatistics(metrics=metrics, squares=squares))
     assert torch.equal(logps, everything)
-    for name, values in statistics._asdict().items():
-        if squares if name == "log_sum_squares" else metrics:
-            assert torch.equal(values, all_statistics._asdict()[name])
-        else:
-            assert values.isnan().all()
+    for values, computed, is_wanted in (
+        (statistics[:, :3], all_statistics[:, :3], metrics),
+        (statistics[:, 3], all_statistics[:, 3], squares),
+    ):
+        assert torch.equal(values, computed) if is_wanted else values.isnan().all()
     for ours, theirs in zip(gradients(head, logps), gradients(head, everything), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -146,13 +153,14 @@ def test_statistics_are_those_of_the_full_distribution(transform: HeadTransform)
     _, statistics = chunked(head, transform)
     logits = plain_logits(head, transform).detach()
     entropy = torch.distributions.Categorical(logits=logits).entropy()
-    torch.testing.assert_close(statistics.entropy, entropy)
-    torch.testing.assert_close(statistics.mean_logit, logits.mean(dim=1))
+    ours, is_top1, mean_logit, log_sum_squares = statistics.unbind(dim=1)
+    torch.testing.assert_close(ours, entropy)
+    torch.testing.assert_close(mean_logit, logits.mean(dim=1))
     squares = logits.softmax(dim=1).square().sum(dim=1)
-    torch.testing.assert_close(statistics.log_sum_squares, squares.log())
-    assert statistics.is_top1.tolist() == (logits.argmax(dim=1) == head.targets).tolist()
-    assert 9 <= statistics.is_top1.sum() < N
-    assert not any(values.requires_grad for values in statistics)
+    torch.testing.assert_close(log_sum_squares, squares.log())
+    assert is_top1.tolist() == (logits.argmax(dim=1) == head.targets).tolist()
+    assert 9 <= is_top1.sum() < N
+    assert not statistics.requires_grad
 
 
 def peak_bytes(*, num_tokens: int, kept_chunks: int, has_gradients: bool = True) -> int:
@@ -189,6 +197,7 @@ def test_peak_memory_does_not_grow_with_vocabulary_times_tokens() -> None:
                 compute_dtype=torch.float32,
                 bounds=HeadBounds(chunk_tokens=16, chunk_bytes=2**40, kept_bytes=4 * 16 * vocabulary * 4),
                 wanted=WantedStatistics(),
+                passes=HeadPasses(),
             )
             logps.sum().backward()
         peaks.append(live.peak)
@@ -211,6 +220,7 @@ def test_in_bf16_a_chunk_s_product_goes_before_its_logits_are_worked_on(is_froze
             compute_dtype=torch.bfloat16,
             bounds=HeadBounds(chunk_tokens=100, chunk_bytes=2**40, kept_bytes=0),
             wanted=WantedStatistics(),
+            passes=HeadPasses(),
         )
         logps.sum().backward()
     # Two buffers in fp32; a frozen head's gradient is made at once, and cast.

@@ -14,7 +14,6 @@ from dpo_pack.model.logps import (
     HeadBounds,
     HeadPasses,
     HeadTransform,
-    TokenStatistics,
     WantedStatistics,
     token_logps,
 )
@@ -77,7 +76,7 @@ def chunked(
     compute_dtype: torch.dtype | None = None,
     wanted: WantedStatistics = ALL,
     passes: HeadPasses | None = None,
-) -> tuple[Tensor, TokenStatistics]:
+) -> tuple[Tensor, Tensor]:
     """`token_logps` with a memory bound given in tokens and chunks instead of bytes."""
     compute_dtype = compute_dtype or head.weight.dtype
     row_bytes = buffer_bytes = V * max(4, head.weight.element_size())
@@ -96,7 +95,7 @@ def chunked(
             kept_bytes=kept_chunks * chunk_tokens * row_bytes,
         ),
         wanted=wanted,
-        passes=passes,
+        passes=passes or HeadPasses(),
     )
 
 
