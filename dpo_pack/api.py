@@ -220,9 +220,9 @@ def inspect_packing(
     with many_imports():
         import torch
 
-        from dpo_pack.reports.packing_tables import render_packing
+        from dpo_pack.reports.packing import packing_report, render_packing
         from dpo_pack.run.memory_estimate import memory_report, print_memory_report
-        from dpo_pack.run.pairs import offline_source, packing_report
+        from dpo_pack.run.pairs import offline_source
         from dpo_pack.run.setup import prepare
         from dpo_pack.system.console import make_console
 

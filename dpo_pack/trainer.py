@@ -45,6 +45,7 @@ from rich.console import Console
 from torch import Tensor
 
 from dpo_pack.recipe.load import Recipe, check_environment, dump_recipe
+from dpo_pack.reports.packing import packing_report
 from dpo_pack.reports.pages import write_run_page
 from dpo_pack.reports.run_files import print_ending, print_next
 from dpo_pack.run.checkpoint import Saver
@@ -53,7 +54,6 @@ from dpo_pack.run.evaluate import Evaluator
 from dpo_pack.run.export import job_to_verify, verify_model
 from dpo_pack.run.inputs import Inputs, prepare_run
 from dpo_pack.run.log import RunLog
-from dpo_pack.run.pairs import write_packing_report
 from dpo_pack.run.run_dir import (
     RunDir,
     begin_run,
@@ -397,7 +397,12 @@ class Trainer:
             saved = saver.export(run.model, self.console)
         ranks.every_rank_does(log.close)
         if (planned := self.inputs.planned) is not None:
-            ranks.first_does_for_all(lambda: write_packing_report(self.setup, planned, run.packing_report))
+            data, shape, model = self.setup.data, self.setup.policy_facts.shape, self.recipe.model.path
+            ranks.first_does_for_all(
+                lambda: write_json_atomically(
+                    run.packing_report, packing_report(planned, data, shape, model=model)
+                )
+            )
         facts: dict[str, Any] = {
             "status": "finished",
             "totals": log.totals(state),

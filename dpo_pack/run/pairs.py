@@ -1,15 +1,13 @@
-"""What a command makes of a recipe's pairs: rows, global batches, the packing report, reference log-probs."""
+"""What a command makes of a recipe's pairs: rows, global batches, reference log-probs."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +18,7 @@ from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.config import check_lengths
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, PairSizes, pair_flops
-from dpo_pack.packing.report import inspect_packing
+from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, PairSizes, pair_flops
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import ReferenceCache, namespace_digest
 from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache, find_values
@@ -31,12 +28,8 @@ from dpo_pack.run.setup import Setup, check_data, load_proved, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import UnsupportedModelError
-from dpo_pack.system.files import write_json_atomically
 from dpo_pack.training.batches import OfflineSource, RowBuilder
 from dpo_pack.training.references import CachedReference, Reference
-
-# The counts of shortened pairs in the summary of a source.
-TRUNCATION_COUNTS = ("prompt_truncated", "completions_truncated", "eos_lost")
 
 
 def row_builder(
@@ -84,43 +77,6 @@ def offline_source(
         num_ranks=ranks.num_ranks(),
         equal_rows=equal_rows,
     )
-
-
-def packing_report(
-    source: OfflineSource,
-    data: Data,
-    shape: ModelShape,
-    *,
-    model: str,
-    num_ranks: Sequence[int] = (),
-    budgets: Sequence[int] = (4096, 8192, 16384),
-) -> dict[str, Any]:
-    """Reports how the first epoch of `source` fills rows, for each number of ranks (of none: of this run) and
-    each token budget."""
-    table, sources = data.train, data.report["train"]["sources"]
-    names = [entry["name"] for entry in sources]
-    removed, truncated = Counter[str](), Counter[str]()
-    for entry in sources:
-        removed.update({reason: dropped["rows"] for reason, dropped in entry["dropped"].items()})
-        truncated.update({what: entry[what] for what in TRUNCATION_COUNTS if entry.get(what)})
-    return inspect_packing(
-        source.first_plan,
-        pair_lengths(table, shape),
-        shape,
-        share_prompt=source.builder.share_prompt,
-        ranks=num_ranks or (ranks.num_ranks(),),
-        budgets=budgets,
-        model=model,
-        removed_pairs=removed,
-        truncated=truncated,
-        describe_pair=lambda pair: f"{names[table.source_indices[pair]]} row {table.row_numbers[pair]}",
-    )
-
-
-def write_packing_report(setup: Setup, source: OfflineSource, path: Path) -> None:
-    """Writes the report of the run's first epoch as JSON."""
-    shape, model = setup.policy_facts.shape, setup.recipe.model.path
-    write_json_atomically(path, packing_report(source, setup.data, shape, model=model))
 
 
 def trained_pair_sizes(setup: Setup, source: OfflineSource, *, trains_adapter: bool) -> PairSizes:

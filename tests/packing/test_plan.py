@@ -30,7 +30,7 @@ from dpo_pack.packing.bin_packing import (
 )
 from dpo_pack.packing.lengths import IntArray, PairLengths, pair_flops
 from dpo_pack.packing.plan import epoch_order, plan_epoch
-from dpo_pack.packing.report import rank_balance
+from dpo_pack.reports.packing import rank_balance
 
 BUDGET = 100
 without_deadline = settings(deadline=None)  # machines are busy; a slow example is no error

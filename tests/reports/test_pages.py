@@ -12,7 +12,7 @@ from support.inspected_lengths import inspect
 from support.outline import Outline
 
 from dpo_pack.packing.lengths import PairLengths
-from dpo_pack.reports.packing_tables import headline, rows_sentence, tables
+from dpo_pack.reports.packing import headline, rows_sentence, tables
 from dpo_pack.reports.pages import packing_page
 
 

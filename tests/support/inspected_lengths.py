@@ -8,7 +8,7 @@ import numpy as np
 
 from dpo_pack.packing.lengths import IntArray, ModelShape, PairLengths, pair_flops
 from dpo_pack.packing.plan import plan_epoch
-from dpo_pack.packing.report import inspect_packing
+from dpo_pack.reports.packing import inspect_packing
 
 
 def ints(values: list[int]) -> IntArray:
@@ -52,12 +52,6 @@ def inspect(
         is_packed=is_packed,
         row_costs=costs,
     )
-    options: dict[str, Any] = {
-        "ranks": (1,),
-        "budgets": (),
-        "model": "org/model",
-        "removed_pairs": {},
-        "truncated": {},
-        "describe_pair": "pair {}".format,
-    }
-    return inspect_packing(plan, lengths, shape, share_prompt=share_prompt, **(options | changes))
+    options: dict[str, Any] = {"ranks": (1,), "budgets": (), "describe_pair": "pair {}".format}
+    described = {"model": "org/model", "share_prompt": share_prompt, "removed_pairs": {}, "truncated": {}}
+    return described | inspect_packing(plan, lengths, shape, **(options | changes))

@@ -12,7 +12,7 @@ from rich.console import Console
 from support.inspected_lengths import LENGTHS, inspect, ints
 
 from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairLengths
-from dpo_pack.reports.packing_tables import render_packing, tables
+from dpo_pack.reports.packing import render_packing, tables
 
 
 def rendered(report: dict[str, Any]) -> str:
@@ -77,8 +77,7 @@ def test_what_is_saved_and_what_is_computed_add_up_to_padded_training(
 def test_of_a_long_epoch_some_steps_are_packed_with_close_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = random_lengths(3000)
     whole = inspect(lengths, token_budget=200)["statistics"]
-    monkeypatch.setattr("dpo_pack.packing.report.MAX_BALANCE_STEPS", 100)
-    monkeypatch.setattr("dpo_pack.packing.report.MAX_BUDGET_STEPS", 50)
+    monkeypatch.setattr("dpo_pack.reports.packing.MAX_STEPS", 100)
     report = inspect(lengths, token_budget=200)
     ours = report["statistics"]
     assert whole["steps_measured"] == whole["num_steps"] == ours["num_steps"] > ours["steps_measured"] == 100
