@@ -20,12 +20,12 @@ import pyarrow as pa
 import torch
 from rich.console import Console
 
-from dpo_pack.data.store import PairTable, pair_lengths
+from dpo_pack.data.store import PairTable, distinct_keys, pair_lengths
 from dpo_pack.model.layout import packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.packing.bin_packing import next_fit, pack_sequences_longest_first, padded_rows, split_over_ranks
-from dpo_pack.packing.lengths import Bools, FloatArray, IntArray, ModelShape, pair_flops
-from dpo_pack.reference.cache import KeyIndex, ReferenceCache, sequence_table
+from dpo_pack.packing.lengths import Bools, IntArray, ModelShape, pair_flops
+from dpo_pack.reference.cache import FrozenReference, ReferenceCache, sequence_table
 from dpo_pack.system.console import shown
 from dpo_pack.system.errors import ModelError, is_out_of_memory
 from dpo_pack.system.files import add_to_json, read_json
@@ -53,39 +53,26 @@ class ReferenceWork:
     missing: Bools  # [G, 2] True if `sides` is True and the cache lacks the sequence
 
     @staticmethod
-    def of(tables: Sequence[PairTable], index: KeyIndex, is_missing: Bools) -> ReferenceWork:
-        """is_missing: for each different sequence of the tables whether the cache lacks it."""
-        table = join_tables(tables)
+    def of(tables: Sequence[PairTable], is_missing: Bools) -> ReferenceWork:
+        """is_missing: whether the cache lacks each different sequence of the tables, in the order of keys."""
+        names = [column.name for column in fields(PairTable) if column.name != "parts"]
+        columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in names}
+        num_parts = np.array([len(table.parts) for table in tables])
+        begins = np.cumsum(num_parts) - num_parts
+        columns["part_indices"] = columns["part_indices"] + np.repeat(begins, [t.num_pairs for t in tables])
+        table = PairTable(parts=tuple(part for table in tables for part in table.parts), **columns)
+        keys = np.stack((table.chosen_keys, table.rejected_keys), axis=1)  # chosen, rejected, chosen, ...
+        first, _ = distinct_keys(keys.reshape(-1, keys.shape[-1]))
         sides, missing = np.zeros((2, 2 * table.num_pairs), dtype=np.bool_)
-        sides[index.first], missing[index.first] = True, is_missing
+        sides[first], missing[first] = True, is_missing
         sides, missing = sides.reshape(-1, 2), missing.reshape(-1, 2)
         pairs = np.flatnonzero(sides.any(axis=1))
         return ReferenceWork(table=table.select(pairs), sides=sides[pairs], missing=missing[pairs])
 
 
-Found = tuple[KeyIndex, FloatArray]  # different sequences, and their sums; NaN: none
-
-
-def find_values(cache: ReferenceCache, tables: Sequence[PairTable]) -> Found:
-    """Finds the log-probs of the sequences of all pairs (chosen, rejected, chosen, ...)."""
-    index = KeyIndex.of(np.concatenate([np.stack((t.chosen_keys, t.rejected_keys), axis=1) for t in tables]))
-    return index, cache.find(index)
-
-
 def find_work(cache: ReferenceCache, tables: Sequence[PairTable]) -> ReferenceWork:
     """Finds the sequences of which the cache lacks the log-prob."""
-    index, sums = find_values(cache, tables)
-    return ReferenceWork.of(tables, index, np.isnan(sums))
-
-
-def join_tables(tables: Sequence[PairTable]) -> PairTable:
-    """Makes one table of all pairs, one table after another."""
-    names = [column.name for column in fields(PairTable) if column.name != "parts"]
-    columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in names}
-    num_parts = np.array([len(table.parts) for table in tables])
-    begins = np.cumsum(num_parts) - num_parts
-    columns["part_indices"] = columns["part_indices"] + np.repeat(begins, [t.num_pairs for t in tables])
-    return PairTable(parts=tuple(part for table in tables for part in table.parts), **columns)
+    return ReferenceWork.of(tables, np.isnan(FrozenReference.find(cache, tables).sums))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,8 +36,7 @@ from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fingerprint import relevant_config
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import INFO_FILE, check_environment, load_recipe
-from dpo_pack.reference.cache import namespace_digest
-from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reference.cache import FrozenReference, namespace_digest
 from dpo_pack.run.checkpoint_files import (
     HOST_STATE,
     MODEL,

@@ -21,7 +21,7 @@ from dpo_pack.online.phases import WinRate
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.proofs import ProofOutcome
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reference.cache import FrozenReference
 from dpo_pack.run.checkpoint import load_checkpoint, run_identity
 from dpo_pack.run.log import describe_policy, describe_training
 from dpo_pack.run.memory_estimate import (

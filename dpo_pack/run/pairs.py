@@ -20,9 +20,8 @@ from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, PairSizes, pair_flops
 from dpo_pack.recipe.load import Recipe
-from dpo_pack.reference.cache import ReferenceCache, namespace_digest
-from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache, find_values
-from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reference.cache import FrozenReference, ReferenceCache, namespace_digest
+from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache
 from dpo_pack.run.models import CPU
 from dpo_pack.run.setup import Setup, check_data, load_proved, longest_sequence
 from dpo_pack.system import ranks
@@ -178,12 +177,11 @@ def prepare_reference(
         facts = replace(facts, precision=facts.precision.in_float32)
     tables = setup.tables if tables is None else tables
     cache = ReferenceCache(facts.cache_dir, facts.namespace, used_by=facts.label)
-    found = ranks.of_node(lambda: find_values(cache, tables))
-    index, sums = found
-    has_all = all(ranks.every_rank_says(not np.isnan(sums).any()))
+    values = ranks.of_node(lambda: FrozenReference.find(cache, tables))
+    has_all = all(ranks.every_rank_says(not np.isnan(values.sums).any()))
     # All ranks use the list of rank 0. A rank that looks later could find more sequences in the cache.
-    is_missing = np.zeros(0, dtype=np.bool_) if has_all else ranks.first_says(np.isnan(sums))
-    num_cached = len(index.keys) - (todo := int(is_missing.sum()))
+    is_missing = np.zeros(0, dtype=np.bool_) if has_all else ranks.first_says(np.isnan(values.sums))
+    num_cached = len(values.keys) - (todo := int(is_missing.sum()))
     console.print(
         f"Reference log-probs of {sum(table.num_pairs for table in tables):,} "
         f"{'held-out pairs in float32' if in_float32 else 'pairs'}: "
@@ -194,7 +192,7 @@ def prepare_reference(
     num_computed, seconds = 0, 0.0
     if todo:
         begun = time.monotonic()
-        work = ReferenceWork.of(tables, index, is_missing)
+        work = ReferenceWork.of(tables, is_missing)
         num_computed = _compute_missing(setup, cache, facts, work, loaded)
         seconds = time.monotonic() - begun
         rate = format_rate(num_computed / max(seconds, 1e-9), digits=0)
@@ -202,11 +200,11 @@ def prepare_reference(
         console.print(
             f"Reference pass: {num_computed:,} sequences in {format_seconds(seconds)}, {rate}/s{others}"
         )
-    values = FrozenReference.of_found(tables, found) if has_all else None
-    del found, index, sums  # they are large, and `take` reads all of them anew
+    if not has_all:
+        values = ranks.of_node(lambda: FrozenReference.take(cache, tables))
     return ReferencePass(
         cache=cache,
-        values=values or FrozenReference.take(cache, tables),
+        values=values,
         num_computed=num_computed,
         num_cached=num_cached + todo - num_computed,
         seconds=seconds,

@@ -12,8 +12,7 @@ from support.reference_pairs import NAMESPACE, make_table, random_pairs
 from support.refusals import refusal
 
 from dpo_pack.data.store import PairTable
-from dpo_pack.reference.cache import ReferenceCache, sequence_table
-from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reference.cache import FrozenReference, ReferenceCache, sequence_table
 from dpo_pack.system.errors import CacheError
 
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from support.reference_pairs import NAMESPACE, random_keys
 from support.refusals import refusal
 
-from dpo_pack.reference.cache import KeyIndex, Keys, ReferenceCache, default_cache_directory, sequence_table
+from dpo_pack.data.store import distinct_keys
+from dpo_pack.reference.cache import Keys, ReferenceCache, default_cache_directory, find_keys, sequence_table
 from dpo_pack.system.errors import CacheError
 
 
@@ -191,11 +192,10 @@ KEYS = st.lists(
     [b"head....tail...0", b"head....tail...4"],
 )
 def test_every_key_is_found_where_it_is_and_no_other(keys: list[bytes], others: list[bytes]) -> None:
-    index = KeyIndex.of(as_keys(keys))
+    first, inverse = distinct_keys(as_keys(keys))
     distinct = sorted(set(keys))
-    assert len(index.keys) == len(distinct)
-    assert index.first.tolist() == [keys.index(key) for key in distinct]
-    assert [distinct[place] for place in index.inverse] == keys
+    assert first.tolist() == [keys.index(key) for key in distinct]
+    assert [distinct[place] for place in inverse] == keys
     wanted = keys + others
     expected = [distinct.index(key) if key in distinct else -1 for key in wanted]
-    assert index.find(as_keys(wanted)).tolist() == expected
+    assert find_keys(as_keys(distinct), as_keys(wanted)).tolist() == expected

@@ -27,9 +27,8 @@ from support.tiny_models import tiny_model
 from dpo_pack.model.facts import model_shape
 from dpo_pack.model.layout import Row
 from dpo_pack.model.scorer import RowLogps
-from dpo_pack.reference.cache import ReferenceCache, sequence_table
+from dpo_pack.reference.cache import FrozenReference, ReferenceCache, sequence_table
 from dpo_pack.reference.compute import compute_missing, find_work, plan_pass
-from dpo_pack.reference.frozen import FrozenReference
 from dpo_pack.system.errors import CacheError, ModelError
 
 

@@ -22,8 +22,7 @@ from support.tiny_tokenizer import tiny_tokenizer
 from transformers import LlamaForCausalLM
 
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.reference.cache import ReferenceCache, sequence_table
-from dpo_pack.reference.frozen import FrozenReference
+from dpo_pack.reference.cache import FrozenReference, ReferenceCache, sequence_table
 from dpo_pack.run.pairs import prepare_reference
 from dpo_pack.run.setup import prepare
 from dpo_pack.system.console import make_console

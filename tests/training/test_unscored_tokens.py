@@ -10,9 +10,8 @@ from support.reference_pairs import NAMESPACE, load_scorer, run_pass
 
 from dpo_pack.data.store import PairTable, join_pairs
 from dpo_pack.packing.lengths import Group
-from dpo_pack.reference.cache import ReferenceCache
+from dpo_pack.reference.cache import FrozenReference, ReferenceCache
 from dpo_pack.reference.compute import find_work
-from dpo_pack.reference.frozen import FrozenReference
 
 PROMPT = [5, 9, 12]
 # (chosen, scored, rejected, scored); the first two pairs have one completion, of which other tokens count.
