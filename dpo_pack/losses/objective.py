@@ -73,10 +73,9 @@ def make_objective(
 ) -> Objective:
     """Makes the objective of a run from (name, factor) terms; `options` are the fields of `LossOptions`.
     Raises RecipeError if a loss that the user wrote cannot be used."""
-    loss_options, factors = LossOptions(**options), dict(terms)
-    functions = {name: _load_loss(name, loss_options) for name in factors}
+    loss_options = LossOptions(**options)
     return Objective(
-        terms=tuple((functions[name], factor) for name, factor in factors.items()),
+        terms=tuple((_load_loss(name, loss_options), factor) for name, factor in terms),
         options=loss_options,
         needs_reference=needs_reference,
         weighting=weighting,

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpo_pack.losses.objective import PairLogps
 from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.scorer import RowLogps
 from dpo_pack.packing.lengths import FloatArray, IntArray
@@ -63,16 +61,6 @@ def column(values: Tensor, name: str) -> Tensor:
     return values[:, NAMES.index(name)]
 
 
-def logps(values: Tensor, model: Literal["policy", "reference"]) -> PairLogps:
-    """Returns the log-probs of the pairs in `values` under one model."""
-    return PairLogps(
-        chosen=column(values, f"{model}_chosen"),
-        rejected=column(values, f"{model}_rejected"),
-        chosen_tokens=column(values, "chosen_tokens"),
-        rejected_tokens=column(values, "rejected_tokens"),
-    )
-
-
 def rounding(sums: Tensor, num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns an estimate of the rounding error of summed log-probs, in nats, in the shape of `sums`: errors
     of tokens are independent. `dtype` is that of the matrix products."""
@@ -81,27 +69,26 @@ def rounding(sums: Tensor, num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
 
 def margin_rounding(values: Tensor, *, beta: float, dtype: torch.dtype) -> Tensor:
     """Returns an estimate of the rounding error of each pair's reward margin, [P], see `rounding`."""
-    policy = logps(values, "policy")
-    return beta * torch.hypot(
-        rounding(policy.chosen, policy.chosen_tokens, dtype),
-        rounding(policy.rejected, policy.rejected_tokens, dtype),
+    chosen, rejected = (
+        rounding(column(values, f"policy_{side}"), column(values, f"{side}_tokens"), dtype)
+        for side in ("chosen", "rejected")
     )
+    return beta * torch.hypot(chosen, rejected)
 
 
 def pair_metrics(values: Tensor, *, beta: float, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns by name, for each metric that is a mean over pairs, the value of each pair, [P]. `dtype` is
     that of the policy's matrix products."""
-    policy, reference = logps(values, "policy"), logps(values, "reference")
-    chosen_logratios = policy.chosen - reference.chosen
-    rejected_logratios = policy.rejected - reference.rejected
+    loss, chosen, rejected, reference_chosen, reference_rejected, *tokens = values.unbind(dim=1)[:7]
+    chosen_logratios, rejected_logratios = chosen - reference_chosen, rejected - reference_rejected
     chosen_rewards, rejected_rewards = beta * chosen_logratios, beta * rejected_logratios
     margins = chosen_rewards - rejected_rewards
-    chosen_tokens, rejected_tokens = policy.chosen_tokens, policy.rejected_tokens
+    chosen_tokens, rejected_tokens = tokens
     # A tie counts as 0.5: a policy that equals its reference prefers neither completion. If policy and
     # reference were computed in different rows, its margin is only as near to zero as rounding allows.
     is_tie = margins.abs() <= margin_rounding(values, beta=beta, dtype=dtype)
     return {
-        "loss": column(values, "loss"),
+        "loss": loss,
         "rewards/chosen": chosen_rewards,
         "rewards/rejected": rejected_rewards,
         "rewards/margins": margins,
@@ -109,10 +96,10 @@ def pair_metrics(values: Tensor, *, beta: float, dtype: torch.dtype) -> dict[str
         "rewards/saturated": (margins > SATURATED_MARGIN).double(),
         "rewards/chosen_per_token": chosen_rewards / chosen_tokens,
         "rewards/rejected_per_token": rejected_rewards / rejected_tokens,
-        "logps/chosen": policy.chosen,
-        "logps/rejected": policy.rejected,
-        "logps/chosen_per_token": policy.chosen / chosen_tokens,
-        "logps/rejected_per_token": policy.rejected / rejected_tokens,
+        "logps/chosen": chosen,
+        "logps/rejected": rejected,
+        "logps/chosen_per_token": chosen / chosen_tokens,
+        "logps/rejected_per_token": rejected / rejected_tokens,
         # Means of log pi - log pi_ref over completions, in nats: the k1 estimate of KL(policy || reference).
         # The estimate is unbiased for the policy's own completions, and may be negative for others.
         "kl/chosen": chosen_logratios,

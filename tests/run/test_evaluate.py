@@ -28,7 +28,7 @@ from dpo_pack.run.evaluate import (
     means_by_group,
 )
 from dpo_pack.training.batches import RowBuilder
-from dpo_pack.training.metrics import logps, mean_intervals
+from dpo_pack.training.metrics import column, mean_intervals
 
 NUM_PAIRS = 23
 SOURCES = ("hh", "web", "unused")
@@ -96,8 +96,10 @@ def result(
     """`reference`: the model whose log-probs are the reference's, in rows of its own kind."""
     builder = make_builder(packed=policy.backend is not None)
     if reference is not None:
-        scores = logps(evaluate(reference, packed=reference.backend is not None), "policy")
-        sums = torch.stack((scores.chosen, scores.rejected), dim=1).numpy()
+        values = evaluate(reference, packed=reference.backend is not None)
+        sums = torch.stack(
+            [column(values, f"policy_{side}") for side in ("chosen", "rejected")], dim=1
+        ).numpy()
         builder = dataclasses.replace(builder, reference=(sums))
     values = evaluate_pairs(policy, builder, objective, token_budget=64)
     dtype = torch.float32 if policy.compute_dtype == torch.float64 else policy.compute_dtype
