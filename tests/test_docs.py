@@ -21,7 +21,7 @@ import yaml
 from support.tiny_recipe import KEYS, SMALLEST, load
 
 from dpo_pack.commands.main import app
-from dpo_pack.losses.objective import LossOptions
+from dpo_pack.losses.preference import LossOptions
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.training import LOSSES
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from dpo_pack.data.store import PairTable, distinct_keys
-from dpo_pack.losses.objective import Objective
+from dpo_pack.losses.preference import Objective
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.phases import WinRate, win_rate_sentence
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows

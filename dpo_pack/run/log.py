@@ -34,7 +34,7 @@ from torch import Tensor
 
 from dpo_pack.data.sources import HELD_OUT
 from dpo_pack.data.store import PairTable
-from dpo_pack.losses.objective import Objective, PairLogps
+from dpo_pack.losses.preference import Objective, PairLogps
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.facts import router_sentence
 from dpo_pack.model.scorer import LoadedModel

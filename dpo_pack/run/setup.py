@@ -28,7 +28,7 @@ from dpo_pack.data.ingest import columns_sentence
 from dpo_pack.data.sources import HELD_OUT, Data, load_data, load_source
 from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenizer import Tokenizer
-from dpo_pack.losses.objective import Objective, make_objective
+from dpo_pack.losses.preference import Objective, make_objective
 from dpo_pack.model.building import load_model
 from dpo_pack.model.config import check_lengths
 from dpo_pack.model.facts import ModelFacts

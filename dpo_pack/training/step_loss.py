@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpo_pack.losses.objective import Objective, PairLogps, wpo_weights
+from dpo_pack.losses.preference import Objective, PairLogps, wpo_weights
 from dpo_pack.model.facts import RouterBalance
 from dpo_pack.model.layout import Row
 from dpo_pack.model.parallel import DistributedPolicy

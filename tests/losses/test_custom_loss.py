@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.loss_options import loss_options, pair_logps
 
-from dpo_pack.losses.objective import make_objective
+from dpo_pack.losses.preference import make_objective
 from dpo_pack.system.errors import RecipeError
 
 OPTIONS = loss_options(beta=0.5)

@@ -14,7 +14,7 @@ from support.loss_options import loss_options, pair_logps, softplus
 from torch import Tensor
 
 from dpo_pack.losses import preference
-from dpo_pack.losses.objective import LossOptions, make_objective, wpo_weights
+from dpo_pack.losses.preference import LossOptions, make_objective, wpo_weights
 from dpo_pack.losses.preference import DIVERGENCES, mixed_logistic
 from dpo_pack.model.scorer import RowLogps
 from dpo_pack.recipe.training import LOSSES, LossRecipe
@@ -212,7 +212,7 @@ def test_each_loss_and_each_option_is_in_all_tables() -> None:
     options = {option for loss in LOSSES.values() for option in loss.options}
     assert not [name for name in LOSSES if not hasattr(preference, name)], "losses/preference.py"
     assert options <= LossRecipe().options.keys(), "add it to LossRecipe in recipe/training.py"
-    assert options <= {field.name for field in fields(LossOptions)}, "add it to losses/objective.py"
+    assert options <= {field.name for field in fields(LossOptions)}, "add it to losses/preference.py"
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoModelForCausalLM
 
-from dpo_pack.losses.objective import make_objective
+from dpo_pack.losses.preference import make_objective
 from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, cuda, register_attention
 from dpo_pack.model.facts import router_balance
 from dpo_pack.model.fast_layers import (

@@ -14,7 +14,7 @@ from support.two_ranks import run_on_ranks
 from torch import Tensor
 
 from dpo_pack.data.store import PairTable
-from dpo_pack.losses.objective import Objective, make_objective
+from dpo_pack.losses.preference import Objective, make_objective
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.run.evaluate import (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpo_pack.losses.objective import LossOptions, PairLogps
+from dpo_pack.losses.preference import LossOptions, PairLogps
 from dpo_pack.recipe.training import LossRecipe
 
 Values = float | list[float] | Tensor
