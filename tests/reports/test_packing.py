@@ -75,7 +75,7 @@ def test_what_is_saved_and_what_is_computed_add_up_to_padded_training(
 
 
 def test_of_a_long_epoch_some_steps_are_packed_with_close_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = random_lengths(3000)
+    lengths = random_lengths(1500)  # 500 steps
     whole = inspect(lengths, token_budget=200)["statistics"]
     monkeypatch.setattr("dpo_pack.reports.packing.MAX_STEPS", 100)
     report = inspect(lengths, token_budget=200)

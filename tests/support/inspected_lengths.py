@@ -52,6 +52,7 @@ def inspect(
         is_packed=is_packed,
         row_costs=costs,
     )
-    options: dict[str, Any] = {"ranks": (1,), "budgets": (), "describe_pair": "pair {}".format}
+    options: dict[str, Any] = {"ranks": (1,), "budgets": (), "describe_pair": "pair {}".format} | changes
     described = {"model": "org/model", "share_prompt": share_prompt, "removed_pairs": {}, "truncated": {}}
-    return described | inspect_packing(plan, lengths, shape, **(options | changes))
+    described |= {name: options.pop(name) for name in described if name in options}
+    return described | inspect_packing(plan, lengths, shape, **options)
