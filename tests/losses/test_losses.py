@@ -14,8 +14,7 @@ from support.loss_options import loss_options, pair_logps, softplus
 from torch import Tensor
 
 from dpo_pack.losses import preference
-from dpo_pack.losses.preference import LossOptions, make_objective, wpo_weights
-from dpo_pack.losses.preference import DIVERGENCES, mixed_logistic
+from dpo_pack.losses.preference import DIVERGENCES, LossOptions, make_objective, mixed_logistic, wpo_weights
 from dpo_pack.model.scorer import RowLogps
 from dpo_pack.recipe.training import LOSSES, LossRecipe
 from dpo_pack.training.batches import PairRow
