@@ -337,7 +337,10 @@ def make_objective(
     Raises RecipeError if a loss that the user wrote cannot be used."""
     loss_options = LossOptions(**options)
     return Objective(
-        terms=tuple((_load_loss(name, loss_options), factor) for name, factor in terms),
+        terms=tuple(
+            (_user_loss(name, loss_options) if ":" in name else globals()[name], factor)
+            for name, factor in terms
+        ),
         options=loss_options,
         needs_reference=needs_reference,
         weighting=weighting,
@@ -353,11 +356,8 @@ def wpo_weights(alignment: Tensor, num_tokens: Tensor) -> Tensor:
     return torch.exp((alignment.detach() / num_tokens).sum(dim=1))
 
 
-def _load_loss(name: str, options: LossOptions) -> LossFunction:
-    """Returns the function of a loss in this file, or one that the user wrote, `module:function`, after a
-    try on made-up pairs. Raises RecipeError."""
-    if ":" not in name:
-        return load_function(f"{__name__}:{name}", "loss.type")
+def _user_loss(name: str, options: LossOptions) -> LossFunction:
+    """Returns `module:function` of the user, after a try on made-up pairs. Raises RecipeError."""
     function = load_function(name, "loss.type")
     try:
         required = _unmet_requirement(function, options)

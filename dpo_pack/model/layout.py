@@ -28,16 +28,15 @@ completion tokens, S sequences, B and L lines and length of a batch (a packed ro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dpo_pack.model.attention.segments import RowSegments, make_gather, make_segments, on_device
-from dpo_pack.packing.lengths import Group, common_prefix_length
+from dpo_pack.packing.lengths import AnyIntArray, Group, IntArray, common_prefix_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +66,18 @@ def packed_row(
     Sequences have numbers in order of appearance, over all groups. If a sequence after the first of its group
     is a prefix of the others, it has no tail and no segment; its hidden states are those of the prefix.
     """
-    pieces: defaultdict[str, list[npt.NDArray[np.integer]]] = defaultdict(list)
+    pieces: defaultdict[str, list[AnyIntArray]] = defaultdict(list)
     lengths: list[tuple[int, int, int]] = []  # queries, keys and shared tokens of each segment
     num_tokens = 0
     for group in groups:
-        sequences = _sequences(group)
-        shared = common_prefix_length(sequences) if share_prompt and len(sequences) > 1 else 0
+        sequences = list(_sequences(group))
+        shared = 0
+        if share_prompt and len(sequences) > 1:
+            shared = common_prefix_length([ids for ids, _, _ in sequences])
         shared_start = num_tokens
-        for branch, sequence in enumerate(sequences):
+        for branch, (ids, offsets, targets) in enumerate(sequences):
             # The first sequence adds the shared tokens to the row; every other sequence adds only its tail.
-            begin, end = (shared if branch > 0 else 0), len(sequence)
-            offsets, targets = _scored(group, branch)
+            begin, end = (shared if branch > 0 else 0), len(ids)
             starts = np.where(offsets < shared, shared_start, num_tokens - begin)
             pieces["logit_index"].append(starts + offsets)
             pieces["targets"].append(targets)
@@ -85,7 +85,7 @@ def packed_row(
                 continue
             pieces["kv_index"].append(np.arange(shared_start, shared_start + begin))
             pieces["kv_index"].append(np.arange(num_tokens, num_tokens + end - begin))
-            pieces["input_ids"].append(sequence[begin:])
+            pieces["input_ids"].append(ids[begin:])
             pieces["position_ids"].append(np.arange(begin, end))
             pieces["copies"].append(np.where(np.arange(begin, end) < shared, len(sequences), 1))
             lengths.append((end - begin, end, shared))
@@ -119,42 +119,36 @@ def padded_row(groups: Sequence[Group], *, device: torch.device, counts_copies: 
     """Returns a right-padded batch of the same sequences in the same order, without shared prefixes. Any
     token id can pad, because no real token sees a later position: 0, which every model has."""
     sequences = [sequence for group in groups for sequence in _sequences(group)]
-    scored = [_scored(group, branch) for group in groups for branch in range(len(group.completions))]
-    lengths = np.array([len(sequence) for sequence in sequences])
+    lengths = np.array([len(ids) for ids, _, _ in sequences])
     longest = int(lengths.max())
-    ids = np.zeros((len(sequences), longest), dtype=np.int64)
-    for line, sequence in zip(ids, sequences, strict=True):
-        line[: len(sequence)] = sequence
-    logit_index = [offsets + number * longest for number, (offsets, _) in enumerate(scored)]
-    targets = np.concatenate([of_sequence for _, of_sequence in scored])
+    input_ids = np.zeros((len(sequences), longest), dtype=np.int64)
+    for line, (ids, _, _) in zip(input_ids, sequences, strict=True):
+        line[: len(ids)] = ids
+    logit_index = [offsets + number * longest for number, (_, offsets, _) in enumerate(sequences)]
+    targets = np.concatenate([targets for _, _, targets in sequences])
     is_real = np.arange(longest)[None, :] < lengths[:, None]
     return Row(
-        input_ids=on_device(ids, device),
+        input_ids=on_device(input_ids, device),
         position_ids=torch.arange(longest, device=device).expand(len(sequences), longest),
         attention_mask=on_device(is_real.astype(np.int64), device),
         segments=None,
         logit_index=on_device(np.concatenate(logit_index), device),
         targets=on_device(targets.astype(np.int64), device),
-        completion_lengths=on_device(np.asarray([len(of_sequence) for _, of_sequence in scored]), device),
+        completion_lengths=on_device(np.asarray([len(targets) for _, _, targets in sequences]), device),
         num_tokens=int(lengths.sum()),
         token_copies=on_device(is_real.ravel().astype(np.float32), device) if counts_copies else None,
         prompts=_prompts(groups, is_shared=False),
     )
 
 
-def _sequences(group: Group) -> list[npt.NDArray[np.integer]]:
+def _sequences(group: Group) -> Iterator[tuple[AnyIntArray, IntArray, AnyIntArray]]:
+    """Yields of each sequence its token ids, the offsets in it that predict scored tokens, and these tokens."""
     assert len(group.context) >= 1 and all(len(completion) >= 1 for completion in group.completions)
-    return [np.concatenate((group.context, completion)) for completion in group.completions]
-
-
-def _scored(group: Group, branch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.integer]]:
-    """Returns the scored tokens of a completion, [N], and the offsets in its sequence that predict them."""
-    completion = group.completions[branch]
-    # The hidden state at offset i predicts token i + 1, for i from the last context token on.
-    offsets = np.arange(len(completion)) + len(group.context) - 1
-    if group.scored is None:
-        return offsets, completion
-    return offsets[group.scored[branch]], completion[group.scored[branch]]
+    for number, completion in enumerate(group.completions):
+        is_scored = slice(None) if group.scored is None else group.scored[number]
+        # The hidden state at offset i predicts token i + 1, for i from the last context token on.
+        offsets = np.arange(len(completion)) + len(group.context) - 1
+        yield np.concatenate((group.context, completion)), offsets[is_scored], completion[is_scored]
 
 
 def _prompts(groups: Sequence[Group], *, is_shared: bool) -> tuple[Group, ...]:
