@@ -142,7 +142,7 @@ def padded_row(groups: Sequence[Group], *, device: torch.device, counts_copies: 
 
 
 def _sequences(group: Group) -> Iterator[tuple[AnyIntArray, IntArray, AnyIntArray]]:
-    """Yields of each sequence its token ids, the offsets in it that predict scored tokens, and these tokens."""
+    """Yields the token ids of each sequence, the offsets in it that predict scored tokens, and these."""
     assert len(group.context) >= 1 and all(len(completion) >= 1 for completion in group.completions)
     for number, completion in enumerate(group.completions):
         is_scored = slice(None) if group.scored is None else group.scored[number]
