@@ -172,14 +172,7 @@ class Trainer:
                 directory=run.checkpoints, in_background=self.recipe.checkpoint.asynchronous
             ),
         )
-        self.evaluator = Evaluator(
-            setup=setup,
-            reference=self.reference,
-            win_rate=inputs.win_rate,
-            criterion=inputs.criterion,
-            interruption=interruption,
-            sampler=self.sampler,
-        )
+        self.evaluator = Evaluator(inputs=inputs, interruption=interruption, sampler=self.sampler)
 
     def begin_output(self) -> None:
         """Writes the first files, which every node must see, and starts the trackers."""

@@ -24,17 +24,18 @@ from torch import Tensor
 from dpo_pack.data.store import PairTable, distinct_keys
 from dpo_pack.losses.preference import Objective
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.online.phases import WinRate, win_rate_sentence
+from dpo_pack.online.phases import win_rate_sentence
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
+from dpo_pack.run.inputs import Inputs
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.models import check_model, resolve_model
 from dpo_pack.run.pairs import exact_reference, exact_tables, prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import Setup, check_data, check_vocabulary, load_proved, prepare
-from dpo_pack.run.state import Criterion, TrainState, ends_run, judge
+from dpo_pack.run.state import TrainState, ends_run, judge
 from dpo_pack.system import ranks
 from dpo_pack.system.console import shown
 from dpo_pack.system.errors import ModelError, RecipeError
@@ -264,20 +265,17 @@ def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: 
 class Evaluator:
     """Evaluates the policy of a run on its held-out sets."""
 
-    setup: Setup
-    reference: Reference
-    win_rate: WinRate | None  # only for an online run with held-out prompts, else None
-    criterion: Criterion | None  # None if nothing is held out
+    inputs: Inputs
     interruption: Interruption
     sampler: Sampler
 
     def evaluate(self, state: TrainState, log: RunLog) -> None:
         """Computes the metrics of every held-out set; writes them to metrics.jsonl and `state`."""
-        begun = time.monotonic()
+        begun, inputs, win_rate = time.monotonic(), self.inputs, self.inputs.win_rate
         evaluation: dict[str, dict[str, Any]] = {}
         results = []
         for held_out in evaluate_sets(
-            self.setup, state.scorer, self.reference, between_rows=self.interruption.poll
+            inputs.setup, state.scorer, inputs.reference, between_rows=self.interruption.poll
         ):
             results.append(held_out)
             evaluation[held_out.name] = result = held_out.record
@@ -294,20 +292,20 @@ class Evaluator:
         if results:
             ranks.only_first_does(lambda: write_held_out_pairs(results, log.run.held_out, step=state.step))
         with self.interruption.ending_at_once():  # a signal ends it at once; a resumed run repeats it
-            win_rates = [] if self.win_rate is None else list(self.win_rate.evaluate())
+            win_rates = [] if win_rate is None else list(win_rate.evaluate())
         for name, result in win_rates:
             evaluation[name] = result
             log.write_evaluation(state.step, name, result, win_rate_sentence(result))
         with self.interruption.ending_at_once():
             self.sampler.write(state.step)
         state.evaluation, state.owes_evaluation = evaluation, False
-        if self.criterion is not None:
-            state.standing = judge(state.standing, self.criterion, evaluation, step=state.step)
+        if inputs.criterion is not None:
+            state.standing = judge(state.standing, inputs.criterion, evaluation, step=state.step)
         log.eval_seconds += time.monotonic() - begun
 
     def conclusions(self, state: TrainState) -> Iterator[str]:
         """Yields that the run has stopped early, and that no evaluation is better than the first one."""
-        standing, criterion = state.standing, self.criterion
+        standing, criterion = state.standing, self.inputs.criterion
         if criterion is None:
             return
         judged = f"{criterion.metric} of {criterion.eval_set}"
