@@ -86,8 +86,8 @@ def show_recipe(
     owner = "processor" if images is not None and images.gives_template(tokenizer) else "tokenizer"
     settings = [
         f"Model {recipe.model.path}, tokenizer {recipe.tokenizer.path or 'of the model'}, "
-        f'{len(tokenizer):,} tokens, EOS "{tokenizer.eos_token}"; chat template, for conversations only: '
-        f"{recipe.tokenizer.chat_template or f'of the {owner}'}",
+        f'{len(tokenizer):,} tokens, EOS "{tokenizer.eos_token}"; chat template (of conversations only): '
+        f"{recipe.tokenizer.chat_template or (f'of the {owner}' if tokenizer.chat_template else 'none')}",
         f"data.max_length: {data.max_length:,} tokens of prompt and one completion; data.truncation: "
         f"{data.truncation}",
     ]
