@@ -24,7 +24,7 @@ from dpo_pack import api
 from dpo_pack.system.endings import USER_CAN_MEND, ending_of
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.system.interrupts import STOP_SIGNALS, interruptible
-from dpo_pack.system.process import Placement, complain, placement, say
+from dpo_pack.system.process import complain, placement, say
 
 if TYPE_CHECKING:
     from dpo_pack.recipe.load import Recipe
@@ -83,11 +83,12 @@ def main() -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        place = _place_among_ranks()
-        if place is not None:
-            from dpo_pack.system.launch import report_failure
+        with contextlib.suppress(RecipeError):  # of a wrong environment, which `error` reports already
+            place = placement(os.environ)
+            if place is not None and place.num_ranks > 1:
+                from dpo_pack.system.launch import report_failure
 
-            sys.exit(report_failure(error, place))
+                sys.exit(report_failure(error, place))
         ending = ending_of(error)
         if ending.message is None:
             raise
@@ -95,14 +96,6 @@ def main() -> None:
         if ending.is_urgent:
             os._exit(ending.exit_status)
         sys.exit(ending.exit_status)
-
-
-def _place_among_ranks() -> Placement | None:
-    with contextlib.suppress(RecipeError):  # the environment is wrong; another error reports it already
-        place = placement(os.environ)
-        if place is not None and place.num_ranks > 1:
-            return place
-    return None
 
 
 def _is_first() -> bool:
@@ -172,7 +165,7 @@ def train(
     and writes the model to output_dir/model. Run the same command again to resume an interrupted run.
     """
     loaded = _load(recipe, overrides)
-    if _place_among_ranks() is None:
+    if not os.environ.keys() & {"RANK", "SLURM_PROCID"}:  # else each rank would say it
         say(f"dpo-pack {dpo_pack.__version__} starts: its imports take some seconds")
     api.train(loaded, overwrite=overwrite, verbose=verbose, command=_own_command())
 
