@@ -109,7 +109,7 @@ ALIAS_BOMB = "a0: &a0 [x]\n" + "".join(
         ("seed: !!int x\n", "recipe.yaml: ", "int"),
         ("seed: !!bool 3\n", "recipe.yaml: ", "3"),
         (f"seed: {'9' * 5000}\n", "recipe.yaml: ", "int"),
-        ("seed: 1\nmodel: \x07\n", "recipe.yaml, line 2: ", "character"),
+        ("seed: 1\nmodel: \x07\n", "recipe.yaml: ", "character"),
         ("seed: *nowhere\n", "line 1, column 7: ", "nowhere"),
         ("seed: &a [*a]\n", "recipe.yaml: ", "nested too deeply"),
         ("seed: " + "[" * 2000, "recipe.yaml: ", "nested too deeply"),

@@ -172,7 +172,7 @@ class _Draft:
             parse_recipe(tree)
             return False
         except RecipeError as error:
-            message = re.sub(r" \(and \d+ more: .*\)$", "", str(error))
+            message = (error.problems or [str(error)])[0]
             broken = message.partition(": ")[0]
             key = next((key for key in self.values if f"{broken}.".startswith(f"{key}.")), "loss.type")
             if key in ("loss.type", *_PLACEHOLDERS):
