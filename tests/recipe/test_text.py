@@ -60,7 +60,7 @@ def test_parse_recipe_leaves_its_argument_alone() -> None:
 MALFORMED_OVERRIDES = [
     ("optim.lr", "override 'optim.lr'", "optim.lr=1e-6"),
     ("=3", "override '=3'", "key=value"),
-    ("logging.run_name=\udcff", "override 'logging.run_name=\\udcff', line 1", "character"),
+    ("logging.run_name=\udcff", "override 'logging.run_name=\\udcff'", "character"),
     ("optim..lr=3", "override 'optim..lr=3'", "key=value"),
     ("data.train=[a", "override 'data.train=[a', line 1, column 3", "YAML"),
     ("data.train=@x", "override 'data.train=@x', line 1, column 1", "YAML"),
