@@ -19,6 +19,7 @@ from support.run_files import records
 from support.stub_server import Refusal, Reply, Stub, completions, hanging, serving, verdicts
 from support.tiny_online import online_recipe
 from support.tiny_tokenizer import tiny_tokenizer
+from support.whole_runs import text
 from test_online_judges import ROLLOUTS, rollout
 from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -326,7 +327,7 @@ def test_a_judge_sends_what_the_recipe_says_and_leaves_out_what_the_server_refus
         num_requests, last = len(stub.requests), stub.requests[-1]
         judge.score(ROLLOUTS)
         assert len(stub.requests) == num_requests + 10 and num_requests > 10
-        said = str(console.file.getvalue())  # type: ignore[attr-defined]
+        said = text(console)
         assert said.count("the server refuses the fields temperature; ") == 1
         assert last["max_completion_tokens"] == 500 and last["reasoning_effort"] == "low"
         assert not {"max_tokens", "temperature"} & last.keys()
@@ -373,10 +374,6 @@ PLAIN = SamplingSettings(completions_per_prompt=3, max_new_tokens=12)
 NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-def printed(console: Console) -> str:
-    return str(console.file.getvalue())  # type: ignore[attr-defined]
-
-
 def openai(status: int, *, names_all: bool = True) -> Reply:
     """Knows OpenAI's own fields, and refuses others by name."""
 
@@ -403,7 +400,7 @@ def test_a_server_that_knows_less_is_asked_for_less_from_then_on(
     assert NEUTRAL.items() <= stub.requests[0].items()  # so the server's defaults do not count
     assert not NEUTRAL.keys() & stub.requests[-1].keys()
     said = "online.generator.endpoint: the server refuses the fields min_p, repetition_penalty, top_k; "
-    assert printed(console).count("Warning") == 1 and said in printed(console)
+    assert text(console).count("Warning") == 1 and said in text(console)
 
 
 def test_what_the_recipe_asks_for_is_not_given_up(console: Console) -> None:
@@ -411,7 +408,7 @@ def test_what_the_recipe_asks_for_is_not_given_up(console: Console) -> None:
         made = generator(stub, SAMPLING, console)
         results = made.generate(DRAWS)
     assert all(isinstance(r, Failure) and "HTTP 400" in r.reason and "top_k" in r.reason for r in results)
-    assert not made.endpoint.refused and not printed(console)
+    assert not made.endpoint.refused and not text(console)
 
 
 def test_a_refusal_that_only_quotes_the_request_costs_nothing_but_that_prompt(console: Console) -> None:
@@ -424,7 +421,7 @@ def test_a_refusal_that_only_quotes_the_request_costs_nothing_but_that_prompt(co
         made = generator(stub, PLAIN, console)
         results = made.generate(DRAWS)
     assert [isinstance(result, Failure) for result in results] == [False, True, False]
-    assert not made.endpoint.refused and not printed(console)
+    assert not made.endpoint.refused and not text(console)
 
 
 YES, YES_END = (tiny_tokenizer()(text)["input_ids"] for text in ("yes", "yesEND"))
@@ -482,7 +479,7 @@ def test_text_is_tokenised_behind_its_prompt_and_a_difference_at_the_border_is_s
     assert not isinstance(result, Failure)
     assert [c.ids.tolist() for c in result] == [[5], [2, 5], [4]]  # together, one token of both spaces
     said = "1 of 5 completions so far have other tokens alone than behind their prompts"
-    assert made.counts == {"all": 5, "differing": 1} and said in " ".join(printed(console).split())
+    assert made.counts == {"all": 5, "differing": 1} and said in " ".join(text(console).split())
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -500,4 +497,4 @@ def test_a_server_that_does_not_know_n_is_asked_n_times(refuses: bool, console: 
         (again,) = made.generate(DRAWS[:1])
     assert texts([again]) == texts([result]) and len(stub.requests) == num_first + 3
     assert len({asked["seed"] for asked in stub.requests}) == 3
-    assert printed(console).count("Warning") == 1
+    assert text(console).count("Warning") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import benchmark
 import pytest
 from benchmark import Plan, run_plan
-from benchmarking import process
-from benchmarking.contenders import MALLOCS, Contender, Measurement, Setting, ours, trl, trl_variants
+from benchmarking.contenders import MALLOCS, Contender, Measurement, Setting, trl_variants
 from benchmarking.report import NOT_COMPARABLE, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, other_work
 from benchmarking.shapes import SHAPES, flops_shape, save_model
@@ -56,16 +54,6 @@ def test_time_a_pair_has_the_reference_in_it_and_warm_up_steps_are_left_out() ->
     assert run.seconds_a_pair(warmup_steps=1) == pytest.approx(8 / 3 / 2 + 0.5)
     assert run.seconds_a_pair(warmup_steps=0) == pytest.approx(17 / 8 + 0.5)
     assert run.reference_share(warmup_steps=0) == pytest.approx(4 / 21)
-
-
-def test_a_measurement_ends_when_the_time_is_up_and_is_no_failure(tiny: Setting) -> None:
-    begun = time.monotonic()
-    measured = process.measure([trl(1), trl(2)], tiny, stop_at=begun + 0.2)
-    with pytest.raises(SystemExit, match="--minutes: time is up; the same command goes on"):
-        next(measured)
-    assert time.monotonic() - begun < 5
-    with pytest.raises(process.TimeIsUp):
-        process.profile(ours(64), tiny, stop_at=time.monotonic() + 0.2)
 
 
 # ---- Work, agreement, results

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from support.limits import no_file_beyond
+from support.whole_runs import text
 
 import dpo_pack.system.console as progress_module
 from dpo_pack.system.console import TrainingLines, keep_log, log_only, make_console, print_detail, shown
@@ -104,40 +106,24 @@ def test_details_are_in_the_log_and_on_the_terminal_if_asked_for(
     assert "wiring" in (tmp_path / "console.log").read_text(encoding="utf-8")
 
 
-class Clock:
-    """Stands in for the module's `time`."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands in for the module's `time`."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(progress_module, "time", clock)
     return clock
-
-
-def text_of(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
 
 
 def terminal(width: int = 100) -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
 
 
-def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(
-    console: Console, clock: Clock
-) -> None:
+def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(console: Console, clock: Any) -> None:
     with shown(console, "Reference pass", "sequences", 4000) as bar:
         for _ in range(8):  # 500 units every 4 seconds
             clock.now += 4
             bar.advance(500)
-    assert text_of(console).splitlines() == [
+    assert text(console).splitlines() == [
         "Reference pass: 20 s left, 1,500 of 4,000 sequences, 125/s",
         "Reference pass: 8.0 s left, 3,000 of 4,000 sequences, 125/s",
     ]
@@ -156,14 +142,14 @@ def _record(step: int) -> dict[str, Any]:
 
 
 def test_training_shows_its_first_and_last_step_and_at_most_one_a_second_between(
-    console: Console, clock: Clock
+    console: Console, clock: Any
 ) -> None:
     lines = TrainingLines(console, num_steps=20)
     for step in range(1, 21):
         lines.advance(step, 0.4 * step)
         lines.show(_record(step))
         clock.now += 0.4
-    shown = text_of(console).splitlines()
+    shown = text(console).splitlines()
     assert [int(line.split()[1].split("/")[0]) for line in shown] == [1, 4, 7, 10, 13, 16, 19, 20]
     assert shown[0] == (
         "  step  1/20  loss 0.5000  margin +0.2500  accuracy 0.750  7.6 s left  1,234.5 pairs/s  "
@@ -179,10 +165,10 @@ def test_lines_of_training_fit_the_terminal_and_lose_what_matters_least(width: i
     lines = TrainingLines(console, num_steps=2000)
     lines.advance(120, 180.0)
     lines.show(_record(120))
-    printed = text_of(console).rstrip("\n")
+    printed = text(console).rstrip("\n")
     with lines.moving():
         lines.advance(120, 180.0)
-    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "\n", text_of(console)).splitlines()
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "\n", text(console)).splitlines()
     moving = [line for line in shown if "%" in line][-1]
     assert max(cell_len(printed), cell_len(moving)) <= width
     assert "120/2000" in printed and "loss 0.5000" in printed and ("lr 5.00e-07" in printed) == (width >= 120)
