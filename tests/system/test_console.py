@@ -109,9 +109,9 @@ def test_details_are_in_the_log_and_on_the_terminal_if_asked_for(
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Stands in for the module's `time`."""
-    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(progress_module, "time", clock)
-    return clock
+    stand_in: Any = SimpleNamespace(now=100.0, monotonic=lambda: stand_in.now)
+    monkeypatch.setattr(progress_module, "time", stand_in)
+    return stand_in
 
 
 def terminal(width: int = 100) -> Console:
