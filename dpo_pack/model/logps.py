@@ -91,9 +91,9 @@ def token_logps(
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     kept_chunks = bounds.kept_bytes // (chunk_tokens * vocabulary_bytes)
     plan = (transform, compute_dtype, chunk_tokens, kept_chunks, wanted, passes)
+    compute: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogps.apply
     with torch.autocast(hidden.device.type, enabled=False):
-        results: tuple[Tensor, Tensor] = _ChunkedLogps.apply(hidden, weight, bias, targets, *plan)  # type: ignore[no-untyped-call]
-    return results
+        return compute(hidden, weight, bias, targets, *plan)
 
 
 def sequence_sums(token_values: Tensor, lengths: Tensor) -> Tensor:
