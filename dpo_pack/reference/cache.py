@@ -79,9 +79,7 @@ def find_keys(known: Keys, keys: Keys) -> IntArray:
         return np.full(len(keys), -1)
     known, keys = (np.ascontiguousarray(array) for array in (known, keys))
     wanted, sought = keys.view("S16").ravel(), known.view("S16").ravel()
-    order = np.argsort(
-        key_heads(keys)
-    )  # sorted keys are found in one walk through memory, in a third of the time
+    order = np.argsort(key_heads(keys))  # sorted keys are found in a third of the time
     places = np.empty(len(keys), dtype=np.int64)
     places[order] = np.searchsorted(sought, wanted[order])
     return np.where(sought.take(places, mode="clip") == wanted, places, -1)
@@ -89,21 +87,20 @@ def find_keys(known: Keys, keys: Keys) -> IntArray:
 
 def sequence_table(keys: Keys, sums: FloatArray, num_tokens: npt.NDArray[np.integer] | None) -> pa.Table:
     """Makes a table with the columns of a part, without that of None. keys: [n, 16]. sums: [n], nats."""
-    columns = {KEY: _column(keys, pa.binary(16)), SUM: _column(sums.astype(np.float64, copy=False))}
+    columns: dict[str, npt.NDArray[Any]] = {KEY: keys, SUM: sums.astype(np.float64, copy=False)}
     if num_tokens is not None:
-        columns[NUM_TOKENS] = _column(num_tokens.astype(np.int32))
-    return pa.table(columns)
-
-
-def _column(values: npt.NDArray[Any], kind: pa.DataType | None = None) -> pa.Array:
-    """`pa.array` would import pandas, which takes half a second."""
-    buffers = [None, pa.py_buffer(np.ascontiguousarray(values))]
-    return pa.Array.from_buffers(kind or pa.from_numpy_dtype(values.dtype), len(values), buffers)
+        columns[NUM_TOKENS] = num_tokens.astype(np.int32)
+    kinds = {KEY: pa.binary(16), SUM: pa.float64(), NUM_TOKENS: pa.int32()}
+    arrays = {}
+    for name, values in columns.items():
+        buffers = [None, pa.py_buffer(np.ascontiguousarray(values))]
+        arrays[name] = pa.Array.from_buffers(kinds[name], len(values), buffers)
+    return pa.table(arrays)
 
 
 def column_of(table: pa.Table, name: str) -> npt.NDArray[Any]:
     """Returns [n, 16] keys or [n] numbers of a `sequence_table`. Raises ArrowInvalid if one is null.
-    (`to_numpy` would import pandas.)"""
+    `pa.array` and `to_numpy` would import pandas, which takes half a second."""
     if table[name].null_count:
         raise pa.ArrowInvalid("a value is null")
     column = table[name].combine_chunks()
