@@ -227,13 +227,11 @@ def inspect_packing(
         from dpo_pack.system.console import make_console
 
     console = make_console(quiet=quiet)
-    setup = prepare(loaded, console, runs_models=False, device=torch.device("cuda"))
-    data, policy, number = setup.data, setup.policy_facts, loaded.distributed.num_processes
-    source = offline_source(loaded, data, policy)
+    setup = prepare(loaded, console, for_device=torch.device("cuda"))
+    source, number = offline_source(setup), loaded.distributed.num_processes
     usual = (max(1, torch.cuda.device_count()) if number == "auto" else number,)
-    report = packing_report(
-        source, data, policy.shape, model=loaded.model.path, num_ranks=ranks or usual, budgets=budgets
-    )
+    data, shape, model = setup.data, setup.policy_facts.shape, loaded.model.path
+    report = packing_report(source, data, shape, model=model, num_ranks=ranks or usual, budgets=budgets)
     render_packing(report, console)
     if memory is not None:
         plan = replace(source.first_plan, num_ranks=devices)

@@ -20,9 +20,10 @@ For DPO (`loss.type: sigmoid`, losses/preference.py), pi and ref are the summed 
 
     l(pair) = -log sigmoid(beta * ((pi_chosen - ref_chosen) - (pi_rejected - ref_rejected)))
 
-The `scorer` computes the log-probs of a row with the weights of the model. The `policy` is the scorer as all
-ranks run it together: forward passes that need gradients call it. The reference's log-probs come with the
-batch, from the run's reference.parquet, or a reference model computes them in each step.
+`pair_losses` computes weight * l(pair) by the recipe's `objective`, of whatever loss. The `scorer` computes
+the log-probs of a row with the weights of the model. The `policy` is the scorer as all ranks run it together:
+forward passes that need gradients call it. The reference's log-probs come with the batch, from the run's
+reference.parquet, or a reference model computes them in each step; it may `follow` the policy (TR-DPO).
 
 Ranks may have different numbers of rows. With shards (fsdp2) each pass needs all ranks, because each holds a
 part of the weights. So a rank that has no row left computes *idle rows*, whose gradient is zero, while others
@@ -140,22 +141,15 @@ class Trainer:
         self.console, self.objective = setup.console, setup.objective
         self.run = run  # the files of `output_dir`; only rank 0 writes them
         self.interruption = interruption
+        self.state = inputs.state  # weights, optimizer, schedule, counters: all that a checkpoint holds
+        self.source = self.state.source  # of global batches
         self.policy, self.reference = inputs.policy, inputs.reference
         self.balance: ExpertBalance | None = None
         if (balance := setup.policy_facts.balance) is not None:  # a mixture of experts
-            scorer = inputs.state.scorer
-            self.balance = ExpertBalance(settings=balance, scorer=scorer, alone=inputs.policy)
+            self.balance = ExpertBalance(settings=balance, scorer=self.state.scorer, alone=inputs.policy)
             self.policy = self.balance.policy
-        self.state = inputs.state  # weights, optimizer, schedule, counters: all that a checkpoint holds
-        self.source = self.state.source  # of global batches
         self.log = RunLog(
-            setup,
-            run,
-            inputs.loaded,
-            inputs.planned,
-            num_steps=self.source.num_steps,
-            offset=inputs.metrics_offset,
-            begun=inputs.begun,
+            setup, run, self.state, inputs.planned, offset=inputs.metrics_offset, begun=inputs.begun
         )
         self.log.reference_seconds = inputs.reference_seconds
         self.clock = self.log.clock  # of the phases of a step
@@ -294,38 +288,33 @@ class Trainer:
         return StepOutcome(values=values, grad_norm=grad_norm, learning_rate=learning_rate)
 
     def accumulate_gradients(self, batch: GlobalBatch) -> Tensor:
-        """Runs one forward and one backward pass for each row, which add the step's gradient to `.grad`.
+        """Runs one forward and one backward pass for each row, which add the step's gradient to `.grad`. The
+        ranks exchange gradients in the last pass only.
 
         Returns the values of this rank's pairs, of which metrics are averages (training/metrics.py).
         """
         values: list[Tensor] = []
-        num_passes = len(batch.rows) + len(batch.idle_rows)
-        for number, row in enumerate(batch.rows, start=1):
-            self.poll_before_pass(batch, number)
-            with self.policy.accumulating(is_last=number == num_passes):
-                output = self.policy(row.row)  # log-probs summed over each completion
-                losses = pair_losses(self.objective, output, row, batch.mean_chosen_tokens)  # [P]
+        passes = batch.passes
+        for number, row in enumerate(passes, start=1):
+            # A poll needs all ranks, and all have these passes. Before a later one, other ranks can be in a
+            # backward pass already, and a poll would wait for them forever.
+            if number <= batch.common_passes:
+                self.interruption.poll(at_once=False)
+            with self.policy.accumulating(is_last=number == len(passes)):
+                if number > len(batch.rows):
+                    self.policy.idle(row)
+                    self.clock.lap("backward")
+                    continue
+                pairs = batch.rows[number - 1]
+                output = self.policy(row)  # log-probs summed over each completion
+                losses = pair_losses(self.objective, output, pairs, batch.mean_chosen_tokens)  # [P]
                 # R ranks average their gradients, so each divides the sum of its losses by num_pairs / R.
                 share = losses.sum() / (batch.num_pairs / ranks.num_ranks())
                 self.clock.lap("forward")
                 share.backward()
                 self.clock.lap("backward")
-            values.append(pair_values(output, row, losses))
-        for number, idle_row in enumerate(batch.idle_rows, start=len(batch.rows) + 1):
-            self.poll_before_pass(batch, number)
-            with self.policy.accumulating(is_last=number == num_passes):
-                self.policy.idle(idle_row)
-                self.clock.lap("backward")
+            values.append(pair_values(output, pairs, losses))
         return join_values(values, self.setup.device)
-
-    def poll_before_pass(self, batch: GlobalBatch, number: int) -> None:
-        """Raises Interrupted before pass `number` (the first is 1) if a stop signal has come to any rank.
-
-        Polling needs all ranks, so it is done only before a pass that all ranks have. Before a later pass,
-        other ranks can be waiting in a backward pass already, and a poll would wait for them forever.
-        """
-        if number <= batch.common_passes:
-            self.interruption.poll(at_once=False)
 
     def step_record(self, batch: GlobalBatch, outcome: StepOutcome) -> dict[str, Any]:
         """Returns the step's line of metrics.jsonl without rates. Waits for the device."""

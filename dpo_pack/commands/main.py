@@ -473,12 +473,15 @@ def import_file(
     First checks every row, then adds all rows or none. Log-probs that the cache already has do not change.
     """
     loaded = api.load(_load(recipe, overrides))
+    import torch
+
     from dpo_pack.reference.cache import ReferenceCache, import_logps
     from dpo_pack.reference.compute import find_work
     from dpo_pack.run.setup import prepare
+    from dpo_pack.system import ranks
     from dpo_pack.system.console import make_console
 
-    setup = prepare(loaded, make_console(), runs_models=False)
+    setup = prepare(loaded, make_console(), for_device=torch.device("cuda" if ranks.uses_cuda() else "cpu"))
     facts = setup.reference_facts
     cache = ReferenceCache(facts.cache_dir, facts.namespace, used_by=facts.label)
     num_added = import_logps(file, cache, setup.tables)

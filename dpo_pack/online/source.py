@@ -171,14 +171,7 @@ class OnlineSource:
             row_costs=row_costs,
             equal_rows=self.equal_rows,
         )
-        batch = global_batch(
-            builder,
-            plan,
-            0,
-            rank=ranks.rank(),
-            real_tokens=builder.real_tokens(),
-            epoch=self.num_draws / self._draws_each_epoch,
-        )
+        batch = global_batch(builder, plan, 0, epoch=self.num_draws / self._draws_each_epoch)
         # Other code expects the pairs' positions in data.train. Here these are positions of their prompts.
         prompt_indices = np.array([pair.prompt_index for pair in pairs], dtype=np.int64)
         staleness = np.array([step - pair.weights_step for pair in pairs])

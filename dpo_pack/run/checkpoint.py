@@ -81,13 +81,11 @@ def run_identity(
     loaded: LoadedModel,
     source: BatchSource,
     criterion: Criterion | None,
-    *,
-    moves: bool,
     frozen: FrozenReference | None,
 ) -> Identity:
-    """Returns what identifies a run in its checkpoints, equal on all ranks. `moves`: the reference follows
-    the policy. `frozen`: the reference's log-probs, if the run has them."""
-    data, facts = setup.data, setup.policy_facts
+    """Returns what identifies a run in its checkpoints, equal on all ranks. `frozen`: the reference's
+    log-probs, if the run has them."""
+    data, facts, moves = setup.data, setup.policy_facts, setup.recipe.reference.sync is not None
     fingerprints = {
         "data": data.fingerprint,
         "plan": source.steps_fingerprint,

@@ -349,7 +349,8 @@ def evaluate_models(
         release_memory()
         facts = replace(facts, processor=setup.policy_facts.processor)
         check_model(facts, setup.device)
-        check_data(setup, facts)
+        budget = max(recipe.packing.token_budget, setup.reference_token_budget)
+        check_data(facts, setup.tokenizer, setup.tables, budget, recipe.online)
         check_vocabulary(facts, setup.tokenizer)
         scorer = load_proved(setup, facts).scorer
         results.append({r.name: r for r in evaluate_sets(setup, scorer, reference)})

@@ -18,7 +18,6 @@ from rich.console import Console
 from dpo_pack.model.parallel import DistributedPolicy, distribute_policy
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.online.phases import WinRate
-from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.proofs import ProofOutcome
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import FrozenReference
@@ -33,7 +32,7 @@ from dpo_pack.run.memory_estimate import (
 )
 from dpo_pack.run.models import load_and_prove
 from dpo_pack.run.pairs import exact_reference, offline_source, prepare_reference, resume_reference
-from dpo_pack.run.rollouts import build_online, check_generator, live_reference
+from dpo_pack.run.rollouts import build_online, check_generator, online_reference
 from dpo_pack.run.run_dir import RunDir, choose_checkpoint
 from dpo_pack.run.setup import Setup, load_moving_reference, load_policy, prepare
 from dpo_pack.run.state import Criterion, Identity, TrainState, find_criterion, new_state
@@ -69,9 +68,11 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
     set_seed(recipe.seed)
     setup = prepare(recipe, console, takes_prompts=True)  # models' facts, tokenizer, data
     criterion = find_criterion(recipe, list(setup.data.eval_prompts or setup.data.eval))
-    if run.checkpoint is not None:
-        choose_checkpoint(run, recipe.checkpoint.resume, console.print)
-    planned, gathers_once = _plan(setup)
+    choose_checkpoint(run, recipe.checkpoint.resume, console.print)
+    planned = None if recipe.online is not None else offline_source(setup)
+    describe_training(setup, planned)
+    plan = None if planned is None else planned.first_plan
+    gathers_once = setup.strategy.shards and stays_gathered(setup, plan)
     source: BatchSource
     frozen, win_rate, seconds = None, None, 0.0
     if planned is not None:
@@ -83,13 +84,16 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
         source, win_rate = build_online(setup, loaded, directory=run.rollouts)
         if win_rate is not None:
             win_rate.begin()
-        reference = _online_reference(setup, loaded)
+        reference = online_reference(setup, loaded)
     describe_policy(setup, loaded)
     state = new_state(recipe.optim, loaded.scorer, source, reference.moving, console)
     policy = distribute_policy(loaded.scorer, setup.strategy, setup.accelerator, stays_gathered=gathers_once)
-    moves = reference.moving is not None
-    identity = run_identity(setup, loaded, source, criterion, moves=moves, frozen=frozen)
-    metrics_offset = _resume(run, state, identity, console)
+    identity = run_identity(setup, loaded, source, criterion, frozen)
+    metrics_offset = 0
+    if run.checkpoint is not None:
+        metrics_offset, notes = load_checkpoint(run.checkpoint, state, identity=identity)
+        going_on = f"Going on after step {state.step} of {source.num_steps} ({run.checkpoint})"
+        console.print("\n".join([going_on, *notes]))
     release_memory()
     return Inputs(
         setup=setup,
@@ -102,28 +106,11 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
         criterion=criterion,
         state=state,
         identity=identity,
-        metrics_offset=metrics_offset,
+        # A run that resumes from a checkpoint in another directory begins a new metrics.jsonl.
+        metrics_offset=metrics_offset if run.has_own_checkpoint else 0,
         begun=begun,
         reference_seconds=seconds,
     )
-
-
-def _plan(setup: Setup) -> tuple[OfflineSource | None, bool]:
-    """Plans which pairs share a step, a rank and a row. Returns the source of these batches, None online, and
-    whether shards are gathered once a step."""
-    recipe, shards = setup.recipe, setup.strategy.shards
-    planned: OfflineSource | None = None
-    if recipe.online is None:
-        planned = offline_source(
-            recipe, setup.data, setup.policy_facts, device=setup.device, equal_rows=shards
-        )
-    num_steps = recipe.train.max_steps if planned is None else planned.num_steps
-    describe_training(setup, _first_plan(planned), num_steps=num_steps or 0)
-    return planned, shards and stays_gathered(setup, _first_plan(planned))
-
-
-def _first_plan(planned: OfflineSource | None) -> PackingPlan | None:
-    return None if planned is None else planned.first_plan
 
 
 def _offline_models(
@@ -169,28 +156,6 @@ def _offline_models(
     return loaded, CachedReference(lookup=lookup, exact=exact), frozen, seconds
 
 
-def _online_reference(setup: Setup, loaded: LoadedModel) -> Reference:
-    if setup.objective.needs_reference:
-        setup.console.print("Reference: live, on the rows of each step")
-        return live_reference(setup, loaded)
-    setup.console.print("Reference: none, the loss needs no reference")
-    return CachedReference(lookup=None)
-
-
-def _resume(run: RunDir, state: TrainState, identity: Identity, console: Console) -> int:
-    """Loads the run's checkpoint, if any, into `state`; returns the bytes of metrics.jsonl to keep."""
-    if run.checkpoint is None:
-        if run.info.get("status") is not None:
-            console.print("Beginning anew: the earlier run here ended without a checkpoint")
-        return 0
-    metrics_offset, notes = load_checkpoint(run.checkpoint, state, identity=identity)
-    console.print(f"Going on after step {state.step} of {state.source.num_steps} ({run.checkpoint})")
-    for note in notes:
-        console.print(note)
-    # A run that resumes from a checkpoint in another directory begins a new metrics.jsonl.
-    return metrics_offset if run.has_own_checkpoint else 0
-
-
 def prove_and_measure(recipe: Recipe, console: Console) -> tuple[ProofOutcome, dict[str, Any]]:
     """Loads what a run has in memory and repeats the proof that the policy's rows are exact. Prints and
     returns the memory that a step needs, estimated and on CUDA also measured. The caller checks the outcome.
@@ -199,8 +164,11 @@ def prove_and_measure(recipe: Recipe, console: Console) -> tuple[ProofOutcome, d
     """
     set_seed(recipe.seed)
     setup = prepare(recipe, console, takes_prompts=True)
-    planned, gathers_once = _plan(setup)
-    memory = memory_report(setup, _first_plan(planned))
+    planned = None if recipe.online is not None else offline_source(setup)
+    plan = None if planned is None else planned.first_plan
+    describe_training(setup, planned)
+    gathers_once = setup.strategy.shards and stays_gathered(setup, plan)
+    memory = memory_report(setup, plan)
     print_memory_report(memory, console)
     if planned is None:
         check_generator(setup)
@@ -217,7 +185,7 @@ def prove_and_measure(recipe: Recipe, console: Console) -> tuple[ProofOutcome, d
     source: BatchSource
     if planned is None:
         source, _ = build_online(setup, loaded, directory=recipe.output_dir)
-        reference = _online_reference(setup, loaded)
+        reference = online_reference(setup, loaded)
     else:
         source = planned
         if recipe.reference.sync is not None:

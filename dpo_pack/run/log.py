@@ -38,10 +38,9 @@ from dpo_pack.losses.preference import Objective, PairLogps
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.facts import router_sentence
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.training import LOSSES
-from dpo_pack.run.pairs import trained_pair_sizes
+from dpo_pack.run.pairs import training_flops
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.setup import Setup
 from dpo_pack.run.state import TrainState
@@ -53,7 +52,7 @@ from dpo_pack.training.batches import GlobalBatch, OfflineSource
 from dpo_pack.training.health import RunFacts, examine
 from dpo_pack.training.metrics import NAMES
 from dpo_pack.training.optim import NonfiniteGuard
-from dpo_pack.training.throughput import Meter, PhaseClock, device_peak
+from dpo_pack.training.throughput import Meter, PhaseClock
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +73,9 @@ class RunLog:
         self,
         setup: Setup,
         run: RunDir,
-        loaded: LoadedModel,
+        state: TrainState,
         planned: OfflineSource | None,
         *,
-        num_steps: int,
         offset: int,
         begun: float,
     ) -> None:
@@ -89,18 +87,18 @@ class RunLog:
         self.clock = PhaseClock(device=setup.device)
         self.startup_seconds = self.reference_seconds = self.eval_seconds = 0.0
         self.file: MetricsLog | None = None  # in a `writing` block
-        self.lines = TrainingLines(setup.console, num_steps=num_steps)
+        self.lines = TrainingLines(setup.console, num_steps=state.source.num_steps)
         self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=setup.device)
         self.facts = RunFacts(
-            num_steps=num_steps,
+            num_steps=state.source.num_steps,
             beta=beta,
             initial_loss=initial_loss(setup.objective, train, [name for name, _ in recipe.loss.terms]),
             router_aux_coef=0.0 if balance is None else balance.coefficient,
         )
-        self.meter = Meter()  # generation and judges take most of an online run's time
+        flops = None  # generation and judges take most of an online run's time
         if planned is not None:
-            sizes = trained_pair_sizes(setup, planned, trains_adapter=loaded.adapter is not None)
-            self.meter = Meter(sizes=sizes, peak_flops=device_peak(setup.device, loaded.scorer.compute_dtype))
+            flops = training_flops(setup, planned, trains_adapter=state.scorer.adapter is not None)
+        self.meter = Meter(pair_flops=flops, device=setup.device, dtype=state.scorer.compute_dtype)
         self.pairs: PairLog | None = None
         if recipe.logging.pairs:
             has_reference = setup.objective.needs_reference
@@ -396,10 +394,11 @@ def _warn_once(reason: str) -> None:
 # ---------------------------------------------------------------------- what is printed before the first step
 
 
-def describe_training(setup: Setup, plan: PackingPlan | None, *, num_steps: int) -> None:
-    """Prints the steps, and notes on surprising settings. `plan`: of the first epoch, if any."""
+def describe_training(setup: Setup, planned: OfflineSource | None) -> None:
+    """Prints the steps, and notes on surprising settings. `planned`: None for an online run."""
     recipe, console = setup.recipe, setup.console
     optim, packing = recipe.optim, recipe.packing
+    num_steps = planned.num_steps if planned is not None else recipe.train.max_steps or 0
     loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
     console.print(
         f"Training: {num_steps:,} steps of {packing.pairs_per_step} pairs, {packing.mode} rows of up to "
@@ -412,11 +411,11 @@ def describe_training(setup: Setup, plan: PackingPlan | None, *, num_steps: int)
         )
     if packing.share_prompt and not recipe.shares_prompts:
         console.print("Note: prompts are not shared, because model.lora.dropout is above 0")
-    if plan is not None and len(oversize := plan.oversize_pairs):
+    if planned is not None and len(oversize := planned.first_plan.oversize_pairs):
+        longest = int(planned.first_plan.sizes.tokens[oversize].max())
         console.print(
             f"Note: {len(oversize):,} pairs exceed packing.token_budget ({packing.token_budget:,}), so "
-            f"each of them gets its own row; the longest has {plan.sizes.tokens[oversize].max():,} tokens; "
-            "nothing is cut"
+            f"each of them gets its own row; the longest has {longest:,} tokens; nothing is cut"
         )
 
 

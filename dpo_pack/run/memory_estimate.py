@@ -44,7 +44,6 @@ _NUM_LINEARS, _NUM_NORM_READERS = 7, 5
 _STEPS_SEARCHED = 500  # `largest_row` searches these first steps; packed rows are nearly full in all steps
 # The part of free memory for a step with gathered shards: an estimate of activations can be 1/4 too low.
 _GATHERED_SHARE = 0.75
-_GATHERING = {True: "all for the whole step", False: "layer by layer"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +266,11 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
         num_shards=1 if mesh is None else mesh.size(mesh.ndim - 1),
         num_gradients=num_gradients(policy.config) if setup.strategy.name == "ddp" else 1,
     )
-    return replace(facts, stays_gathered=_can_stay_gathered(facts)), longest_pair
+    if facts.num_shards > 1:  # all weights are gathered for a whole step if every device has memory for them
+        gathered = replace(facts, stays_gathered=True)
+        lacking = step_bytes(gathered) - _GATHERED_SHARE * available_memory(facts.device).free
+        facts = gathered if max(ranks.every_rank_says(lacking)) <= 0 else facts
+    return facts, longest_pair
 
 
 def _sizes_of_row(setup: Setup, plan: PackingPlan) -> dict[str, Any]:
@@ -294,19 +297,10 @@ def largest_row(plan: PackingPlan, *, rank: int) -> IntArray:
     return max(rows, key=lambda row: plan.sizes.of_row(row).tokens, default=plan.pairs(0)[:1])
 
 
-def _can_stay_gathered(facts: MemoryFacts) -> bool:
-    """Whether every device has memory for all gathered weights during a step. All ranks must call it."""
-    if facts.num_shards == 1:
-        return False
-    needed = step_bytes(replace(facts, stays_gathered=True))
-    lacking = needed - _GATHERED_SHARE * available_memory(facts.device).free
-    return max(ranks.every_rank_says(lacking)) <= 0
-
-
 def stays_gathered(setup: Setup, plan: PackingPlan | None) -> bool:
     """Returns whether a run with shards gathers them once a step, and prints it. All ranks must call it."""
     facts, _ = memory_facts(setup, plan)
-    how = _GATHERING[facts.stays_gathered]
+    how = "all for the whole step" if facts.stays_gathered else "layer by layer"
     setup.console.print(f"Shards: gathered {how} (the devices' free memory decides)")
     return facts.stays_gathered
 
@@ -376,8 +370,7 @@ def fitting_changes(
     facts: MemoryFacts, longest_pair: int, available_bytes: float, num_devices: int
 ) -> Iterator[tuple[str, float]]:
     """Yields changes of the recipe with which the run fits, and the bytes that it then needs: the largest
-    token budget, and the first of the others. A budget below the longest pair saves nothing: a pair is never
-    cut."""
+    token budget, and the first two of the others. A budget below the longest pair saves nothing."""
     whole = facts.row_tokens
 
     def needed(tokens: int) -> float:
@@ -392,52 +385,49 @@ def fitting_changes(
 
 
 def _changes(facts: MemoryFacts, num_devices: int) -> Iterator[tuple[str, MemoryFacts]]:
-    """Yields changes that save memory, the cheapest first; all but the first come with checkpointing."""
+    """Yields changes that save memory, the cheapest first. All have checkpointing."""
     recompute, shards = "model.gradient_checkpointing=true", "distributed.strategy=fsdp2"
     recomputed = facts.changed(gradient_checkpointing=True)
     low = replace(recomputed, precision=Precision(parameters=torch.bfloat16, autocast=None))
+    trains_whole = facts.lora_rank is None
+    takes_shards = facts.optimizer == "adamw" and facts.bits is None
     yield recompute, recomputed
     if facts.device.type == "cuda":  # on a CPU the host's memory is the device's
-        offload = f"{recompute} model.activation_offload=true"
-        yield offload, (offloaded := recomputed.changed(activation_offload=True))
+        offloaded = recomputed.changed(activation_offload=True)
+        yield f"{recompute} model.activation_offload=true", offloaded
         if not facts.shape.active_experts:
-            yield f"{offload} model.mlp_tile_tokens=8192", offloaded.changed(mlp_tile_tokens=8192)
-    if facts.optimizer == "adamw" and facts.bits is None:
+            tiled = offloaded.changed(mlp_tile_tokens=8192)
+            yield f"{recompute} model.activation_offload=true model.mlp_tile_tokens=8192", tiled
+    if takes_shards:
         yield f"{recompute} {shards}", replace(recomputed, num_shards=num_devices)
         yield f"{recompute} model.dtype=bfloat16", low
-    if facts.lora_rank is None:
+    if trains_whole:
         yield f"{recompute} model.dtype=bfloat16 model.lora={{r: 16}}", replace(low, lora_rank=16)
-    if facts.optimizer == "adamw" and facts.bits is None:
-        for number in (2, 4, 8, 16, 32, 64, 128):
-            if number > num_devices:
-                yield f"{recompute} {shards}, {number} devices", replace(recomputed, num_shards=number)
+    for number in (2, 4, 8, 16, 32, 64, 128) if takes_shards else ():
+        if number > num_devices:
+            yield f"{recompute} {shards}, {number} devices", replace(recomputed, num_shards=number)
 
 
 def print_measured_memory(
     policy: DistributedPolicy, optimizer: Optimizer, row: Row, device: torch.device, console: Console
 ) -> dict[str, int]:
-    """Runs the largest row forward and backward on CUDA, beside optimizer state; prints and returns
-    the peak. Changes no weights, because the gradient and the learning rate are zero. Every rank must call
-    it."""
+    """Runs the largest row forward and backward on CUDA, beside optimizer state; prints and returns the peak.
+    Every rank must call it. Afterwards nobody may train: the optimizer has taken a step."""
     release_memory()
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            if parameter.grad is None:  # an existing gradient is zero, see model/parallel.py
-                parameter.grad = torch.zeros_like(parameter)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter.grad is None:  # an existing gradient is zero, see model/parallel.py
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
     torch.cuda.reset_peak_memory_stats(device)
     with policy.step([row]), policy.accumulating(is_last=True):
         policy.idle(row)
     torch.cuda.synchronize(device)
     used, held = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
-    peak = f"{format_bytes(used)} at the peak; torch held {format_bytes(held)}"
-    in_use = f"{format_bytes(total - free)} of {format_bytes(total)} are in use"
-    console.print(f"Measured on the largest row, {row.num_tokens:,} tokens: {peak}, and {in_use}")
+    console.print(
+        f"Measured on the largest row, {row.num_tokens:,} tokens: {format_bytes(used)} at the peak; torch "
+        f"held {format_bytes(held)}, and {format_bytes(total - free)} of {format_bytes(total)} are in use"
+    )
     return {"row_tokens": row.num_tokens, "peak": used, "held": held, "in_use": total - free, "total": total}
 
 

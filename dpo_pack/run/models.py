@@ -64,15 +64,19 @@ def resolve_model(
     """
     settings, adapter, is_policy = recipe.model, None, recipe_key == "model.path"
     path = path or settings.path
-    revision = settings.revision if is_policy else None
+    revision, lora = (settings.revision, settings.lora) if is_policy else (None, None)
     if is_adapter(path):
         saved = read_adapter(Path(path), recipe_key)
         recipe_key = f"{recipe_key} (the base of {path})"
         path, revision, adapter = saved.base, saved.base_revision, saved.directory
-    lora = settings.lora if is_policy else None
     quantize = None if adapter is None and lora is None else settings.quantize
     own = {"path": path, "revision": revision, "lora": lora, "quantize": quantize}
     trusts, gather_dtype = settings.trust_remote_code, recipe.distributed.gather_dtype if gathers else None
+    processor = None
+    if settings.images and is_policy:
+        processor = ImageProcessor(
+            load_processor(path, revision=revision, trust_remote_code=trusts, recipe_key=recipe_key)
+        )
     return ModelFacts(
         settings=settings.model_copy(update=own),
         recipe_key=recipe_key,
@@ -88,11 +92,7 @@ def resolve_model(
         is_packed=recipe.packing.mode == "packed",
         cache_dir=recipe.reference.cache_dir or default_cache_directory(),
         router_aux_coef=recipe.loss.router_aux_coef if is_policy else 0.0,
-        processor=ImageProcessor(
-            load_processor(path, revision=revision, trust_remote_code=trusts, recipe_key=recipe_key)
-        )
-        if settings.images and is_policy
-        else None,
+        processor=processor,
         keeps_squares=recipe.loss.weighting == "wpo",
         seed=recipe.seed,
     )
@@ -241,17 +241,24 @@ LOW_BITS_BYTES = 2.0  # the low halves of AdamW's fp32 master weights, if parame
 def choose_strategy(recipe: Recipe, facts: ModelFacts, device: torch.device) -> Strategy:
     """Returns how the ranks hold the model. Every rank must call it. Raises RecipeError."""
     settings, num_ranks = recipe.distributed, ranks.num_ranks()
+    if any(name.startswith(("ACCELERATE_", "FSDP_")) for name in os.environ):
+        check_accelerate_config(facts, settings.cpu_offload)
     if settings.num_processes not in ("auto", num_ranks):
         raise RecipeError(
             f"distributed.num_processes: {settings.num_processes} are asked for, this run has {num_ranks}; "
             "the dpopack command starts the processes itself; start a program of your own with torchrun"
         )
-    if num_ranks == 1:
-        for key in ("gather_dtype", "cpu_offload"):
-            if settings.is_changed(key):
-                raise RecipeError(f"distributed.{key}: this run has one process, so no shards; leave it out")
-        return ALONE
-    name, reason, needs_copies = settings.strategy, "distributed.strategy", why_not_sharded(recipe)
+    if num_ranks > 1:
+        return _strategy_of_ranks(recipe, facts, device)
+    for key in ("gather_dtype", "cpu_offload"):
+        if settings.is_changed(key):
+            raise RecipeError(f"distributed.{key}: this run has one process, so no shards; leave it out")
+    return ALONE
+
+
+def _strategy_of_ranks(recipe: Recipe, facts: ModelFacts, device: torch.device) -> Strategy:
+    settings, needs_copies = recipe.distributed, why_not_sharded(recipe)
+    name, reason = settings.strategy, "distributed.strategy"
     if is_set("ACCELERATE_USE_FSDP"):
         if name == "ddp" or needs_copies is not None or facts.quantization is not None:
             raise RecipeError(
@@ -285,23 +292,19 @@ def choose_strategy(recipe: Recipe, facts: ModelFacts, device: torch.device) -> 
     )
 
 
-def check_accelerate_config(facts: ModelFacts, *, cpu_offload: bool) -> None:
+def check_accelerate_config(facts: ModelFacts, cpu_offload: bool) -> None:
     """Raises RecipeError if the file of `accelerate config`, which accelerate turns into environment
     variables, asks for what the recipe does not. Devices, processes and FSDP2 are taken from it."""
-    settings, variables = facts.settings, os.environ
-    mixed = variables.get("ACCELERATE_MIXED_PRECISION", "no")
+    settings = facts.settings
+    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     is_mixed = mixed == "no" or (mixed == "bf16" and facts.precision.activations == torch.bfloat16)
-    backend = variables.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     checkpoints = is_set("FSDP_ACTIVATION_CHECKPOINTING")
     for key, asked, is_done in (
         ("model.autocast", f"mixed_precision: {mixed}", is_mixed),
         ("model.compile", f"dynamo_backend: {backend}", backend == "no" or settings.compile is True),
         ("distributed.cpu_offload", "offloading", cpu_offload or not is_set("FSDP_OFFLOAD_PARAMS")),
-        (
-            "model.gradient_checkpointing",
-            "it",
-            settings.gradient_checkpointing is not False or not checkpoints,
-        ),
+        ("model.gradient_checkpointing", "it", settings.gradient_checkpointing or not checkpoints),
     ):
         if not is_done:
             raise RecipeError(

@@ -13,17 +13,14 @@ import numpy as np
 import torch
 
 import dpo_pack
-from dpo_pack.data.sources import Data
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.config import check_lengths
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, PairSizes, pair_flops
-from dpo_pack.recipe.load import Recipe
+from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, FloatArray, pair_flops
 from dpo_pack.reference.cache import FrozenReference, ReferenceCache, namespace_digest
 from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache
-from dpo_pack.run.models import CPU
-from dpo_pack.run.setup import Setup, check_data, load_proved, longest_sequence
+from dpo_pack.run.setup import Setup, load_proved, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import UnsupportedModelError
@@ -45,25 +42,15 @@ def row_builder(
     )
 
 
-def offline_source(
-    recipe: Recipe, data: Data, facts: ModelFacts, *, device: torch.device = CPU, equal_rows: bool = False
-) -> OfflineSource:
+def offline_source(setup: Setup) -> OfflineSource:
     """Returns the source of global batches. Its first epoch is planned; it has no reference log-probs yet."""
-    table, lengths = data.train, pair_lengths(data.train, facts.shape)
-    if not facts.is_packed:
-        row_costs = lengths.padded_tokens().astype(np.float64)
-    else:
+    recipe, data, facts = setup.recipe, setup.data, setup.policy_facts
+    lengths = pair_lengths(data.train, facts.shape)
+    row_costs = lengths.padded_tokens().astype(np.float64)
+    if facts.is_packed:
         row_costs = pair_flops(facts.shape, lengths, share_prompt=recipe.shares_prompts)
-    builder = RowBuilder(
-        table=table,
-        reference=None,
-        is_packed=facts.is_packed,
-        share_prompt=recipe.shares_prompts,
-        device=device,
-        counts_copies=facts.balance is not None,
-    )
     return OfflineSource(
-        builder=builder,
+        builder=row_builder(setup, data.train, is_trained=True),
         token_budget=recipe.packing.token_budget,
         pairs_per_step=recipe.packing.pairs_per_step,
         row_costs=row_costs,
@@ -72,21 +59,18 @@ def offline_source(
         max_steps=recipe.train.max_steps,
         shuffle=recipe.data.shuffle,
         seed=recipe.seed,
-        rank=ranks.rank(),
-        num_ranks=ranks.num_ranks(),
-        equal_rows=equal_rows,
+        equal_rows=setup.strategy.shards,
     )
 
 
-def trained_pair_sizes(setup: Setup, source: OfflineSource, *, trains_adapter: bool) -> PairSizes:
-    """Returns the tokens and the training FLOPs of each pair, without padding."""
-    table, shape = setup.data.train, setup.policy_facts.shape
+def training_flops(setup: Setup, source: OfflineSource, *, trains_adapter: bool) -> FloatArray:
+    """Returns [pairs] the FLOPs of a training step on each pair, without padding."""
+    builder, shape = source.builder, setup.policy_facts.shape
+    if builder.is_packed and not trains_adapter:
+        return source.row_costs
     passes = ADAPTER_PASSES if trains_adapter else TRAINING_PASSES
-    share_prompt = setup.policy_facts.is_packed and setup.recipe.shares_prompts
-    flops = source.row_costs  # of full training
-    if flops is None or trains_adapter or not setup.policy_facts.is_packed:
-        flops = pair_flops(shape, pair_lengths(table, shape), share_prompt=share_prompt, passes=passes)
-    return PairSizes(tokens=source.real_tokens, costs=flops)
+    share_prompt = builder.is_packed and builder.share_prompt
+    return pair_flops(shape, pair_lengths(builder.table, shape), share_prompt=share_prompt, passes=passes)
 
 
 # ------------------------------------------------------------------------ reference log-probs
@@ -104,12 +88,9 @@ class ReferencePass:
 
 
 def resume_reference(setup: Setup, frozen: Path, loaded: LoadedModel | None) -> tuple[FrozenReference, float]:
-    """Returns the reference log-probs of a resumed run, and the seconds of the reference pass.
-
-    `frozen` is the file of reference log-probs that the run wrote when it began. Only held-out pairs that the
-    file lacks need a reference pass; `loaded`: see `prepare_reference`. Raises CacheError if the file is
-    missing or damaged.
-    """
+    """Returns the reference log-probs of a resumed run, and the seconds of the reference pass, which computes
+    only held-out pairs that `frozen` lacks, the file that the run wrote when it began. `loaded`: see
+    `prepare_reference`. Raises CacheError if the file is missing or damaged."""
     reference = ranks.of_node(lambda: FrozenReference.load(frozen))
     lacking = [pairs for pairs in setup.data.eval.values() if not reference.covers(pairs)]
     if not any(ranks.every_rank_says(bool(lacking))):
@@ -171,8 +152,6 @@ def prepare_reference(
     under keys of their own, with `in_float32`. A reference that is not `loaded` is loaded if something is
     missing, and freed. Raises CacheError if the cache loses a value."""
     facts, console = setup.reference_facts, setup.console
-    if facts is not setup.policy_facts:
-        check_data(setup, facts)
     if in_float32:
         facts = replace(facts, precision=facts.precision.in_float32)
     tables = setup.tables if tables is None else tables

@@ -28,7 +28,7 @@ from dpo_pack.run.setup import Setup, load_judge_files, load_moving_reference, l
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.process import load_function
-from dpo_pack.training.references import LiveReference
+from dpo_pack.training.references import CachedReference, LiveReference, Reference
 
 
 def build_online(
@@ -165,10 +165,14 @@ def _endpoint(setup: Setup, settings: EndpointRecipe, key: str) -> Endpoint:
     return Endpoint(settings=settings, api_key=secret, recipe_key=key, console=setup.console)
 
 
-def live_reference(setup: Setup, loaded: LoadedModel) -> LiveReference:
+def online_reference(setup: Setup, loaded: LoadedModel) -> Reference:
     """Returns the reference: the policy without its new adapter, or a second model. The weights of the second
     model are frozen or (with `reference.sync`) follow the policy."""
     recipe, online = setup.recipe, _section(setup)
+    if not setup.objective.needs_reference:
+        setup.console.print("Reference: none, the loss needs no reference")
+        return CachedReference(lookup=None)
+    setup.console.print("Reference: live, on the rows of each step")
     if recipe.reference.sync is not None:
         return load_moving_reference(setup)
     if recipe.reference.path is None and loaded.adapter is not None and loaded.adapter.is_new:

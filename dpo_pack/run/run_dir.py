@@ -188,8 +188,8 @@ def way_on(recipe: Recipe) -> str:
 
 
 def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> None:
-    """Sets `run.checkpoint` to the newest checkpoint without damaged files; every rank must call it. Raises
-    RunError if a rank cannot see it, or if `checkpoint.resume` names one that is damaged."""
+    """Sets `run.checkpoint` to the newest checkpoint without damaged files, or None; every rank must call it.
+    Raises RunError if a rank cannot see it, or if `checkpoint.resume` names one that is damaged."""
     if run.checkpoint is not None and not all(ranks.every_rank_says(run.checkpoint.is_dir())):
         raise RunError(f"output_dir: not every node sees {run.checkpoint}; use a directory that all share")
     while run.checkpoint is not None and (damage := damage_of(run.checkpoint)) is not None:
@@ -202,6 +202,8 @@ def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> N
         run.checkpoint = older[-1] if older else None
         instead = f"going on from {run.checkpoint}" if older else "none is older, so the run begins at step 0"
         say(f"Warning: {path} is damaged: {damage}; {instead}")
+    if run.checkpoint is None and run.info.get("status") is not None:
+        say("Beginning anew: the earlier run here ended without a checkpoint")
     if run.checkpoint is not None and run.has_own_checkpoint:
         ranks.first_does_for_all(functools.partial(_require_metrics, run.metrics, run.checkpoint))
 

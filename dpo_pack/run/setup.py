@@ -6,7 +6,6 @@ same steps on the first rows of each source and goes on after an error.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -37,11 +36,11 @@ from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.lora import read_adapter, unknown_settings
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.recipe.data import DataRecipe, SourceRecipe
+from dpo_pack.recipe.data import SourceRecipe
 from dpo_pack.recipe.load import Recipe, has_tokenizer, source_names
+from dpo_pack.recipe.online import OnlineRecipe
 from dpo_pack.recipe.schema import EvalFraction
-from dpo_pack.recipe.training import LossRecipe
-from dpo_pack.reference.cache import default_cache_directory, find_leftovers
+from dpo_pack.reference.cache import default_cache_directory
 from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, START_FACTOR
 from dpo_pack.run.models import (
     check_accelerate_config,
@@ -56,7 +55,6 @@ from dpo_pack.run.state import find_criterion
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, print_detail, shown
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
-from dpo_pack.system.files import discard
 from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import keep_freed_memory
 from dpo_pack.training.optim import check_optimizer
@@ -92,12 +90,6 @@ def reference_token_budget(budget: int | str, trained: int, device: torch.device
     if isinstance(budget, int):
         return budget
     return CPU_TOKEN_BUDGET if device.type == "cpu" else START_FACTOR * trained
-
-
-def recipe_objective(loss: LossRecipe) -> Objective:
-    return make_objective(
-        loss.terms, loss.options, needs_reference=loss.needs_reference, weighting=loss.weighting
-    )
 
 
 NO_PAIRS = "online: this command needs pairs, and an online run makes its pairs while it trains"
@@ -170,27 +162,26 @@ def prepare_data(
     processor: ImageProcessor | None = None,
     takes_prompts: bool = False,
 ) -> Data:
-    """Returns tokenised pairs, from the cache if it has them; prints how many were kept and left out.
-
-    With `takes_prompts`, an online recipe is accepted, and the result has its prompts.
-    """
+    """Returns tokenised pairs, from the cache if it has them; prints how many were kept and left out. With
+    `takes_prompts`, an online recipe is accepted, and the result has its prompts."""
     if recipe.online is not None and not takes_prompts:
         raise RecipeError(NO_PAIRS)
     begun = time.monotonic()
     if processor is not None and processor.gives_template(tokenizer):
         console.print(PROCESSOR_TEMPLATE)
     with shown(console, "Reading data", "rows") as progress:
-        read = partial(
-            load_data,
-            recipe.data,
-            tokenizer=tokenizer,
-            seed=recipe.seed,
-            cache_dir=recipe.reference.cache_dir or default_cache_directory(),
-            images=processor,
-            progress=progress,
-            max_new_tokens=None if recipe.online is None else recipe.online.max_new_tokens,
+        data = ranks.of_node(
+            partial(
+                load_data,
+                recipe.data,
+                tokenizer=tokenizer,
+                seed=recipe.seed,
+                cache_dir=recipe.reference.cache_dir or default_cache_directory(),
+                images=processor,
+                progress=progress,
+                max_new_tokens=None if recipe.online is None else recipe.online.max_new_tokens,
+            )
         )
-        data = ranks.of_node(read)
     if ranks.num_ranks() > 1:
         ranks.require_same(
             {"the data": data.fingerprint, "the held-out data": data.eval_fingerprint},
@@ -203,13 +194,9 @@ def prepare_data(
 def _print_data(data: Data, console: Console, scored_turns: str, *, seconds: float) -> None:
     report, num_pairs = data.report, data.train.num_pairs
     what = f"{len(data.prompts):,} prompts to answer" if data.prompts else f"{num_pairs:,} pairs to train on"
-    sizes = {name: f"{len(prompts):,}" for name, prompts in data.eval_prompts.items()}
-    for name, table in () if data.prompts else data.eval.items():
-        num_prompts = report["eval"][name]["prompts"]
-        of_prompts = f" pairs of {num_prompts:,} prompts" if num_prompts < table.num_pairs else ""
-        sizes[name] = f"{table.num_pairs:,}{of_prompts}"
-    for name, size in sizes.items():
-        what += f", {size} held out{'' if name == HELD_OUT else f' ({name})'}"
+    sizes = {name: len(prompts) for name, prompts in data.eval_prompts.items()}
+    for name, size in (sizes or {name: table.num_pairs for name, table in data.eval.items()}).items():
+        what += f", {size:,} held out{'' if name == HELD_OUT else f' ({name})'}"
     console.print(f"Data: {what}; {format_seconds(seconds)}")
     if (shared := report["held_out_by"]) not in (None, "prompt", "image"):
         console.print(
@@ -245,65 +232,51 @@ def prepare(
     console: Console,
     *,
     takes_prompts: bool = False,
-    runs_models: bool = True,
-    device: torch.device | None = None,
+    for_device: torch.device | None = None,
 ) -> Setup:
-    """Finds device, facts of the models, tokenizer and data; writes only into caches. A command that loads no
-    model (`runs_models`) runs in one process, and `device` may be one that is not here."""
-    objective = recipe_objective(recipe.loss)
+    """Finds device, facts of the models, tokenizer and data; writes only into caches. `for_device`: that of
+    a command that loads no model; it need not be here."""
+    loss = recipe.loss
+    objective = make_objective(
+        loss.terms, loss.options, needs_reference=loss.needs_reference, weighting=loss.weighting
+    )
     accelerator = _accelerator(recipe.logging.trackers, recipe.output_dir / "trackers")
-    # With several processes on CPUs, accelerate gives each a device number; for torch the CPU is one device.
-    device = device or torch.device("cpu" if accelerator.device.type == "cpu" else accelerator.device)
+    device = for_device or (accelerator.device if ranks.uses_cuda() else torch.device("cpu"))
     check_optimizer(recipe.optim.name, device)
-    policy = reference = resolve_and_check(recipe, device, checks=runs_models)
-    if recipe.reference.path is not None:
-        reference = resolve_and_check(recipe, device, "reference.path", checks=runs_models)
-        reference = replace(reference, processor=policy.processor)
-    strategy = choose_strategy(recipe, policy, device) if runs_models else ALONE
+    models = [policy := resolve_model(recipe, device)]
+    if (path := recipe.reference.path) is not None:
+        reference = resolve_model(recipe, device, path, recipe_key="reference.path")
+        models.append(replace(reference, processor=policy.processor))
+    for model in models if for_device is None else ():
+        check_model(model, device, is_trained=model is policy)
+    strategy = choose_strategy(recipe, policy, device) if for_device is None else ALONE
     if ranks.num_ranks() > 1:
         console.print(f"Strategy: {strategy.sentence()}")
         ranks.require_shared(policy.cache_dir, "reference.cache_dir")
-    for leftover in find_leftovers(policy.cache_dir) if ranks.rank() == 0 else ():
-        discard(leftover)
     with ranks.first_goes_first():  # the other ranks then read rank 0's downloads from the cache
         tokenizer = prepare_tokenizer(recipe, policy.processor)
-        if reference is not policy:
-            check_vocabulary(reference, tokenizer)
+        for model in models[1:]:
+            check_vocabulary(model, tokenizer)
         if recipe.tokenizer.path is not None and (warning := _tokenizer_warning(policy, tokenizer)):
             console.print(warning)
     data = prepare_data(recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts)
-    setup = Setup(
+    budget = reference_token_budget(recipe.reference.token_budget, recipe.packing.token_budget, device)
+    for model in models:
+        tables = [data.train, *data.eval.values()]
+        check_data(model, tokenizer, tables, max(budget, recipe.packing.token_budget), recipe.online)
+    return Setup(
         recipe=recipe,
         console=console,
         objective=objective,
         accelerator=accelerator,
         device=device,
         policy_facts=policy,
-        reference_facts=reference,
+        reference_facts=models[-1],
         tokenizer=tokenizer,
         data=data,
         strategy=strategy,
-        reference_token_budget=reference_token_budget(
-            recipe.reference.token_budget, recipe.packing.token_budget, device
-        ),
+        reference_token_budget=budget,
     )
-    check_data(setup, policy)
-    return setup
-
-
-def resolve_and_check(
-    recipe: Recipe, device: torch.device, recipe_key: str = "model.path", *, checks: bool = True
-) -> ModelFacts:
-    """Returns the facts of the policy as it starts, or of `reference.path`. If it `checks`, it raises
-    ModelError or RecipeError if this machine cannot run it, or train the policy."""
-    is_policy = recipe_key == "model.path"
-    path = recipe.model.path if is_policy else recipe.reference.path
-    model = resolve_model(recipe, device, path, recipe_key=recipe_key)
-    if is_policy and any(name.startswith(("ACCELERATE_", "FSDP_")) for name in os.environ):
-        check_accelerate_config(model, cpu_offload=recipe.distributed.cpu_offload)
-    if checks:
-        check_model(model, device, is_trained=is_policy)
-    return model
 
 
 def _accelerator(trackers: Sequence[str], directory: Path) -> Accelerator:
@@ -324,29 +297,26 @@ def _accelerator(trackers: Sequence[str], directory: Path) -> Accelerator:
     return accelerator
 
 
-def check_data(setup: Setup, model: ModelFacts) -> None:
+def check_data(
+    model: ModelFacts,
+    tokenizer: Tokenizer,
+    tables: Sequence[PairTable],
+    token_budget: int,
+    online: OnlineRecipe | None,
+) -> None:
     """Raises ModelError if the model cannot read the longest sequence and all token ids, or compute the
-    longest row."""
-    recipe, online = setup.recipe, setup.recipe.online
-    longest = longest_sequence(setup.tables) + (0 if online is None else online.max_new_tokens)
+    longest row. `token_budget`: the larger of that for training and that for the reference."""
+    longest = longest_sequence(tables) + (0 if online is None else online.max_new_tokens)
     # A prompt with its completions that exceeds the budget gets its own row. Without a shared prompt, the row
     # repeats the prompt for each completion.
     most_sequences = 2 if online is None else online.completions_per_prompt
-    longest_row = (
-        max(recipe.packing.token_budget, setup.reference_token_budget, most_sequences * longest)
-        if setup.policy_facts.is_packed
-        else None
-    )
+    longest_row = max(token_budget, most_sequences * longest) if model.is_packed else None
     check_lengths(model.config, longest_sequence=longest, longest_row=longest_row)
-    check_tokens(model, setup.tokenizer, setup.tables)
-
-
-def check_tokens(model: ModelFacts, tokenizer: Tokenizer, tables: Sequence[PairTable]) -> None:
-    """Raises ModelError if the tables have a token id that the model does not embed."""
     num_embeddings = int(model.config.get_text_config().vocab_size)
-    largest = 0
-    if len(tokenizer) > num_embeddings:  # some have more entries, but never produce the additional ids
-        largest = max(part.largest_token_id for table in tables for part in table.parts)
+    if len(tokenizer) <= num_embeddings:
+        return
+    # Some tokenizers have more entries, but never produce the additional ids.
+    largest = max(part.largest_token_id for table in tables for part in table.parts)
     if largest >= num_embeddings:
         raise ModelError(
             f"{model.recipe_key}: the data has token id {largest}, but {model.settings.path} embeds "
@@ -367,7 +337,6 @@ def load_policy(setup: Setup) -> LoadedModel:
 
 def load_second_model(setup: Setup) -> LoadedModel:
     """Loads the reference as a second model beside the policy, with frozen weights. Raises ModelError."""
-    check_data(setup, setup.reference_facts)
     loaded = load_proved(setup, setup.reference_facts)
     loaded.scorer.requires_grad_(False)
     return loaded
@@ -424,7 +393,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
             return None
 
     device, evals = torch.device("cuda" if ranks.uses_cuda() else "cpu"), recipe.data.eval
-    attempt(recipe_objective, recipe.loss)
+    attempt(make_objective, recipe.loss.terms, recipe.loss.options)
     attempt(check_optimizer, recipe.optim.name, device)
     held_out = [HELD_OUT] if isinstance(evals, EvalFraction) else list(source_names(evals))
     attempt(find_criterion, recipe, held_out)
@@ -433,12 +402,14 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         found.append(f"output_dir: {run.root}, {state}")
     models: dict[str, ModelFacts] = {}
     budget = recipe.packing.token_budget
-    longest_row = max(budget, reference_token_budget(recipe.reference.token_budget, budget, device))
-    for key in ("model.path", *(("reference.path",) if recipe.reference.path else ())):
-        if (model := attempt(resolve_and_check, recipe, device, key)) is not None:
-            lines = attempt(_check_tensors, model, device, key, longest_row)
-            found += lines or ()
-            models |= {key: model} if lines else {}
+    budget = max(budget, reference_token_budget(recipe.reference.token_budget, budget, device))
+    for key, path in (("model.path", recipe.model.path), ("reference.path", recipe.reference.path)):
+        model = path and attempt(partial(resolve_model, recipe, device, path, recipe_key=key))
+        if model and (lines := attempt(_check_weights, model, device, key, budget)):
+            found += lines
+            models[key] = model
+    if "model.path" in models:
+        attempt(check_accelerate_config, models["model.path"], recipe.distributed.cpu_offload)
     for number, judge in enumerate(() if recipe.online is None else recipe.online.judges):
         key, trusts = f"online.judges.{number}.path", recipe.model.trust_remote_code
         if judge.path and (files := attempt(load_judge_files, judge.path, key, trusts)) is not None:
@@ -451,13 +422,13 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
     sources = [(f"data.train.{number}", source) for number, source in enumerate(recipe.data.train)]
     sources += [(f"data.eval.{number}", source) for number, source in enumerate(recipe.data.eval_sources)]
     for key, source in sources:
-        most = None if recipe.online is None else recipe.online.max_new_tokens
-        found += attempt(_check_rows, source, key, recipe.data, most, models.values(), tokenizer) or ()
+        found += attempt(_check_rows, source, key, recipe, models.values(), tokenizer, budget) or ()
     return found, wrong
 
 
-def _check_tensors(model: ModelFacts, device: torch.device, key: str, longest_row: int) -> list[str]:
+def _check_weights(model: ModelFacts, device: torch.device, key: str, longest_row: int) -> list[str]:
     """Compares the names and shapes of a model's tensors with its config."""
+    check_model(model, device, is_trained=key == "model.path")
     notes: list[str] = []
     if model.is_packed:
         check_lengths(model.config, longest_sequence=0, longest_row=longest_row)
@@ -502,16 +473,17 @@ def _check_tokenizer(
 def _check_rows(
     source: SourceRecipe,
     key: str,
-    data: DataRecipe,
-    max_new_tokens: int | None,
+    recipe: Recipe,
     models: Collection[ModelFacts],
     tokenizer: PreTrainedTokenizerBase,
+    token_budget: int,
 ) -> list[str]:
     """Reads the first rows of a source."""
+    max_new_tokens = None if recipe.online is None else recipe.online.max_new_tokens
     rows = load_source(
         source,
         key,
-        data=data,
+        data=recipe.data,
         tokenizer=tokenizer,
         tokenizer_key="",
         cache_dir=default_cache_directory(),
@@ -519,12 +491,9 @@ def _check_rows(
         max_new_tokens=max_new_tokens,
         max_rows=CHECKED_ROWS,
     )
-    counts, tables = rows.store.summary, [PairTable.of([rows.store])]
-    longest = longest_sequence(tables) + (max_new_tokens or 0)
     for model in models:
-        longest_row = 2 * longest if model.is_packed else None
-        check_lengths(model.config, longest_sequence=longest, longest_row=longest_row)
-        check_tokens(model, tokenizer, tables)
+        check_data(model, tokenizer, [PairTable.of([rows.store])], token_budget, recipe.online)
+    counts = rows.store.summary
     which = "all" if rows.reads_all else "the first"
     others = "" if rows.reads_all else "(no others were read) "
     kept = "pairs" if max_new_tokens is None else "prompts"

@@ -18,7 +18,7 @@ from torch import Tensor
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.layout import Row, packed_row, padded_row
-from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.packing.lengths import FloatArray
 from dpo_pack.packing.plan import PackingPlan, epoch_order, plan_epoch
 from dpo_pack.system import ranks
 
@@ -92,11 +92,10 @@ class RowBuilder:
 
     def row_tokens(self) -> npt.NDArray[np.int64]:
         """Returns [all pairs of the table] how many tokens each pair takes in a row; plans use these."""
-        return self.real_tokens() if self.is_packed else pair_lengths(self.table).padded_tokens()
-
-    def real_tokens(self) -> npt.NDArray[np.int64]:
-        """Returns [all pairs of the table] the tokens of each pair in a row, padding not counted."""
-        return pair_lengths(self.table).row_tokens(share_prompt=self.is_packed and self.share_prompt)
+        lengths = pair_lengths(self.table)
+        if not self.is_packed:
+            return lengths.padded_tokens()
+        return lengths.row_tokens(share_prompt=self.share_prompt)
 
     def build(self, pairs: npt.NDArray[np.int64]) -> PairRow:
         """Builds the row of `pairs`, [P] positions in the table."""
@@ -117,24 +116,26 @@ class RowBuilder:
         )
 
 
-def global_batch(
-    builder: RowBuilder, plan: PackingPlan, step: int, *, rank: int, real_tokens: IntArray, epoch: float
-) -> GlobalBatch:
-    """Returns the batch of a step of the plan for one `rank`. real_tokens: [all pairs] without padding."""
+def global_batch(builder: RowBuilder, plan: PackingPlan, step: int, *, epoch: float) -> GlobalBatch:
+    """Returns this rank's batch of a step of the plan."""
     of_ranks, pairs = plan.pack_step(step), plan.pairs(step)
+    num_tokens = plan.sizes.tokens[pairs]
+    if not builder.is_packed:  # padding does not count
+        num_tokens = pair_lengths(builder.table).select(pairs).row_tokens(share_prompt=False)
     least_passes = max(map(len, of_ranks)) if plan.equal_rows else 1
     # A smaller row fits into the previous row's memory. Ranks that compute rows together wait less.
-    largest_first = sorted(of_ranks[rank], key=lambda row: plan.sizes.of_row(row).tokens, reverse=True)
+    own = of_ranks[ranks.rank()]
+    largest_first = sorted(own, key=lambda row: plan.sizes.of_row(row).tokens, reverse=True)
     idle_rows: list[Row] = []
     if len(largest_first) < least_passes:
-        row = builder.build(pairs[[real_tokens[pairs].argmin()]]).row  # of the step's shortest pair
+        row = builder.build(pairs[[num_tokens.argmin()]]).row  # of the step's shortest pair
         if row.token_copies is not None:  # its tokens are counted in another row
             row = replace(row, token_copies=torch.zeros_like(row.token_copies))
         idle_rows = [row] * (least_passes - len(largest_first))
     return GlobalBatch(
         epoch=epoch,
         num_pairs=len(pairs),
-        num_tokens=int(real_tokens[pairs].sum()),
+        num_tokens=int(num_tokens.sum()),
         mean_chosen_tokens=float(builder.table.chosen_scored[pairs].sum()) / len(pairs),
         rows=[builder.build(row) for row in largest_first],
         row_pairs=[row for rows in of_ranks for row in rows],
@@ -150,25 +151,17 @@ class OfflineSource:
     builder: RowBuilder
     token_budget: int
     pairs_per_step: int
-    row_costs: FloatArray | None  # [all pairs] FLOPs or tokens, which the plan balances over ranks
+    row_costs: FloatArray  # [all pairs] FLOPs or tokens, which the plan balances over ranks
     source_weights: FloatArray  # [sources]
     epochs: int
     max_steps: int | None
     shuffle: bool
     seed: int
-    rank: int
-    num_ranks: int
-    # Whether all ranks get equally many rows. In a step with too few pairs for this, ranks with fewer rows
-    # also compute idle rows, whose gradient is zero.
-    equal_rows: bool = False
+    equal_rows: bool = False  # whether all ranks compute equally many rows, if need be idle ones
 
     def __post_init__(self) -> None:
         self.first_plan = ranks.of_node(lambda: self.plan(0))
-        # All ranks of a node have the plan's arrays in common.
-        sizes, is_packed = self.first_plan.sizes, self.builder.is_packed
-        self.real_tokens = sizes.tokens if is_packed else self.builder.real_tokens()  # [all pairs]
-        if self.row_costs is not None:
-            self.row_costs = sizes.costs
+        self.row_costs = self.first_plan.sizes.costs  # in memory that all ranks of the node share
         self._planned = (0, self.first_plan)  # the newest epoch and its plan
         self._ahead: GlobalBatch | None = None  # of `next_step`, if it is made
         self.next_step = 0
@@ -193,7 +186,7 @@ class OfflineSource:
             token_budget=self.token_budget,
             pairs_per_step=self.pairs_per_step,
             is_packed=self.builder.is_packed,
-            num_ranks=self.num_ranks,
+            num_ranks=ranks.num_ranks(),
             row_costs=self.row_costs,
             equal_rows=self.equal_rows,
         )
@@ -213,14 +206,7 @@ class OfflineSource:
         if self._planned[0] != epoch:
             self._planned = (epoch, self.plan(epoch))
         plan = self._planned[1]
-        self._ahead = global_batch(
-            self.builder,
-            plan,
-            step,
-            rank=self.rank,
-            real_tokens=self.real_tokens,
-            epoch=epoch + (step + 1) / len(plan),
-        )
+        self._ahead = global_batch(self.builder, plan, step, epoch=epoch + (step + 1) / len(plan))
 
     @property
     def steps_fingerprint(self) -> str:

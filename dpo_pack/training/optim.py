@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import Adafactor, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -48,14 +48,12 @@ def build_optimizer(
     # biases, and Cohere's query and key norms have a row for each head.
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED)))
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    sides: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    matrices: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
+    vectors: dict[str, Any] = {"params": [], "weight_decay": 0.0}
     for name_of, parameter in trained:
-        sides[parameter.ndim >= 2 and name_of in decayed].append(parameter)
-    groups = [
-        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
-        for decays, parameters in sides.items()
-        if parameters
-    ]
+        group = matrices if parameter.ndim >= 2 and name_of in decayed else vectors
+        group["params"].append(parameter)
+    groups = [group for group in (matrices, vectors) if group["params"]]
     trains_bfloat16 = any(parameter.dtype == torch.bfloat16 for _, parameter in trained)
     if name == "adamw" and trains_bfloat16:
         return SplitAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -99,21 +97,17 @@ def learning_rate_schedule(
 ) -> LRScheduler:
     """Returns transformers' schedule `name`. Step i of w warm-up steps has the rate lr x (i - 1) / w.
     `linear` and `cosine` end at `min_lr_ratio` times the largest rate."""
-    if min_lr_ratio > 0.0 and name == "linear":  # transformers' linear schedule ends at 0
-
-        def factor(step: int) -> float:
-            if step < warmup_steps:
-                return step / warmup_steps
-            remaining = max(0.0, (num_steps - step) / max(1, num_steps - warmup_steps))
-            return min_lr_ratio + (1.0 - min_lr_ratio) * remaining
-
-        return LambdaLR(optimizer, factor)
-    options = {"min_lr_rate": min_lr_ratio} if min_lr_ratio > 0.0 else None
+    options = None
+    if min_lr_ratio > 0.0 and name == "linear":  # of transformers' schedules only this line ends above 0
+        name, options = "polynomial", {"power": 1.0, "lr_end": min_lr_ratio * optimizer.defaults["lr"]}
+    elif min_lr_ratio > 0.0:
+        name, options = "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
     scheduler: LRScheduler = get_scheduler(
-        name if options is None else "cosine_with_min_lr",
+        name,
         optimizer,
         num_warmup_steps=warmup_steps,
-        num_training_steps=num_steps,
+        # A polynomial is divided by the steps after warm-up.
+        num_training_steps=max(num_steps, warmup_steps + (name == "polynomial")),
         scheduler_specific_kwargs=options,
     )
     return scheduler

@@ -42,16 +42,16 @@ def join_master(parameter: Tensor, low_bits: Tensor) -> Tensor:
     return torch.add(low_bits, bits, alpha=1 << 16, out=bits).view(torch.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Slice:
-    """A part of one parameter: flat views of what its update reads and writes, [n] each."""
+    """A part of one parameter: flat views of what its update reads and writes, [n] each but for the step."""
 
+    step: Tensor  # []
     parameter: Tensor
     grad: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    low_bits: Tensor | None  # None: the parameter is fp32 and is itself the master
-    step: Tensor  # []
+    low_bits: Tensor | None = None  # None: the parameter is fp32 and is itself the master
 
 
 class SplitAdamW(Optimizer):
@@ -114,21 +114,13 @@ class SplitAdamW(Optimizer):
         """Yields this rank's part of a parameter, in slices of at most `num_elements`."""
         state = self._state(parameter)
         assert parameter.grad is not None and parameter.dtype in (torch.bfloat16, torch.float32)
-        low_bits = state.get("low_bits")
-        flat = [_local(t).view(-1) for t in (parameter, state["exp_avg"], state["exp_avg_sq"])]
-        flat_grad = _local(parameter.grad).reshape(-1)  # only a gradient may be strided
-        flat_low_bits = None if low_bits is None else _local(low_bits).view(-1)
+        flat = [_local(parameter).view(-1), _local(parameter.grad).reshape(-1)]  # a gradient may be strided
+        names = ("exp_avg", "exp_avg_sq", "low_bits")
+        flat += [_local(state[name]).view(-1) for name in names if name in state]
         length = max(_ALIGNMENT, num_elements // _ALIGNMENT * _ALIGNMENT)
-        for begin in range(0, flat[0].numel(), length):
-            part = slice(begin, begin + length)
-            yield _Slice(
-                parameter=flat[0][part],
-                grad=flat_grad[part],
-                exp_avg=flat[1][part],
-                exp_avg_sq=flat[2][part],
-                low_bits=None if flat_low_bits is None else flat_low_bits[part],
-                step=state["step"],
-            )
+        for parts in zip(*(tensor.split(length) for tensor in flat), strict=True):
+            if len(parts[0]):  # this rank may have no part of the parameter
+                yield _Slice(state["step"], *parts)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dpo_pack.model.fast_layers import times_transposed
-from dpo_pack.packing.lengths import IntArray, PairSizes
+from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.system.ranks import num_ranks
 
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -57,15 +57,22 @@ class PhaseClock:
 class Meter:
     """Adds up the steps since the newest logged line; time of evaluations and checkpoints is left out."""
 
-    sizes: PairSizes | None = None  # of the pairs that are trained on; `costs` are FLOPs; None: unknown
-    peak_flops: float | None = None  # FLOPs a second that this device can do; None: no `mfu`
+    pair_flops: FloatArray | None  # [pairs] of the training set; None: unknown, so there is no `mfu`
+    device: torch.device
+    dtype: torch.dtype
     _steps: list[tuple[int, int, float, float]] = field(default_factory=list)  # pairs, tokens, FLOPs, seconds
+
+    @property
+    def peak_flops(self) -> float | None:
+        """The FLOPs a second that the device can do, if `mfu` can be told."""
+        return None if self.pair_flops is None else device_peak(self.device, self.dtype)
 
     def add(self, rows: Iterable[IntArray], *, pairs: int, tokens: int, seconds: float) -> float:
         """Counts a step. rows: the pairs of each row of all ranks. Returns the step's FLOPs on one device, a
         mean."""
-        sizes = self.sizes
-        flops = 0.0 if sizes is None else sum(sizes.of_row(row).cost for row in rows) / num_ranks()
+        flops = 0.0
+        if self.pair_flops is not None:
+            flops = sum(float(self.pair_flops[row].sum()) for row in rows) / num_ranks()
         self._steps.append((pairs, tokens, flops, seconds))
         return flops
 
@@ -77,8 +84,8 @@ class Meter:
             "pairs_per_second": pairs / max(seconds, 1e-9),
             "seconds": seconds / len(self._steps),
         }
-        if self.peak_flops is not None:
-            rates["mfu"] = flops / max(seconds, 1e-9) / self.peak_flops
+        if (peak := self.peak_flops) is not None:
+            rates["mfu"] = flops / max(seconds, 1e-9) / peak
         self._steps = []
         return rates
 

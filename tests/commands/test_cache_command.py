@@ -152,9 +152,8 @@ def make_old(*paths: Path) -> None:
             os.utime(file, (0, 0))
 
 
-@pytest.mark.parametrize("by_a_run", [True, False])
 def test_leftovers_of_killed_processes_go_and_what_a_process_still_writes_stays(
-    by_a_run: bool, recipe: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache_dir = recipe.parent / "cache"
     filled = fill(cache_dir, NAMESPACE)
@@ -171,14 +170,11 @@ def test_leftovers_of_killed_processes_go_and_what_a_process_still_writes_stays(
     make_old(*old, *mine)
     young = killed_while_writing(*targets, monkeypatch=monkeypatch)
     os.utime(young[2], (0, 0))  # a directory does not change when the files in it grow
-    if by_a_run:
-        prepared_of(recipe)
-    else:
-        told = cache("prune", "--dry-run", "--cache-dir", cache_dir)
-        assert f"of {cache_dir}: leftovers of killed runs" in told and "removing" not in told
-        assert all(path.exists() for path in old)
-        cache("prune", "--cache-dir", cache_dir)
-        assert "removing" not in cache("prune", "--cache-dir", cache_dir)
+    told = cache("prune", "--dry-run", "--cache-dir", cache_dir)
+    assert f"of {cache_dir}: leftovers of killed runs" in told and "removing" not in told
+    assert all(path.exists() for path in old)
+    cache("prune", "--cache-dir", cache_dir)
+    assert "removing" not in cache("prune", "--cache-dir", cache_dir)
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in (*young, *mine, part))
 

@@ -69,8 +69,8 @@ def test_evaluations_in_float32_are_not_compared_with_those_in_training_s_precis
     for how in ("training", "float32"):
         overrides = ["model.autocast=bfloat16", f"train.eval_precision={how}"]
         prepared = prepare(load_recipe(assets / "recipe.yaml", overrides), Console(quiet=True))
-        source = offline_source(prepared.recipe, prepared.data, prepared.policy_facts)
-        identity = run_identity(prepared, begun[1], source, criterion, moves=False, frozen=None)
+        source = offline_source(prepared)
+        identity = run_identity(prepared, begun[1], source, criterion, None)
         judged_by.append(identity.judged_by)
     assert judged_by[1] == f"{judged_by[0]}, 6 pairs in float32"
 
@@ -90,7 +90,8 @@ def test_llama_4_is_refused_if_a_pair_longer_than_every_budget_would_reach_its_s
             attn_temperature_tuning=True,
             floor_scale=floor_scale,
         )
-        check_data(prepared, replace(prepared.policy_facts, config=config))
+        facts = replace(prepared.policy_facts, config=config)
+        check_data(facts, prepared.tokenizer, prepared.tables, 8, None)
 
     check(longest_row + 1)
     with pytest.raises(UnsupportedModelError, match=f"rows may have {longest_row} tokens"):

@@ -201,20 +201,24 @@ def _run(directory: Path, name: str, *overrides: str) -> int:
 
 def _stopped(directory: Path, name: str, *overrides: str) -> int:
     """A run of which the last rank is asked to stop, before its second row of step 4."""
-    trainer_class: Any = train_module.Trainer
-    poll, seconds = trainer_class.poll_before_pass, interrupts.POLL_SECONDS
+    accumulate, poll = train_module.Trainer.accumulate_gradients, interrupts.Interruption.poll
+    polled: list[int] = []  # for each row of the present step that began with a poll: the step
 
-    def with_signal(trainer: Any, batch: Any, number: int) -> None:
-        if ranks.rank() == ranks.num_ranks() - 1 and trainer.state.step == 3 and number == 2:
+    def noting(trainer: Any, batch: Any) -> Any:
+        polled[:] = [trainer.state.step]
+        return accumulate(trainer, batch)
+
+    def with_signal(interruption: Any, *, at_once: bool = True) -> None:
+        polled.extend([] if at_once else polled[:1])
+        if ranks.rank() == ranks.num_ranks() - 1 and not at_once and polled == [3, 3, 3]:
             signal.raise_signal(signal.SIGUSR1)
-        poll(trainer, batch, number)
+        poll(interruption, at_once=at_once)
 
-    trainer_class.poll_before_pass = with_signal
-    interrupts.POLL_SECONDS = 0.0  # the rows of such a run take milliseconds
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module.Trainer, "accumulate_gradients", noting)
+        patch.setattr(interrupts.Interruption, "poll", with_signal)
+        patch.setattr(interrupts, "POLL_SECONDS", 0.0)  # the rows of such a run take milliseconds
         return _run(directory, name, *overrides)
-    finally:
-        trainer_class.poll_before_pass, interrupts.POLL_SECONDS = poll, seconds
 
 
 def _without_space(directory: Path, name: str, *overrides: str) -> str:

@@ -49,7 +49,7 @@ def alone(recipe_file: Path) -> Path:
 def test_the_estimate_of_memory_counts_the_tower(recipe_file: Path) -> None:
     recipe = run(recipe_file, "never", "packing.token_budget=1024")
     setup = prepare(recipe, Console(quiet=True))
-    plan = offline_source(recipe, setup.data, setup.policy_facts).first_plan
+    plan = offline_source(setup).first_plan
     assert memory_facts(setup, plan)[0].tower_parameters == setup.policy_facts.tower_parameters > 0
 
 

@@ -267,9 +267,8 @@ def test_the_cheapest_changes_with_which_a_run_fits_are_told(
 
 
 def prepared(recipe_path: Path, *overrides: str, **options: Any) -> tuple[Setup, PackingPlan]:
-    recipe = load_recipe(recipe_path, overrides)
-    setup = prepare(recipe, Console(quiet=True), **options)
-    return setup, offline_source(recipe, setup.data, setup.policy_facts).first_plan
+    setup = prepare(load_recipe(recipe_path, overrides), Console(quiet=True), **options)
+    return setup, offline_source(setup).first_plan
 
 
 def test_a_run_that_does_not_fit_is_told_with_what_would(
@@ -324,7 +323,7 @@ def test_facts_of_a_run_are_read_off_its_recipe_and_models(
 
 def test_a_machine_elsewhere_holds_shards_where_auto_would_take_them(recipe_path: Path) -> None:
     def num_shards(num_bytes: int, *overrides: str) -> int:
-        elsewhere: dict[str, Any] = {"runs_models": False, "device": torch.device("cuda")}
+        elsewhere: dict[str, Any] = {"for_device": torch.device("cuda")}
         setup, plan = prepared(recipe_path, "model.autocast=none", *overrides, **elsewhere)
         return int(memory_report(setup, plan, device_bytes=num_bytes, num_devices=2)["num_shards"])
 

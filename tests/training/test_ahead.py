@@ -55,14 +55,12 @@ def make_source(*, num_pairs: int = 14, epochs: int = 2) -> OfflineSource:
         builder=builder,
         token_budget=64,
         pairs_per_step=4,
-        row_costs=None,
+        row_costs=builder.row_tokens().astype(np.float64),
         source_weights=np.ones(1),
         epochs=epochs,
         max_steps=None,
         shuffle=True,
         seed=0,
-        rank=0,
-        num_ranks=1,
     )
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import dpo_pack.training.throughput as throughput
-from dpo_pack.packing.lengths import PairSizes
 from dpo_pack.training.throughput import PHASES, Meter, PhaseClock, device_peak, gpu_peak
 
 CPU = torch.device("cpu")
@@ -65,14 +64,9 @@ def test_on_cuda_phases_are_what_the_device_took() -> None:
     assert seconds["seconds/forward"] > 5 * seconds["seconds/backward"] > 0
 
 
-def meter(peak: float | None) -> Meter:
-    costs = np.array([10.0, 20.0, 30.0, 40.0])
-    sizes = PairSizes(tokens=np.ones(4, dtype=np.int64), costs=costs)
-    return Meter(sizes=sizes, peak_flops=peak)
-
-
-def test_rates_are_of_all_steps_since_the_last_logged_one() -> None:
-    meters = meter(100.0)
+def test_rates_are_of_all_steps_since_the_last_logged_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "device_peak", lambda device, dtype: 100.0)
+    meters = Meter(pair_flops=np.array([10.0, 20.0, 30.0, 40.0]), device=CPU, dtype=torch.float32)
     assert meters.add([np.array([0, 1]), np.array([3])], pairs=3, tokens=30, seconds=0.5) == 70.0
     meters.add([np.array([2])], pairs=1, tokens=10, seconds=1.5)
     assert meters.take() == {
