@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from dpo_pack.data.formats import FORMATS, MAX_ROW_SIZE, BadRow, RowImages, holds_media, is_media_name
-from dpo_pack.recipe.data import FIELDS_OF_FORMAT, IMAGE_FIELDS
+from dpo_pack.recipe.data import FIELDS_OF_FORMAT, IMAGE_FIELDS, SourceRecipe
 from dpo_pack.system.errors import DataError, first_line
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
@@ -57,10 +57,9 @@ _FILE_ERRORS = (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error, _R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnNames:
-    """The renaming of a source's columns to ours (prompt, chosen, ...), and the source's name in messages."""
+    """The renaming of a source's columns to ours (prompt, chosen, ...)."""
 
-    mapping: Mapped  # `data.*.columns`
-    label: str  # the path or hub id, as the user wrote it
+    source: SourceRecipe
     key: str  # the recipe key of the source, "data.train.0"
     prompts_suffice: bool = False  # rows need no completions: they will be generated
     reads_images: bool = False  # model.images
@@ -68,7 +67,7 @@ class ColumnNames:
     def rename(self, row: dict[str, Any]) -> dict[str, Any]:
         """Returns the row with our column names; that of a column may be a path of keys, `input.messages`.
         Raises BadRow if a mapped column is missing, or if a column has images, video or audio."""
-        renamed, mapping = dict(row), self.mapping
+        renamed, mapping = dict(row), self.source.columns
         for name in TAKEN_ONCE.intersection(mapping.values()).difference(mapping):
             renamed.pop(name, None)
         for ours, theirs in mapping.items():
@@ -80,7 +79,7 @@ class ColumnNames:
                 nested = nested.get(key) if isinstance(nested, dict) else None
             if nested is not None and theirs in row:
                 raise DataError(
-                    f"{self.label}: there are a column {theirs!r} and such a key of an object, and "
+                    f"{self.source.path}: there are a column {theirs!r} and such a key of an object, and "
                     f"{self.key}.columns may mean either; rename one of them"
                 )
             if nested is None and theirs not in row:
@@ -108,13 +107,13 @@ class ColumnNames:
         owners = [name for name, _ in columns]
         if len(owners) > len(set(owners)):
             repeated = Counter(owners).most_common(1)[0][0]
-            raise DataError(f"{self.label}: two columns are named {repeated!r}; rename or remove one")
-        mapping, inner = self.mapping, list[str]()
+            raise DataError(f"{self.source.path}: two columns are named {repeated!r}; rename or remove one")
+        mapping, inner = self.source.columns, list[str]()
         for ours, theirs in mapping.items():
             if theirs is not None and theirs not in owners:
                 if theirs.split(".")[0] not in owners:
                     missing = _missing(f"{self.key}.columns.{ours}", theirs, tuple(owners))
-                    raise DataError(f"{self.label}: {missing}; correct the name")
+                    raise DataError(f"{self.source.path}: {missing}; correct the name")
                 inner.append(theirs)
         present = (*owners, *inner)
         names = {field: mapping.get(field, field) for fields in FIELDS_OF_FORMAT.values() for field in fields}
@@ -125,7 +124,7 @@ class ColumnNames:
         if not any(all(names[column] in read for column in columns) for columns in needed):
             what = "column 'prompt'" if self.prompts_suffice else "columns 'chosen' and 'rejected'"
             raise DataError(
-                f"{self.label}: no {what}; the columns are: {', '.join(present)}; say which they are in "
+                f"{self.source.path}: no {what}; the columns are: {', '.join(present)}; name them in "
                 f"{self.key}.columns; if a column says which of two answers is better, name first, second "
                 "and preference; rows of KTO have one answer only: join two of one prompt"
             )
@@ -186,7 +185,7 @@ class OpenRows:
 
     def _read_unparsed(self, wanted: Sequence[str] | None) -> Generator[tuple[int, Any], None, None]:
         number = 0
-        with _readable(self._names.label, lambda: f"after {self.row_word} {number}"):
+        with _readable(self._names.source.path, lambda: f"after {self.row_word} {number}"):
             for number, row in self._read(wanted):
                 yield number, row
 
@@ -219,20 +218,21 @@ def open_files(paths: Sequence[Path], names: ColumnNames) -> OpenRows:
     """Opens a file, or several ones of JSON or CSV as one source. Raises DataError."""
     if data_suffix(paths[0]) in (".parquet", ".arrow"):
         return _open_columnar(paths[0], names)
-    with _readable(names.label):
+    with _readable(names.source.path):
         word = "line" if len(paths) == 1 and _has_json_lines(paths[0]) else "row"
 
-    def read(columns: Sequence[str] | None) -> Iterator[tuple[int, Any]]:
-        files = map(partial(_rows_of, label=names.label), paths)
-        return enumerate((row for rows in files for _, row in rows), 1) if len(paths) > 1 else next(files)
-
-    return OpenRows(read, names, word)
+    return OpenRows(lambda columns: _rows_of(paths, names.source.path), names, word)
 
 
-def _rows_of(path: Path, label: str) -> Iterator[tuple[int, Any]]:
-    if ".csv" in data_suffix(path):
-        return _read_csv(path, label)
-    return _read_json_lines(path) if _has_json_lines(path) else _read_json_array(path, label)
+def _rows_of(paths: Sequence[Path], label: str) -> Iterator[tuple[int, Any]]:
+    numbers = count(1)  # of the rows of several files
+    for path in paths:
+        if ".csv" in data_suffix(path):
+            rows = _read_csv(path, label)
+        else:
+            rows = _read_json_lines(path) if _has_json_lines(path) else _read_json_array(path, label)
+        for number, row in rows:
+            yield number if len(paths) == 1 else next(numbers), row
 
 
 def _has_json_lines(path: Path) -> bool:
@@ -404,7 +404,7 @@ def _open_columnar(path: Path, names: ColumnNames) -> OpenRows:
                 for begin in range(0, batch.num_rows, READ_ROWS):
                     yield batch.select(columns).slice(begin, READ_ROWS)
 
-    with _readable(names.label), _table(path) as (schema, num_rows, _):
+    with _readable(names.source.path), _table(path) as (schema, num_rows, _):
         pass
     return open_tables(tables, names, schema, num_rows)
 

@@ -22,6 +22,7 @@ from dpo_pack.data.ingest import SMALLEST_RANGE, Ingestion, LocatedSource, Progr
 from dpo_pack.data.readers import (
     READ_ROWS,
     ColumnNames,
+    NumberedRow,
     OpenRows,
     check_start,
     data_suffix,
@@ -266,9 +267,9 @@ def _pair_keys(chosen: NDArray[np.uint8], rejected: NDArray[np.uint8]) -> NDArra
 
 
 def _of_source(name: str, source: LoadedSource, is_pairs: bool) -> dict[str, Any]:
-    settings, store = source.recipe, source.store
-    of_recipe = {"path": settings.path, "split": settings.split, "weight": settings.weight}
-    counts: dict[str, Any] = {"name": name, **of_recipe, **store.summary}
+    store = source.store
+    settings = source.recipe.model_dump(include={"path", "split", "weight"})
+    counts: dict[str, Any] = {"name": name, **settings, **store.summary}
     if is_pairs:
         counts |= _describe(PairTable.of([store]), is_pairs)
         counts |= {"token_store": str(store.directory), "token_store_reused": source.rows_tokenized == 0}
@@ -327,21 +328,16 @@ def load_source(
     )
     with ingestion.start() as rows:
         if is_prompts or max_rows is not None:
-            read = list(ingestion.batches(rows))
-            return LoadedSource(
-                recipe=source,
-                store=TokenStore.of_ranges((batch.pairs for batch in read), ingestion.summary()),
-                rows_tokenized=ingestion.num_rows,
-                prompts=tuple(prompt for batch in read for prompt in batch.prompts),
-                columns_read=ingestion.columns_read,
-                reads_all=next(rows, None) is None,
-            )
+            return _read_source(ingestion, rows)
         facts = _facts_of_tokens(ingestion, tokenizer_key)
         directory = cache_dir / "tokens" / content_key({**facts, "source": ingestion.located.fingerprint})
         store = open_store(directory)
-        if store is None and _is_large(ingestion):
-            store = write_ranges(directory, ingestion, facts)
-        elif store is None:
+        if store is None and (source.max_pairs or SMALLEST_RANGE) >= SMALLEST_RANGE:
+            with closing(ingestion.located.open().unparsed) as more:  # are there enough rows for a range?
+                num_rows = ingestion.opened.num_rows or sum(1 for _ in islice(more, SMALLEST_RANGE))
+            if num_rows >= SMALLEST_RANGE:
+                store = write_ranges(directory, ingestion, facts)
+        if store is None:
             batches = (batch.pairs for batch in ingestion.batches(rows))  # raises DataError if there is none
             store = write_store(directory, batches, ingestion.summary)
     assert store is not None
@@ -349,13 +345,17 @@ def load_source(
     return LoadedSource(recipe=source, store=replace(store, label=source.path), rows_tokenized=num_rows)
 
 
-def _is_large(ingestion: Ingestion) -> bool:
-    """Whether so many rows are read that they are worth a range. Reads no rows if few pairs are wanted."""
-    if (ingestion.source.max_pairs or SMALLEST_RANGE) < SMALLEST_RANGE:
-        return False
-    with closing(ingestion.located.open().unparsed) as rows:
-        num_rows = ingestion.opened.num_rows or sum(1 for _ in islice(rows, SMALLEST_RANGE))
-    return num_rows >= SMALLEST_RANGE
+def _read_source(ingestion: Ingestion, rows: Iterator[NumberedRow]) -> LoadedSource:
+    """Returns a source of prompts, or the first rows of one of pairs, in memory only."""
+    read = list(ingestion.batches(rows))
+    return LoadedSource(
+        recipe=ingestion.source,
+        store=TokenStore.of_ranges((batch.pairs for batch in read), ingestion.summary()),
+        rows_tokenized=ingestion.num_rows,
+        prompts=tuple(prompt for batch in read for prompt in batch.prompts),
+        columns_read=ingestion.columns_read,
+        reads_all=next(rows, None) is None,
+    )
 
 
 def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]:
@@ -365,7 +365,7 @@ def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]
     if format.content == "messages":
         of_content = {
             "scored_turns": data.scored_turns,
-            "chat_template_kwargs": {**data.chat_template_kwargs, **ingestion.source.chat_template_kwargs},
+            "chat_template_kwargs": ingestion.settings.template_options,
             "continue_final_message": data.continue_final_message,
         }
     if (reader := ingestion.settings.images) is not None:
@@ -391,17 +391,11 @@ def locate_source(
     """Finds a source and computes a key of its content, "" without `hash_memo`, a file of hashes. Raises
     DataError if the source or split does not exist, RecipeError if keys of the recipe do not fit it."""
     label, path = source.path, Path(source.path)
-    names = ColumnNames(
-        mapping=source.columns,
-        label=label,
-        key=key,
-        prompts_suffice=prompts_suffice,
-        reads_images=reads_images,
-    )
+    names = ColumnNames(source=source, key=key, prompts_suffice=prompts_suffice, reads_images=reads_images)
     unread: list[str] = []
     try:
         if not path.exists():
-            return _find_on_hub(source, names)
+            return _find_on_hub(names)
         for name in _HUB_KEYS:
             if getattr(source, name) is not None:
                 raise RecipeError(
@@ -409,7 +403,7 @@ def locate_source(
                     f"leave {name} out, or name the files in {key}.path"
                 )
         if path.is_dir():
-            path, open_source, unread = _find_directory(path, source.split, names)
+            path, open_source, unread = _find_directory(path, names)
         else:
             if source.split != DEFAULT_SPLIT:
                 raise RecipeError(f"{key}.split: {label} is a file, which has no splits; leave split out")
@@ -431,8 +425,8 @@ def locate_source(
         raise DataError(f"{label}: {error.strerror or error}; check the path and its permissions") from error
 
 
-def _find_on_hub(source: SourceRecipe, names: ColumnNames) -> LocatedSource:
-    label, key = names.label, names.key
+def _find_on_hub(names: ColumnNames) -> LocatedSource:
+    source, label, key = names.source, names.source.path, names.key
     is_path = data_suffix(Path(label)) in DATA_FILE_SUFFIXES or label.startswith((".", "/", "~"))
     if is_path or label.count("/") > 1:
         raise DataError(f"{label}: no such file or directory in {Path.cwd()}; correct {key}.path")
@@ -444,20 +438,19 @@ def _find_on_hub(source: SourceRecipe, names: ColumnNames) -> LocatedSource:
     )
 
 
-def _find_directory(
-    path: Path, split: str, names: ColumnNames
-) -> tuple[Path, Callable[[], OpenRows], list[str]]:
+def _find_directory(path: Path, names: ColumnNames) -> tuple[Path, Callable[[], OpenRows], list[str]]:
     """Returns the directory of the split, saved by `datasets` or not, how to open it, and unread files."""
+    label, split = names.source.path, names.source.split
     files, unread, is_saved = list[Path](), list[str](), True
     if (path / "dataset_dict.json").is_file():
         splits = sorted(child.name for child in path.iterdir() if (child / "state.json").is_file())
         if split not in splits:
             there_are = ", ".join(splits)
-            raise DataError(f"{names.label}: no split {split!r}; {names.key}.split can be: {there_are}")
+            raise DataError(f"{label}: no split {split!r}; {names.key}.split can be: {there_are}")
         path = path / split
     elif (path / "state.json").is_file():
         if split != DEFAULT_SPLIT:
-            raise RecipeError(f"{names.key}.split: {names.label} is saved without splits; leave split out")
+            raise RecipeError(f"{names.key}.split: {label} is saved without splits; leave split out")
     elif any(data_suffix(file) in DATA_FILE_SUFFIXES for file in path.rglob("*")):
         is_saved = False
         files, unread = _files_of_split(path, split)
@@ -465,7 +458,7 @@ def _find_directory(
             check_start(file, str(file))
     else:
         raise DataError(
-            f"{names.label}: no data files in it ({', '.join(DATA_FILE_SUFFIXES)}); correct {names.key}.path"
+            f"{label}: no data files in it ({', '.join(DATA_FILE_SUFFIXES)}); correct {names.key}.path"
         )
 
     def open_source() -> OpenRows:
@@ -522,4 +515,4 @@ def _load_dataset(
         else:
             remedy += ", or check the network and HF_TOKEN; no local file has this name"
         told = " ".join(str(cause).split())[:500]  # it may list the configurations or splits
-        raise DataError(f"{names.label}: `datasets` cannot load it ({told}); {remedy}") from error
+        raise DataError(f"{names.source.path}: `datasets` cannot load it ({told}); {remedy}") from error

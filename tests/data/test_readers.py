@@ -59,8 +59,8 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def names(label: str = "pairs", **mapping: str) -> ColumnNames:
-    return ColumnNames(mapping=mapping, label=label, key="data.train.0")
+def names(label: str = "pairs", **mapping: str | None) -> ColumnNames:
+    return ColumnNames(source=SourceRecipe(path=label, columns=mapping), key="data.train.0")
 
 
 def opened(path: Path, **mapping: str) -> OpenRows:
