@@ -362,10 +362,11 @@ def open_store(directory: Path) -> TokenStore | None:
     if not isinstance(summary, dict):
         return None
     if "ranges" in manifest:
+        if manifest.get("checksum") != content_key([manifest["ranges"], summary]):
+            return None
         ranges = [(open_store(directory.with_name(name)), before) for name, before in manifest["ranges"]]
         found = [replace(one, rows_before=before) for one, before in ranges if one is not None]
-        is_whole = manifest.get("checksum") == content_key([manifest["ranges"], summary])
-        is_whole &= len(found) == len(ranges)
+        is_whole = len(found) == len(ranges)
         return TokenStore.of_ranges(found, summary, directory=directory) if is_whole else None
     try:
         store, checksum = _map_files(directory, summary)
