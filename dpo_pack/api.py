@@ -40,6 +40,16 @@ if TYPE_CHECKING:
     AnyPath = str | os.PathLike[str]
     AnyRecipe = AnyPath | Mapping[str, Any] | Recipe
 
+_DOCTOR = "use 'dpopack doctor RECIPE' (dpo_pack.doctor), which loads, proves and measures as a run does"
+_INSPECT = "use 'dpopack inspect-packing RECIPE --memory SIZE --devices N' (dpo_pack.inspect_packing)"
+REMOVED = {
+    "dry_run": _DOCTOR,
+    "full": _DOCTOR,
+    "memory": _INSPECT,
+    "devices": _INSPECT,
+    "template": "copy a file of configs/, or begin with what 'dpopack recipe --defaults' prints",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -384,6 +394,8 @@ def load(
     """
     from dpo_pack.recipe.load import check_environment, load_recipe, parse_recipe
 
+    for name in overrides.keys() & REMOVED.keys():
+        raise RecipeError(f"{name}: {REMOVED[name]}")
     texts = [f"{key}={json.dumps(_as_yaml(value, key))}" for key, value in overrides.items()]
     if isinstance(recipe, str | os.PathLike):
         loaded = load_recipe(Path(recipe), texts, lenient=lenient)

@@ -73,6 +73,9 @@ def test_python_has_the_three_answers_to_whether_a_run_would_start(
     found = dpo_pack.doctor(recipe, quiet=True)
     assert found["error"] is None and found["memory"]["fits"] and found["proofs"]
     assert capsys.readouterr() == ("", "") and not (recipe.parent / "run").exists()
+    for name in api.REMOVED:
+        with pytest.raises(RecipeError, match=f"^{name}: "):
+            dpo_pack.train(recipe, **{name: 1})
 
 
 def test_the_package_has_the_functions_of_api_and_no_other_name() -> None:

@@ -15,9 +15,10 @@ import signal
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 import dpo_pack
 from dpo_pack import api
@@ -30,6 +31,23 @@ if TYPE_CHECKING:
     from dpo_pack.recipe.load import Recipe
 
 
+class _Commands(TyperGroup):
+    """The commands. An option that went, or that is a key of a recipe or of a peer, is answered with ours."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            # click's NoSuchOption, of which some releases of typer have a copy
+            if (option := getattr(error, "option_name", None)) is not None:
+                from dpo_pack.recipe.load import advice_on_option
+
+                name = option.lstrip("-").replace("-", "_")
+                if advice := api.REMOVED.get(name) or advice_on_option(name):
+                    raise RecipeError(f"no option {option}: {advice}") from None
+            raise
+
+
 def _complete_key(incomplete: str) -> list[str]:
     from dpo_pack.recipe.load import recipe_fields
 
@@ -37,6 +55,7 @@ def _complete_key(incomplete: str) -> list[str]:
 
 
 app = typer.Typer(
+    cls=_Commands,
     help="DPO fine-tuning of causal language models: without padding, each prompt computed once for both "
     "completions, reference log-probs cached.",
     no_args_is_help=True,

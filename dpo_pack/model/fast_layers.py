@@ -113,7 +113,9 @@ def _linear(module: nn.Linear, features: Tensor) -> Tensor:
     if features.ndim < 2 or not is_float32 or torch.is_autocast_enabled("cpu"):
         return nn.functional.linear(features, module.weight, module.bias)
     # We flatten to two dimensions: for more, oneDNN returns a view, which a model could not change in place.
-    product: Tensor = _Linear.apply(features.flatten(0, -2), module.weight, module.bias)  # type: ignore[no-untyped-call]
+    product: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        features.flatten(0, -2), module.weight, module.bias
+    )
     unflattened: Tensor = product.unflatten(0, features.shape[:-1])
     return unflattened
 

@@ -333,6 +333,18 @@ def _nearest(parts: Sequence[str]) -> str:
     return texts[close[0]] if close else f"known here: {', '.join(beside)}"
 
 
+def advice_on_option(name: str) -> str | None:
+    """Returns what to write in place of the option `name`; None if no recipe key is meant."""
+    if name == "config":
+        return "give the recipe without an option, as in dpopack train recipe.yaml"
+    if keys := [key for key in recipe_fields() if name in (key, key.rpartition(".")[2])]:
+        return f"write {keys[0]}=VALUE after the recipe"
+    example = "set keys after the recipe, as in optim.lr=1e-6"
+    if name in ("set", "override"):
+        return example
+    return f"{our_words()[name]}; {example}" if name in our_words() else None
+
+
 # ------------------------------------------------------------------------ what differs between two recipes
 
 # A run may be resumed with other values of these keys, because they do not change training. (If a run could

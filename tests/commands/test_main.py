@@ -632,6 +632,25 @@ def test_recipe_translates_and_names_what_has_no_counterpart(dpopack: Dpopack, t
     assert {"model", "data", "output_dir"} <= set(json.loads(dpopack("recipe", "--schema").out)["required"])
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "told"),
+    [
+        ("train", "--config", r"--config: .*dpopack train recipe\.yaml"),
+        ("train", "--max_length", r"data\.max_length=VALUE"),
+        ("train", "--set", r"optim\.lr=1e-6"),
+        ("train", "--nonsense", r"No such option: --nonsense"),
+        ("train", "--dry-run", r"dpopack doctor"),
+        ("train", "--memory", r"dpopack inspect-packing RECIPE --memory"),
+        ("recipe", "--template", r"configs/.*recipe --defaults"),
+    ],
+)
+def test_an_option_that_went_or_is_a_key_is_answered_with_what_to_use(
+    command: str, option: str, told: str, dpopack: Dpopack
+) -> None:
+    outcome = dpopack(command, "recipe.yaml", option, "1")
+    assert outcome.status == 2 and re.search(told, outcome.err)
+
+
 @pytest.mark.parametrize(("words", "expected"), [("train recipe.yaml optim.l", "optim.lr=")])
 def test_shells_complete_recipe_keys(words: str, expected: str) -> None:
     environment = {"_DPOPACK_COMPLETE": "complete_bash", "COMP_WORDS": f"dpopack {words}", "COMP_CWORD": "3"}
