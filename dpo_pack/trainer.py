@@ -1,11 +1,18 @@
 """DPO training, one run from top to bottom. Read this file first.
 
-    train -> prepare_run            gets the run ready: data, plan, model, proof, reference (run/inputs.py)
+    train -> find_run               finds an earlier run in `output_dir`, which goes on
+          -> prepare_run            data, plan, model, proof, reference, checkpoint (run/inputs.py)
+          -> begin_output           writes the first files
           -> run_steps -> take_steps -> train_step                computes the gradient, clips it, updates
                                          -> accumulate_gradients  one forward and one backward for each row
                                      -> close_step                evaluates and saves, if these are due
           -> finish                 exports the model
+          -> verify_model           compares its files with what was trained (run/export.py)
           -> push_model             uploads it, if the recipe says so
+
+The pairs come from data, and a plan says which are in which step (*offline*), or they are answers that the
+policy generates and judges compare (*online*, online/phases.py). The proof shows, on made-up pairs, that rows
+with several sequences give the log-probs of each sequence alone on this model and machine (proofs/).
 
 A step trains on one global batch: a fixed number of preference pairs. They are packed into rows of up to
 `packing.token_budget` tokens, which the ranks divide among them. A row has no padding: its sequences lie one
@@ -16,22 +23,27 @@ for any number of rows and ranks:
 
     loss = sum over the step's pairs of weight * l(pair) / number of pairs
 
+The weight of a pair is that of its row of data, times that of `loss.weighting`. The policy of a mixture of
+experts adds its load-balancing loss behind `train_step`'s back (`ExpertBalance`, training/step_loss.py).
+
 For DPO (`loss.type: sigmoid`, losses/preference.py), pi and ref are the summed log-probs of a completion:
 
     l(pair) = -log sigmoid(beta * ((pi_chosen - ref_chosen) - (pi_rejected - ref_rejected)))
 
-`pair_losses` computes weight * l(pair) by the recipe's `objective`, of whatever loss. The `scorer` computes
-the log-probs of a row with the weights of the model. The `policy` is the scorer as all ranks run it together:
-forward passes that need gradients call it. The reference's log-probs come with the batch, from the run's
-reference.parquet, or a reference model computes them in each step; it may `follow` the policy (TR-DPO).
+`pair_losses` computes weight * l(pair) by the `objective`, which is the recipe's loss. The `scorer` computes
+the log-probs of a row with the weights of the model. The `policy` is the scorer as all ranks run it together
+(DDP, FSDP2): forward passes that need gradients call it. The reference's log-probs are cached or computed
+before the first step and come with the batch. Or a reference model computes them in each step: that of an
+online run, or one that follows the policy (TR-DPO). Some losses have no reference.
 
 Ranks may have different numbers of rows. With shards (fsdp2) each pass needs all ranks, because each holds a
 part of the weights. So a rank that has no row left computes *idle rows*, whose gradient is zero, while others
 still have rows.
 
-A run can resume after any step that has a checkpoint: `find_run` names the newest, `load_checkpoint` fills
-the state from it, and what an earlier process wrote after it is removed before the first step. Legend: P
-pairs of a row.
+A run can resume after any step that has a checkpoint: `prepare_run` takes the newest undamaged one and fills
+the state from it, and what an earlier process wrote after it is removed before the first step. A stop signal
+(Ctrl-C, SIGTERM) acts at the next `poll`, which all ranks reach together; a second one acts at once, and
+nothing is saved. Legend: P pairs of a row.
 """
 
 from __future__ import annotations
@@ -52,7 +64,7 @@ from dpo_pack.reports.run_files import print_ending, print_next
 from dpo_pack.run.checkpoint import Saver
 from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoints
 from dpo_pack.run.evaluate import Evaluator
-from dpo_pack.run.export import job_to_verify, verify_model
+from dpo_pack.run.export import prepare_verification, verify_model
 from dpo_pack.run.inputs import Inputs, prepare_run
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.run_dir import (
@@ -124,7 +136,8 @@ def train(
                 if run.info.get("status") != "finished":  # else only the terminal or the page failed
                     run.update(status=status, totals=trainer.log.totals(trainer.state))
             raise
-        # The run is finished: neither an error of what follows nor a signal changes that.
+        # The run is finished and stays so, whatever follows. A model that is not what was trained ends the
+        # command before the upload. The ranks that do not verify wait in `push_model`, or end.
         if job is not None and ranks.is_first():
             verify_model(run, console, job)
         print_next(run.root, trainer.state.evaluation, console, has_images=recipe.model.images)
@@ -240,7 +253,7 @@ class Trainer:
             self.source.prepare_next()  # makes the next batch while the device computes
             self.clock.lap("data")
             is_last = state.step == self.source.num_steps
-            # The evaluation resets `owes_evaluation`. A run that stops before it evaluates when it resumes.
+            # The evaluation resets `owes_evaluation`. If a signal comes first, a resumed run evaluates.
             state.owes_evaluation = is_last or is_multiple(state.step, every_steps)
             if is_logged or state.owes_evaluation or self.saver.is_due:  # these wait for the device
                 log.report_nonfinite()  # raises RunError if the recipe stops at such a step
@@ -268,7 +281,7 @@ class Trainer:
         fused AdamW this only queues work. If it waited for the device, the device would become idle.
         """
         state, optimizer = self.state, self.state.optimizer
-        with self.policy.step(batch.passes):
+        with self.policy.step(batch.passes):  # a mixture first counts the tokens of the step's experts
             batch = self.reference.score_batch(batch)
             values = self.accumulate_gradients(batch)
         grad_norm = clip_gradients(state.scorer, self.recipe.optim.max_grad_norm)
@@ -277,7 +290,9 @@ class Trainer:
         self.log.guard.skip_if_nonfinite(
             optimizer, losses, grad_norm, step=state.step + 1, pairs=batch.pair_indices
         )
-        state.step += 1  # first: an error while the parameters change must not save them
+        # First, so that after an error in the update nothing is saved: the step is not that of the last
+        # resume point, and some parameters may have changed.
+        state.step += 1
         optimizer.step()
         state.scheduler.step()
         optimizer.zero_grad(set_to_none=not self.policy.keeps_gradients)
@@ -367,12 +382,12 @@ class Trainer:
         print_ending(run.root, state.evaluation, state.health.warnings, self.console)
         if self.recipe.export.verify == "none":
             return None
-        state.optimizer.zero_grad(set_to_none=True)  # the reader of the model needs memory
+        state.optimizer.zero_grad(set_to_none=True)  # the process that reads the model back needs memory
         state.optimizer.state.clear()
-        return job_to_verify(self.setup, self.inputs.loaded, run.model, saved)
+        return prepare_verification(self.setup, self.inputs.loaded, run.model, saved)
 
     def write_results(self, best: dict[str, Any] | None, *, stopped_early: bool) -> dict[str, Tensor]:
-        """Writes samples, model and facts of a finished run; returns the tensors in the model's files."""
+        """Writes samples, model and facts of a finished run. Rank 0 gets the tensors in the model's files."""
         run, state, log, saver = self.run, self.state, self.log, self.saver
         self.sampler.write(saver.load_exported(), at_end=True)
         with shown(self.console, "Writing the model"):
@@ -393,7 +408,7 @@ class Trainer:
             **({} if best is None else {"best": best, "stopped_early": stopped_early}),
             "warnings": list(state.health.warned),
             "verified": False,
-            "not_verified": "the process ended before",
+            "not_verified": "the process ended before its files were compared",
         }
         if self.recipe.export.verify == "none":
             facts["not_verified"] = "export.verify: none"

@@ -49,7 +49,7 @@ from dpo_pack.run.checkpoint_files import (
     load_tensors,
     saved_counters,
 )
-from dpo_pack.run.export import export_model, job_to_verify, verify
+from dpo_pack.run.export import export_model, prepare_verification, verify
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.pairs import exact_tables
 from dpo_pack.run.run_dir import PARTS, RunDir, only_run
@@ -419,7 +419,7 @@ def _export_checkpoint(run: Path, checkpoint: Path, target: Path, console: Conso
     try:
         saved = export_model(setup, loaded, temporary, console, totals=totals, evaluation=evaluation)
         if recipe.export.verify != "none":
-            job = job_to_verify(setup, loaded, temporary, saved)
+            job = prepare_verification(setup, loaded, temporary, saved)
             _, how = ranks.first_does_for_all(partial(verify, job))
         ranks.first_does_for_all(writing(target)(partial(put_in_place, temporary, target)))
     finally:

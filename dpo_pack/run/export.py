@@ -1,7 +1,7 @@
 """Leaves the trained model: writes it as its users read it, has it read back and compared, says how it came.
 
 export_model -> writes weights, config, tokenizer and the model card, whole or not at all
-job_to_verify, verify_model -> another process (proofs/read_back.py) reads the files as their users do:
+prepare_verification, verify_model -> another process (proofs/read_back.py) reads the files as their users do:
     each tensor must be the trained one, bit for bit, and so must be the log-probs of a few made-up pairs
 model_card -> base, data, results, how to use the model, and the recipe that trains it again
 merge_adapter -> a model that needs no peft, from a LoRA adapter and its base
@@ -171,14 +171,14 @@ def name_turn_end(
 
 
 @torch.no_grad()
-def job_to_verify(
+def prepare_verification(
     setup: Setup, loaded: LoadedModel, directory: Path, saved: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Returns what proofs/read_back.py needs to compare the export with the policy; every rank must call it.
+    """Computes what proofs/read_back.py needs to compare the export with the policy; every rank must call it.
 
     Log-probs are compared as `export.verify` says (auto: where the weights fit into memory once more), but
     not on a quantised base: of the start-up proof's pairs, within three times what rounding changes in them.
-    The policy gets the exported values, which are rounded.
+    For that the policy's own weights are rounded to the exported values: its training is over.
     """
     facts, scorer, device = setup.policy_facts, loaded.scorer, setup.device
     wanted, trained = setup.recipe.export.verify, facts.precision.parameters

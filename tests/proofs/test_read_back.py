@@ -219,7 +219,7 @@ def job_of(
 ) -> dict[str, Any]:
     settings = SimpleNamespace(export=SimpleNamespace(verify=verify, dtype="float32"))
     setup: Any = SimpleNamespace(recipe=settings, policy_facts=facts_of(base), device=torch.device("cpu"))
-    return export.job_to_verify(setup, loaded, target, saved)
+    return export.prepare_verification(setup, loaded, target, saved)
 
 
 LORA = LoraRecipe(r=2, alpha=4)
