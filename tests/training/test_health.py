@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,11 +69,16 @@ TROUBLES: dict[str, tuple[Callable[[int], dict[str, float]], int, int]] = {
 }
 
 
+def test_each_rule_has_a_trouble_here_and_a_row_in_the_docs() -> None:
+    docs = (Path(__file__).parents[2] / "docs/metrics.md").read_text().partition("## Health")[2]
+    assert TROUBLES.keys() == RULES.keys() == set(re.findall(r"^\| `(\w+)` \|", docs, re.MULTILINE))
+
+
 @pytest.mark.parametrize("name", TROUBLES)
 def test_each_trouble_is_told_once_when_it_shows(name: str) -> None:
     change, first, last = TROUBLES[name]
     health = examined(curve(change))
-    assert health.warned == (name,) and name in RULES
+    assert health.warned == (name,)
     (told,) = health.warnings
     assert first <= int(told.split()[2].strip(":")) <= last and told.isprintable()
 
