@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"  # ranks that have met have it
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def _load(file: Path, overrides: list[str] | None, *, lenient: bool = False) -> Recipe:
@@ -184,7 +184,7 @@ def train(
     and writes the model to output_dir/model. Run the same command again to resume an interrupted run.
     """
     loaded = _load(recipe, overrides)
-    if not os.environ.keys() & {"RANK", "SLURM_PROCID"}:  # else each rank would say it
+    if _is_first():
         say(f"dpo-pack {dpo_pack.__version__} starts: its imports take some seconds")
     api.train(loaded, overwrite=overwrite, verbose=verbose, command=_own_command())
 

@@ -31,7 +31,7 @@ from dpo_pack.data.formats import (
     with_system,
 )
 from dpo_pack.data.images import ImageProcessor, ImageReader
-from dpo_pack.data.readers import FIRST_ROWS, TAKEN_ONCE, NumberedRow, OpenRows
+from dpo_pack.data.readers import FIRST_ROWS, TAKEN_ONCE, NumberedRow, OpenRows, is_among
 from dpo_pack.data.store import (
     KEY_BYTES,
     PairTable,
@@ -198,16 +198,16 @@ class Ingestion:
         """Raises DataError if the source has no column prompt, and another column may be it."""
         prompt = self.source.columns.get("prompt", "prompt")
         first_rows = [] if prompt is None or prompt in self.opened.columns else self.opened.first_rows()
-        columns = dict.fromkeys([*self.opened.columns, *chain.from_iterable(first_rows)])
-        self.needs_prompt = prompt in columns
+        columns = {*self.opened.columns, *chain.from_iterable(first_rows)}
+        self.needs_prompt = prompt is not None and is_among(prompt, columns)
         if self.needs_prompt or prompt != "prompt":
             return  # without the column that the recipe names, each row is refused
         read = {*FIELDS_OF_FORMAT[self.format], *self._columns.values()}
         texts = texts_of_columns(first_rows, beside=read)
         possible = [column for column in texts if not are_labels(texts[column])]
-        has_answers = self.completion_tokens is not None or columns.keys() >= {
-            self.source.columns.get(column, column) for column in FORMATS[self.format].completion_columns
-        }
+        answers = [self.source.columns.get(name, name) for name in FORMATS[self.format].completion_columns]
+        has_answers = all(name is not None and is_among(name, columns) for name in answers)
+        has_answers = has_answers or self.completion_tokens is not None
         if not has_answers:
             return
         if not possible:
@@ -253,7 +253,7 @@ class Ingestion:
         return {
             field: column
             for field, column in self._columns.items()
-            if column is not None and not {column, column.split(".")[0]}.isdisjoint(self.opened.columns)
+            if column is not None and is_among(column, self.opened.columns)
         }
 
     # ---- Rows as tokens

@@ -13,7 +13,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -132,6 +132,11 @@ class ColumnNames:
         others = re.compile("binary" if has_prompt else "binary|string")
         wanted = [n for n, kind in columns if n in read or is_media_name(n) or others.search(kind)]
         return None if inner else wanted
+
+
+def is_among(name: str, columns: Collection[str]) -> bool:
+    """Whether rows with these columns may have `name`, which may be a path of keys, `input.messages`."""
+    return name in columns or name.split(".")[0] in columns
 
 
 _TEXT_FIELDS = {field for fields in FIELDS_OF_FORMAT.values() for field in fields} - {*IMAGE_FIELDS}

@@ -333,8 +333,9 @@ def load_source(
         directory = cache_dir / "tokens" / content_key({**facts, "source": ingestion.located.fingerprint})
         store = open_store(directory)
         if store is None and (source.max_pairs or SMALLEST_RANGE) >= SMALLEST_RANGE:
-            with closing(ingestion.located.open().unparsed) as more:  # are there enough rows for a range?
-                num_rows = ingestion.opened.num_rows or sum(1 for _ in islice(more, SMALLEST_RANGE))
+            if (num_rows := ingestion.opened.num_rows) is None:
+                with closing(ingestion.located.open().unparsed) as more:
+                    num_rows = sum(1 for _ in islice(more, SMALLEST_RANGE))
             if num_rows >= SMALLEST_RANGE:
                 store = write_ranges(directory, ingestion, facts)
         if store is None:

@@ -306,18 +306,21 @@ def write_store(
 ) -> TokenStore | None:
     """Writes each batch when `batches` yields it, then `summarize()`, and opens the store; None: there is no
     pair. If `batches` raises an error, no file stays on the disk. Raises CacheError."""
-    images, num_tokens, largest, are_all_scored = None, 0, 0, True
+    scored, images, num_tokens, largest = None, None, 0, 0
     with contextlib.suppress(_NotNeeded), written_aside(directory) as temporary:
         temporary.mkdir()
         with contextlib.ExitStack() as files:
-            names = (_TOKENS, _RECORDS, _SCORED)
-            tokens, records, scored = (files.enter_context((temporary / name).open("wb")) for name in names)
+            names = (_TOKENS, _RECORDS)
+            tokens, records = (files.enter_context((temporary / name).open("wb")) for name in names)
             for batch in batches:
                 tokens.write(batch.tokens.data)
                 records.write(batch.records.tobytes())
-                all_true = np.ones(len(batch.tokens), dtype=np.bool_)
-                scored.write((all_true if batch.scored is None else batch.scored).data)
-                are_all_scored &= batch.scored is None
+                if batch.scored is not None and scored is None:  # all earlier tokens are
+                    scored = files.enter_context((temporary / _SCORED).open("wb"))
+                    scored.write(np.ones(num_tokens, dtype=np.bool_).data)
+                if scored is not None:
+                    all_true = np.ones(len(batch.tokens), dtype=np.bool_)
+                    scored.write((all_true if batch.scored is None else batch.scored).data)
                 if batch.images is not None:
                     if images is None:
                         content = files.enter_context((temporary / CONTENT).open("wb"))
@@ -325,8 +328,6 @@ def write_store(
                     images.add(batch.images, num_tokens)
                 num_tokens += len(batch.tokens)
                 largest = max(largest, int(batch.tokens.max(initial=0)))
-        if are_all_scored:
-            (temporary / _SCORED).unlink()
         if not num_tokens:
             raise _NotNeeded
         of_images = {} if images is None else images.write(temporary)

@@ -353,11 +353,13 @@ def _mapped(message: Message, change: Change) -> Message:
         if isinstance(mapped.get(key), str):
             mapped[key] = change("reasoning", mapped[key])
     mapped["content"] = _mapped_content(mapped.get("content"), change)
-    calls = {key: message[key] for key in ("tool_calls", "function_call") if message.get(key)}
-    mapped |= {key: _mapped_call(call, partial(change, "tool_calls")) for key, call in calls.items()}
-    if not calls and message.get("content") is None:  # the text may be in keys that only this template knows
-        for key in [key for key in message if key not in _KNOWN_KEYS and key != "name"]:
+    if isinstance(calls := message.get("tool_calls"), list) and calls:
+        mapped["tool_calls"] = [_mapped_call(call, partial(change, "tool_calls")) for call in calls]
+    elif message.get("content") is None:  # the text may be in keys that only this template knows, or none
+        for key in [key for key in message if key not in (*_KNOWN_KEYS, "name", "function_call")]:
             mapped[key] = _mapped_leaves(message[key], partial(change, key))
+    if "function_call" in message:  # OpenAI's older form of a call
+        mapped["function_call"] = _mapped_leaves(message["function_call"], partial(change, "tool_calls"))
     return mapped
 
 
@@ -393,9 +395,6 @@ def _mapped_part(part: Any, change: Change) -> Any:
 
 
 def _mapped_call(call: Any, change: Callable[[str], str]) -> Any:
-    """Of a call, its name and arguments; those of OpenAI's older form are not in a `function`."""
-    if isinstance(call, list):
-        return [_mapped_call(one, change) for one in call]
     if not isinstance(call, dict):
         return call
     if isinstance(call.get("function"), dict):

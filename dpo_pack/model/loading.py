@@ -93,12 +93,16 @@ def load_tokenizer(
             tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"tokenizer.chat_template: cannot read {chat_template}: {error}") from error
-    # Those of mistral-common take other arguments, and have no templates.
-    if not isinstance(tokenizer, PreTrainedTokenizerBase) or "mistral_common" in type(tokenizer).__module__:
-        raise ModelError(
-            f"{recipe_key}: {path} has a {type(tokenizer).__name__}, which has no Jinja templates; set "
-            "tokenizer.path to a directory or hub id with tokenizer.json"
-        )
+    try:  # as data/ calls it; those of mistral-common take other arguments and have no templates
+        tokenizer(["a"], add_special_tokens=False, return_token_type_ids=False, verbose=False)["input_ids"][0]
+        if tokenizer.chat_template is None or chat_template is not None:
+            asked: Any = [{"role": "user", "content": "a"}]
+            tokenizer.apply_chat_template(asked, chat_template="{{ messages[0].content }}", tokenize=False)
+        assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    except Exception as error:  # of any class's code
+        lacks = f"the tokenizer of {path}, a {type(tokenizer).__name__}, lacks what dpo-pack needs"
+        remedy = "set tokenizer.path to a directory or hub id with tokenizer.json"
+        raise ModelError(f"{recipe_key}: {lacks} (Jinja templates, for instance); {remedy}") from error
     return tokenizer
 
 

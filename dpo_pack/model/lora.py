@@ -17,6 +17,7 @@ import copy
 import importlib.util
 import inspect
 import os
+import pickle
 import re
 import textwrap
 import warnings
@@ -33,7 +34,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from dpo_pack.model.fast_layers import tower_parameters
 from dpo_pack.recipe.schema import LoraRecipe
-from dpo_pack.system.errors import ModelError
+from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import read_json
 from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import install_command, package_versions
@@ -376,7 +377,8 @@ def _one_line(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the adapter's files decide the error's class
-        reason = textwrap.shorten(str(error), 350, placeholder=" ...").rstrip(".")
+        text = first_line(error) if isinstance(error, pickle.UnpicklingError) else str(error)
+        reason = textwrap.shorten(text, 350, placeholder=" ...").rstrip(".")
         raise ModelError(f"{what}: {reason or type(error).__name__}") from error
 
 

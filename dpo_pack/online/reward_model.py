@@ -151,7 +151,7 @@ def _check_padding(judge: RewardModelJudge, source: str) -> None:
     sequences = [random.choice(tokens, length) for length in (3, 8, 24)]
     alone = np.array([judge.scores_of([ids])[0] for ids in sequences])
     difference = float(np.abs(judge.scores_of(sequences) - alone).max())
-    rounding = max(1e-4, 64 * torch.finfo(judge.model.dtype).eps)
+    rounding = max(1e-4, 16 * torch.finfo(judge.model.dtype).eps)
     if not difference <= rounding * (1 + np.abs(alone).max()):  # `not <=` is true for NaN, too
         remedy = "its code does not ignore padding; choose another reward model"
         raise UnsupportedModelError(f"{source}: padding changes a score by {difference:.1e}: {remedy}")

@@ -105,14 +105,18 @@ class EvalFraction(types.Section):
 
 
 def as_sources(value: object) -> object:
-    """Turns a path, a source or a list of both into a list of sources. Leaves other values as they are, also
-    a mapping without a source's keys: {fraction: 0.02}."""
-    is_source = isinstance(value, dict) and not value.keys().isdisjoint(SourceRecipe.model_fields)
-    if is_source or isinstance(value, (str, SourceRecipe)):
+    """Turns a path, a source or a list of both into a list of sources; returns other values unchanged."""
+    if isinstance(value, (str, dict, SourceRecipe)):
         value = [value]
     if isinstance(value, (list, tuple)):
         return [{"path": source} if isinstance(source, str) else source for source in value]
     return value
+
+
+def as_eval(value: object) -> object:
+    """Returns `as_sources(value)`, but a mapping without a source's keys as it is: {fraction: 0.02}."""
+    is_other = isinstance(value, dict) and value.keys().isdisjoint(SourceRecipe.model_fields)
+    return value if is_other else as_sources(value)
 
 
 _Sources = str | SourceRecipe | list[str | SourceRecipe]
@@ -133,7 +137,7 @@ class DataRecipe(types.Section):
         Annotated[tuple[SourceRecipe, ...], Strict(False), Tag("(sources)")]
         | Annotated[EvalFraction, Tag("(fraction)")],
         Discriminator(lambda value: "(fraction)" if isinstance(value, (dict, EvalFraction)) else "(sources)"),
-        BeforeValidator(as_sources, json_schema_input_type=_Sources | EvalFraction),
+        BeforeValidator(as_eval, json_schema_input_type=_Sources | EvalFraction),
         "a path, a source (a mapping with a path), a list of these, or {fraction: 0.02}",
     ] = ()
     """Held-out pairs: sources, or a fraction of the training pairs."""

@@ -147,9 +147,10 @@ def _drop_removed(tree: Tree) -> list[Problem]:
     loss = tree["loss"]
     if isinstance(loss, dict) and "type" in loss:
         terms = loss["type"] if isinstance(loss["type"], list) else [{"type": loss["type"]}]
-        kept = [t for t in terms if not isinstance(t, dict) or t.get("type") not in REMOVED_LOSSES]
-        if len(kept) < len(terms):
-            what = f"dpo-pack no longer has {' and '.join(REMOVED_LOSSES)}; take another, or one of your own"
+        gone = [t["type"] for t in terms if isinstance(t, dict) and t.get("type") in REMOVED_LOSSES]
+        kept = [t for t in terms if not isinstance(t, dict) or t.get("type") not in gone]
+        if gone:
+            what = f"dpo-pack no longer has {' and '.join(gone)}; take another, or one of your own"
             problems.append(("loss.type", what))
             loss["type"] = kept or "sigmoid"
     return problems

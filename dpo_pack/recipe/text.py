@@ -89,7 +89,12 @@ def read_yaml(text: str, *, where: str) -> Any:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         fail(f"{where}{place}: invalid YAML: {error.problem or error.context}")
-    except (yaml.reader.ReaderError, KeyError, ValueError) as error:  # a control character; !!int x
+    except (
+        yaml.reader.ReaderError,
+        AttributeError,
+        LookupError,
+        ValueError,
+    ) as error:  # !!int x
         fail(f"{where}: invalid YAML: {' '.join(str(error).split())}")
     except RecursionError:
         fail(f"{where}: invalid YAML: nested too deeply")

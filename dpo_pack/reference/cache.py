@@ -68,6 +68,7 @@ KEY, SUM, NUM_TOKENS = "key", "logps_sum", "num_tokens"
 # Hashes and log-probs cannot be compressed, and trying takes most of the time of a write or a read.
 UNPACKED: dict[str, Any] = {"use_dictionary": False, "compression": "none"}
 # A part must be small, because the check of its sha256 reads the whole part into memory.
+_AT_ONCE = 2**16  # sequences that a hash copies
 MAX_PART_SEQUENCES = 200_000
 UsedTimes = dict[str, float]  # path of a model -> seconds since 1970
 Keys = npt.NDArray[np.uint8]  # [n, 16]
@@ -257,8 +258,11 @@ class FrozenReference:
         is_used = np.full(len(self.keys), table is None)
         if table is not None:
             is_used[self._places(table)] = True
-        digest = hashlib.blake2b(self.keys[is_used].data, digest_size=16)
-        digest.update(self.sums[is_used].data)
+        digest = hashlib.blake2b(digest_size=16)
+        for values in (self.keys, self.sums):
+            for begin in range(0, len(values), _AT_ONCE):
+                block = slice(begin, begin + _AT_ONCE)
+                digest.update(values[block][is_used[block]].data)
         return digest.hexdigest()
 
     def covers(self, table: PairTable) -> bool:

@@ -93,7 +93,8 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
     if run.checkpoint is not None:
         metrics_offset, notes = load_checkpoint(run.checkpoint, state, identity=identity)
         going_on = f"Going on after step {state.step} of {source.num_steps} ({run.checkpoint})"
-        console.print("\n".join([going_on, *notes]))
+        for line in (going_on, *notes):
+            console.print(line)
     release_memory()
     return Inputs(
         setup=setup,

@@ -40,7 +40,7 @@ from dpo_pack.recipe.data import SourceRecipe
 from dpo_pack.recipe.load import Recipe, has_tokenizer, source_names
 from dpo_pack.recipe.online import OnlineRecipe
 from dpo_pack.recipe.schema import EvalFraction
-from dpo_pack.reference.cache import default_cache_directory
+from dpo_pack.reference.cache import default_cache_directory, find_leftovers
 from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, START_FACTOR
 from dpo_pack.run.models import (
     check_accelerate_config,
@@ -55,6 +55,7 @@ from dpo_pack.run.state import find_criterion
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, print_detail, shown
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
+from dpo_pack.system.files import discard
 from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import keep_freed_memory
 from dpo_pack.training.optim import check_optimizer
@@ -253,6 +254,8 @@ def prepare(
     if ranks.num_ranks() > 1:
         console.print(f"Strategy: {strategy.sentence()}")
         ranks.require_shared(policy.cache_dir, "reference.cache_dir")
+    for leftover in find_leftovers(policy.cache_dir) if ranks.rank() == 0 else ():
+        discard(leftover)
     with ranks.first_goes_first():  # the other ranks then read rank 0's downloads from the cache
         tokenizer = prepare_tokenizer(recipe, policy.processor)
         for model in models[1:]:

@@ -241,6 +241,20 @@ def test_questions_that_begin_late_are_not_overlooked(tmp_path: Path, before: di
     assert " 121: no column 'prompt', and 'question' may be it" in refused(tmp_path, path)
 
 
+def test_answers_in_an_object_do_not_hide_a_column_that_may_be_the_prompt(tmp_path: Path) -> None:
+    rows = [
+        {"question": row["question"], "answer": {"a": row["chosen"], "b": row["rejected"]}}
+        for row in QUESTIONS
+    ]
+    source: dict[str, Any] = {
+        "path": write(tmp_path / "a.jsonl", rows),
+        "columns": {"chosen": "answer.a", "rejected": "answer.b"},
+    }
+    assert "'question' may be it" in refused(tmp_path, source)
+    source["columns"]["prompt"] = "question"
+    assert load(tmp_path, source).train.num_pairs == len(rows)
+
+
 def test_columns_of_ids_scores_and_categories_are_not_taken_for_the_prompt(tmp_path: Path) -> None:
     others = [
         {"id": f"hh-{number}", "source": "web", "score": "4.5", "rank": number, "tags": ["a", "b"]}

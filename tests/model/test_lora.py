@@ -296,6 +296,8 @@ def test_an_adapter_that_does_not_fit_is_one_line(bases: Callable[[str], Path], 
     assert "does not fit" in refusal(lambda: load(bases("llama"), adapter), ModelError)
     file.unlink()
     assert refusal(lambda: load(bases("llama"), adapter), ModelError)
+    torch.save({**weights, "more": Path()}, adapter / "adapter_model.bin")  # torch's error advises to run it
+    assert "save them as safetensors" in refusal(lambda: load(bases("llama"), adapter), ModelError)
 
 
 def attached(model: PreTrainedModel, base: str = "base") -> Adapter:
