@@ -63,15 +63,13 @@ class Format:
     prompt: Callable[[Row], Pair]  # makes a Pair without completions; raises BadRow
 
 
+@dataclass(eq=False)
 class BadRow(Exception):
-    """A row cannot become a pair or prompt. Reports count rows by `reason`, a snake_case word; messages quote
-    `detail`, a clause."""
+    """A row cannot become a pair or prompt. All arguments must be positional, for pickle."""
 
-    def __init__(self, reason: str, detail: str, content: Any = None) -> None:
-        super().__init__(reason, detail, content)
-        self.reason = reason
-        self.detail = detail
-        self.content = content  # the row as a reader found it, if the reader refused it
+    reason: str  # a snake_case word, by which reports count rows
+    detail: str  # a clause, which messages quote
+    content: Any = None  # the row as a reader found it, if the reader refused it
 
 
 def preference(row: Row) -> Pair:
@@ -440,24 +438,20 @@ def _holds_messages(text: Any) -> bool:
     parsed = _parsed(text) if isinstance(text, str) else text
     messages = _as_list(parsed) if isinstance(_as_list(parsed), list) else [parsed]
     return bool(messages) and all(
-        isinstance(message, dict) and _is_among(message.get("role", message.get("from")), _ROLES)
+        isinstance(message, dict) and str(message.get("role", message.get("from"))) in _ROLES
         for message in messages
     )
-
-
-def _is_among(role: Any, roles: Container[str]) -> bool:
-    return isinstance(role, str) and role in roles  # JSON may have a list there, which has no hash
 
 
 def _message(value: Any, column: str) -> Any:
     """Returns a message of ShareGPT, `{from, value}`, as `{role, content}`; other values unchanged."""
     if not isinstance(value, dict) or value.get("from") is None or value.get("role") is not None:
         return value
-    if not _is_among(value["from"], _SHAREGPT_ROLES):
+    sender = str(value["from"])  # JSON may have a list there, which has no hash
+    if sender not in _SHAREGPT_ROLES:
         known = ", ".join(_SHAREGPT_ROLES)
-        detail = f"{column} has a message from {str(value['from'])[:40]!r}; known: {known}"
-        raise BadRow("unknown_role", detail)
-    return {"role": _SHAREGPT_ROLES[value["from"]], "content": value.get("value")}
+        raise BadRow("unknown_role", f"{column} has a message from {sender[:40]!r}; known: {known}")
+    return {"role": _SHAREGPT_ROLES[sender], "content": value.get("value")}
 
 
 def _turns(text: str) -> list[Message]:
@@ -635,8 +629,7 @@ def _token_ids(row: Row, column: str) -> list[int]:
 
 
 def _token_weights(row: Row, column: str, num_tokens: int) -> list[float] | None:
-    weights = row.get(column)
-    if weights is None:
+    if row.get(column) is None:
         return None
     weights = _value(row, column)
     if not isinstance(weights, list) or not all(
