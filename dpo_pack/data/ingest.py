@@ -123,9 +123,11 @@ class Ingestion:
     def start(self) -> Iterator[Iterator[NumberedRow]]:
         """Opens the source, finds the format and how to tokenise the rows; gives all rows. Raises DataError,
         and what `check_tokenizer` raises."""
-        self.opened = self.located.open()
+        self.opened, self.format = self.located.open(), self.source.format
+        rows: Iterator[NumberedRow] = self.opened.rows
         with closing(self.opened.rows):
-            self.format, rows = self._known_format(self.opened.rows)
+            if self.format == "auto":
+                self.format, rows = self._find_format(rows)
             if FORMATS[self.format].infers_prompts:
                 self._check_prompts()
             self.settings = TokenizationSettings(
@@ -154,12 +156,9 @@ class Ingestion:
 
     # ---- Which format, which columns
 
-    def _known_format(self, rows: Iterator[NumberedRow]) -> tuple[str, Iterator[NumberedRow]]:
-        """Returns the format and all rows. With `auto`, the first readable row decides, or one with images
-        that is among the first rows. Raises DataError if two formats can read it, or if none reads a column
-        that the recipe names."""
-        if self.source.format != "auto":
-            return self.source.format, rows
+    def _find_format(self, rows: Iterator[NumberedRow]) -> tuple[str, Iterator[NumberedRow]]:
+        """Returns the format of the first readable row, or of one with images among the first rows, and all
+        rows. Raises DataError if two formats can read it, or if none reads a column that the recipe names."""
         rows, every = tee(rows)
         ahead = list(islice(rows, 0 if self.images is None else FIRST_ROWS))
         ahead.sort(key=lambda one: isinstance(one[1], BadRow) or not one[1].get("images"))
@@ -243,9 +242,8 @@ class Ingestion:
             skipped.add("system")
         if named := {field for field in IMAGE_FIELDS if mapping.get(field) is not None}:
             skipped.update({*IMAGE_FIELDS} - named)
-        return {
-            name: mapping.get(name, name) for name in FIELDS_OF_FORMAT[self.format] if name not in skipped
-        }
+        fields = FIELDS_OF_FORMAT[self.format]
+        return {name: mapping.get(name, name) for name in fields if name not in skipped}
 
     @property
     def columns_read(self) -> dict[str, str]:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -35,7 +35,6 @@ Mapped = Mapping[str, str | None]  # our names of columns -> the source's; None:
 READ_ROWS = 100  # columnar files are decoded in batches of so many rows
 FIRST_ROWS = 100  # so many rows show which columns a source has and what they hold
 _JSON_CHUNK_CHARS = 1 << 20
-_MAX_ROW_SIZE = MAX_ROW_SIZE
 
 # A column that the recipe's `columns` gives another of our names is not read under these names too.
 TAKEN_ONCE = {
@@ -45,7 +44,7 @@ TAKEN_ONCE = {
 
 
 class _RowTooLong(Exception):
-    """The next row of a file exceeds _MAX_ROW_SIZE."""
+    """The next row of a file exceeds MAX_ROW_SIZE."""
 
 
 # Reading a missing, cut-off or otherwise damaged file raises one of these.
@@ -83,9 +82,8 @@ class ColumnNames:
                     f"{self.key}.columns may mean either; rename one of them"
                 )
             if nested is None and theirs not in row:
-                raise BadRow(
-                    "missing_column", _missing(f"{self.key}.columns.{ours}", theirs, tuple(row)), row
-                )
+                missing = _missing(f"{self.key}.columns.{ours}", theirs, tuple(row))
+                raise BadRow("missing_column", missing, row)
             renamed[ours] = row[theirs] if nested is None else nested
         known = {theirs for ours, theirs in mapping.items() if self.reads_images or ours not in IMAGE_FIELDS}
         if self.reads_images:
@@ -179,8 +177,7 @@ class OpenRows:
         columns: Columns | None = None,
         num_rows: int | None = None,
     ) -> None:
-        """`columns` are those of a columnar source; None if each row has its own (JSON, CSV). Raises
-        DataError if the source lacks the columns that it needs."""
+        """`columns`: those of a columnar source. Raises DataError if it lacks the columns that it needs."""
         self._read, self._names = read, names
         self.row_word = row_word  # the unit of row numbers: "row" or "line"
         self.num_rows = num_rows  # None if it is not known before the end
@@ -225,7 +222,6 @@ def open_files(paths: Sequence[Path], names: ColumnNames) -> OpenRows:
         return _open_columnar(paths[0], names)
     with _readable(names.source.path):
         word = "line" if len(paths) == 1 and _has_json_lines(paths[0]) else "row"
-
     return OpenRows(lambda columns: _rows_of(paths, names.source.path), names, word)
 
 
@@ -291,7 +287,7 @@ def _readable(label: str, where: Callable[[], str] = lambda: "at its beginning")
         if isinstance(error, UnicodeDecodeError):
             what, remedy = f"not UTF-8: byte 0x{error.object[error.start]:02x}", "save it as UTF-8"
         elif isinstance(error, _RowTooLong):
-            what, remedy = f"a row has more than {_MAX_ROW_SIZE:,} bytes", "shorten or remove this row"
+            what, remedy = f"a row has more than {MAX_ROW_SIZE:,} bytes", "shorten or remove this row"
         raise DataError(f"{label}: cannot be read {where()} ({what}); {remedy}") from error
 
 
@@ -300,8 +296,8 @@ def _readable(label: str, where: Callable[[], str] = lambda: "at its beginning")
 
 def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     with _open_binary(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(_MAX_ROW_SIZE + 1), b""), start=1):
-            if len(line) > _MAX_ROW_SIZE:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_SIZE + 1), b""), start=1):
+            if len(line) > MAX_ROW_SIZE:
                 raise _RowTooLong
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
@@ -360,7 +356,7 @@ def _read_json_array(path: Path, label: str) -> Iterator[tuple[int, Any]]:
             # A long row is decoded again after each read. The buffer doubles, so this costs linear time.
             more = text.read(max(_JSON_CHUNK_CHARS, len(buffer) - position))
             num_read += len(more)
-            if num_read > _MAX_ROW_SIZE:
+            if num_read > MAX_ROW_SIZE:
                 raise _RowTooLong
             if not more:
                 raise DataError(
@@ -373,7 +369,7 @@ def _read_json_array(path: Path, label: str) -> Iterator[tuple[int, Any]]:
 
 
 def _read_csv(path: Path, label: str) -> Iterator[NumberedRow]:
-    csv.field_size_limit(_MAX_ROW_SIZE)  # the default, 128 KiB, is too small for some completions
+    csv.field_size_limit(MAX_ROW_SIZE)  # the default, 128 KiB, is too small for some completions
     with io.TextIOWrapper(_open_binary(path), encoding="utf-8-sig", newline="") as text:
         records = csv.reader(_csv_lines(text), strict=True)
         header, number = next(records, []), 0
@@ -393,8 +389,8 @@ def _read_csv(path: Path, label: str) -> Iterator[NumberedRow]:
 
 
 def _csv_lines(text: TextIO) -> Iterator[str]:
-    while line := text.readline(_MAX_ROW_SIZE + 1):
-        if len(line) > _MAX_ROW_SIZE:
+    while line := text.readline(MAX_ROW_SIZE + 1):
+        if len(line) > MAX_ROW_SIZE:
             raise _RowTooLong
         yield line
 
@@ -405,7 +401,7 @@ def _csv_lines(text: TextIO) -> Iterator[str]:
 def _open_columnar(path: Path, names: ColumnNames) -> OpenRows:
     def tables(columns: list[str]) -> Iterator[Any]:
         with _table(path) as (_, _, batches):
-            for batch in batches(columns):
+            for batch in batches(columns=columns):
                 for begin in range(0, batch.num_rows, READ_ROWS):
                     yield batch.select(columns).slice(begin, READ_ROWS)
 
@@ -431,16 +427,15 @@ def open_tables(
 
 
 @contextmanager
-def _table(path: Path) -> Iterator[tuple[Any, int | None, Callable[[list[str]], Iterable[Any]]]]:
+def _table(path: Path) -> Iterator[tuple[Any, int | None, Callable[..., Iterable[Any]]]]:
     """Opens Parquet, or Arrow IPC in its file or stream form (`datasets` writes streams): the schema, the
-    number of rows (None: not known), and a function that yields batches with at least these columns."""
+    number of rows (None: not known), and a function that yields batches with at least `columns`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if data_suffix(path) == ".parquet":
         with pq.ParquetFile(path) as parquet:
-            batches = lambda columns: parquet.iter_batches(READ_ROWS, columns=columns)  # noqa: E731
-            yield parquet.schema_arrow, parquet.metadata.num_rows, batches
+            yield parquet.schema_arrow, parquet.metadata.num_rows, partial(parquet.iter_batches, READ_ROWS)
         return
     with pa.memory_map(str(path)) as file:
         is_file = file.read(6) == b"ARROW1"

@@ -161,7 +161,7 @@ LONG_CSV = "prompt,chosen,rejected\nq,a,b\n"
 def test_a_row_that_is_too_long_to_be_a_pair_is_refused_and_those_before_it_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[[Path], Any]
 ) -> None:
-    monkeypatch.setattr(readers, "_MAX_ROW_SIZE", 1000)
+    monkeypatch.setattr(readers, "MAX_ROW_SIZE", 1000)
     monkeypatch.setattr(readers, "_JSON_CHUNK_CHARS", 100)
     write(tmp_path / name)
     rows = opened(tmp_path / name).rows
