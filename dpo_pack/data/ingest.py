@@ -260,7 +260,7 @@ class Ingestion:
         self, rows: Iterator[NumberedRow], part: "Ingestion | None" = None
     ) -> Iterator[TokenizedBatch]:
         """Yields rows of `start` as tokens, no more than the missing pairs, and counts them here; of a range
-        also in `part`. Raises DataError if bad rows stop the run or none is kept; of ranges see check_end."""
+        also in `part`. Raises DataError, see `check`; of a range not at its end."""
         origin = Origin(self.located.key, self.settings)
         most_pairs = self.source.max_pairs and self.source.max_pairs - self.num_kept
         rows = islice(rows, self.max_rows)
@@ -274,12 +274,12 @@ class Ingestion:
                         first = {"pairs": 0, "first_row": pairs[0][0].row.number}
                         counter.faults.setdefault(name, first)["pairs"] += len(pairs)
                 if self.num_kept == 0 and self.num_rows >= _DETECTION_ROWS:
-                    self._check_rows("the first ")  # the rest of a large file would take long
+                    self.check(is_end=False)  # the rest of a large file would take long
                 if self.progress is not None:
                     self.progress(f"Tokenizing {self.located.label}", self.num_rows, self.opened.num_rows)
                 yield batch
         if part is None:
-            self.check_end()
+            self.check()
 
     def count(self, batch: TokenizedBatch) -> None:
         """Adds the rows of a batch to the counts."""
@@ -335,14 +335,18 @@ class Ingestion:
 
     # ---- Rows that stop a run, and what mends them
 
-    def check_end(self) -> None:
-        """Raises DataError if the source has changed, if bad rows stop the run, or if no row is kept."""
+    def check(self, *, is_end: bool = True) -> None:
+        """Raises DataError if the source has changed, if bad rows stop the run, or if none is kept at its end."""
         self.located.check_unchanged()
-        which = "the first " if self.num_rows == self.max_rows else ""
         if self.num_rows == 0:
             raise DataError(f"{self.located.label} has no rows; correct or remove {self.located.key}")
-        self._check_rows(which)
-        if self.num_kept == 0:
+        which = "" if is_end and self.num_rows != self.max_rows else "the first "
+        if stopping := [reason for reason in self.first_dropped if self.stops_run(reason)]:
+            number, bad = self.first_dropped[stopping[0]]
+            kinds = [f"{bad.reason}: {self.dropped_counts[bad.reason]:,} of {which}{self.num_rows:,} rows"]
+            kinds += [f"{other}: {self.dropped_counts[other]:,}" for other in stopping[1:]]
+            raise DataError(f"{self._place(number)}: {bad.detail}; {', '.join(kinds)}; {self.advice(bad)}")
+        if is_end and self.num_kept == 0:
             number, bad = next(iter(self.first_dropped.values()))
             reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped_counts.most_common())
             kept = "pairs" if self.completion_tokens is None else "prompts"
@@ -351,15 +355,6 @@ class Ingestion:
                 f"first: {self.opened.row_word} {number}: {bad.detail}; "
                 f"{self.remedy(bad) or f'mend the rows, or remove {self.located.key}'}"
             )
-
-    def _check_rows(self, which: str) -> None:
-        stopping = [reason for reason in self.first_dropped if self.stops_run(reason)]
-        if not stopping:
-            return
-        number, bad = self.first_dropped[stopping[0]]
-        kinds = [f"{bad.reason}: {self.dropped_counts[bad.reason]:,} of {which}{self.num_rows:,} rows"]
-        kinds += [f"{other}: {self.dropped_counts[other]:,}" for other in stopping[1:]]
-        raise DataError(f"{self._place(number)}: {bad.detail}; {', '.join(kinds)}; {self.advice(bad)}")
 
     def _place(self, number: int) -> str:
         return f"{self.located.label} {self.opened.row_word} {number}"
@@ -489,7 +484,7 @@ def write_ranges(directory: Path, ingestion: Ingestion, facts: Mapping[str, Any]
             if store is not None:
                 ranges.append(replace(store, rows_before=found.rows_before))
             max_pairs = most_pairs and most_pairs - ingestion.num_kept
-    ingestion.check_end()
+    ingestion.check()
     return write_ranged_store(directory, ranges, ingestion.summary())
 
 

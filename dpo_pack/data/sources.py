@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpo_pack.data.formats import FORMATS
 from dpo_pack.data.images import ImageProcessor
 from dpo_pack.data.ingest import SMALLEST_RANGE, Ingestion, LocatedSource, Progress, write_ranges
 from dpo_pack.data.readers import (
@@ -361,24 +360,21 @@ def _read_source(ingestion: Ingestion, rows: Iterator[NumberedRow]) -> LoadedSou
 
 def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]:
     """Returns all that decides the token ids of given rows; a store's name is a hash of this and of rows."""
-    data, format = ingestion.data, FORMATS[ingestion.format]
-    of_content: dict[str, Any] = {}
-    if format.content == "messages":
-        of_content = {
-            "scored_turns": data.scored_turns,
-            "chat_template_kwargs": ingestion.settings.template_options,
-            "continue_final_message": data.continue_final_message,
-        }
-    if (reader := ingestion.settings.images) is not None:
-        of_content["images"] = [reader.processor.fingerprint, str(reader.folder), reader.max_pixels]
-    return {
-        **of_content,
+    data, settings = ingestion.data, ingestion.settings
+    facts: dict[str, Any] = {
         "version": TOKENIZATION_VERSION,
         "tokenizer": tokenizer_key,
         **ingestion.source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS),
         **data.model_dump(mode="json", exclude=_DATA_KEYS_BESIDE_TOKENS),
         "found_format": ingestion.format,
     }
+    if settings.content == "messages":
+        facts["scored_turns"] = data.scored_turns
+        facts["chat_template_kwargs"] = settings.template_options
+        facts["continue_final_message"] = data.continue_final_message
+    if (reader := settings.images) is not None:
+        facts["images"] = [reader.processor.fingerprint, str(reader.folder), reader.max_pixels]
+    return facts
 
 
 def locate_source(

@@ -241,20 +241,19 @@ class PairTable:
         prompt, last = store.tokens[begin:middle], end + int(self.rejected_lengths[pair])
         both = ((self.chosen_keys, slice(middle, end)), (self.rejected_keys, slice(end, last)))
         read = [one for one, is_read in zip(both, sides, strict=True) if is_read]
-        images = b"" if store.images is None else store.images.keys_of(begin)
+        images, numbers = b"", tuple[int, ...]()
+        if store.images is not None:
+            images, numbers = store.images.keys_of(begin), store.images.of_pair(begin)
         for keys, part in read or [(self.prompt_keys, slice(0))]:
             scored = None if store.scored is None else store.scored[part]
             if sequence_key(prompt, store.tokens[part], images, scored) != keys[pair].tobytes():
                 raise store.damaged(int(self.row_numbers[pair]))
-        group = Group(
+        return Group(
             context=prompt,
             completions=tuple(store.tokens[part] for _, part in read),
             scored=None if store.scored is None else tuple(store.scored[part] for _, part in read),
+            images=tuple(partial(store.read_image, number) for number in numbers),
         )
-        if not images or store.images is None:
-            return group
-        reads = (partial(store.read_image, image) for image in store.images.of_pair(begin))
-        return replace(group, images=tuple(reads))
 
     def select(self, indices: NDArray[np.int64]) -> "PairTable":
         """Returns a table of the pairs at `indices`, in the order of `indices`."""
@@ -272,6 +271,8 @@ def join_pairs(
 ) -> TokenStore:
     """Puts pairs into a store in memory; images: those of each pair, read for `processor`, a fingerprint."""
     parts = [(pair.context, *pair.completions) for pair in pairs]  # (prompt, chosen, rejected)
+    tokens = np.concatenate([NO_TOKENS, *(ids for of_pair in parts for ids in of_pair)])
+    are_scored = np.ones(len(tokens), dtype=np.bool_)
     records = np.zeros(len(pairs), dtype=RECORD_DTYPE)
     for position, name in enumerate(("prompt_length", "chosen_length", "rejected_length")):
         records[name] = [len(of_pair[position]) for of_pair in parts]
@@ -280,21 +281,19 @@ def join_pairs(
     records["row_number"] = row_numbers
     begins = [0, *np.cumsum([sum(map(len, of_pair)) for of_pair in parts]).tolist()][:-1]
     stored = StoredImages.of(images, begins, processor) if any(images) else None
-    for position, (prompt, chosen, rejected) in enumerate(parts):
-        seen = b"" if stored is None else stored.keys_of(begins[position])
-        both = zip((chosen, rejected), pairs[position].scored or (None, None), strict=True)
-        keys = [sequence_key(prompt, completion, seen, scored) for completion, scored in both]
-        keys = [sequence_key(prompt, NO_TOKENS, seen), *keys]
+    for position, (pair, begin) in enumerate(zip(pairs, begins, strict=True)):
+        seen = b"" if stored is None else stored.keys_of(begin)
+        both = zip(pair.completions, pair.scored or (None, None), strict=True)
+        keys = [sequence_key(pair.context, completion, seen, scored) for completion, scored in both]
+        keys = [sequence_key(pair.context, NO_TOKENS, seen), *keys]
         keys.append(whole_prompt_keys[position] if whole_prompt_keys else keys[0])
         for name, key in zip(_KEYS, keys, strict=True):
             records[name][position] = np.frombuffer(key, dtype=np.uint8)
-    tokens = np.concatenate([NO_TOKENS, *(ids for of_pair in parts for ids in of_pair)])
-    scored = np.ones(len(tokens), dtype=np.bool_)
-    for pair, begin in zip(pairs, begins, strict=True):
         if pair.scored is not None:
             completions, start = np.concatenate(pair.scored), begin + len(pair.context)
-            scored[start : start + len(completions)] = completions
-    return TokenStore(tokens=tokens, records=records, scored=None if scored.all() else scored, images=stored)
+            are_scored[start : start + len(completions)] = completions
+    scored = None if are_scored.all() else are_scored
+    return TokenStore(tokens=tokens, records=records, scored=scored, images=stored)
 
 
 class _NotNeeded(Exception):
@@ -358,9 +357,8 @@ def write_ranged_store(directory: Path, ranges: Sequence[TokenStore], summary: d
 def open_store(directory: Path) -> TokenStore | None:
     """Opens the store in `directory`. Returns None if no store is there, if the store is damaged, or if files
     of images have changed since it was written."""
-    manifest = read_json(directory / _MANIFEST)
-    summary = manifest.get("summary") if isinstance(manifest, dict) else None
-    if not isinstance(summary, dict):
+    manifest = read_json(directory / _MANIFEST) or {}
+    if not isinstance(summary := manifest.get("summary"), dict):
         return None
     if "ranges" in manifest:
         if manifest.get("checksum") != content_key([manifest["ranges"], summary]):

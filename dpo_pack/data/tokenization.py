@@ -251,11 +251,8 @@ def read_row(number: int, row: Mapping[str, Any] | BadRow, settings: Tokenizatio
     """Returns the pair of a row, or its prompt alone if rows are prompts, and its texts. Raises BadRow."""
     if isinstance(row, BadRow):
         raise row
-    format, tokenizer, is_pair = (
-        FORMATS[settings.format],
-        settings.tokenizer,
-        settings.completion_tokens is None,
-    )
+    format, tokenizer = FORMATS[settings.format], settings.tokenizer
+    is_pair = settings.completion_tokens is None
     pair = (format.pair if is_pair else format.prompt)(row)
     if "system" in settings.source.columns:
         pair = with_system(row, pair)
@@ -517,7 +514,7 @@ def tokenize_rows(
     `submit`: of `tokenizing` with so many workers."""
     wanted = sys.maxsize if max_pairs is None else max_pairs
     most_under_way = max(1, 2 * num_workers)  # so that no worker waits for the reader
-    under_way: deque[tuple[int, _Result]] = deque()
+    under_way: deque[_Result] = deque()
     while True:
         while len(under_way) < most_under_way:
             batch, num_bytes = [], 0
@@ -529,12 +526,11 @@ def tokenize_rows(
             if not batch:
                 break
             wanted -= len(batch)  # assumes that all rows are kept; corrected below
-            under_way.append((len(batch), submit(batch)))
+            under_way.append(submit(batch))
         if not under_way:
             return
-        num_rows, result = under_way.popleft()
-        tokenized = result()
-        wanted += num_rows - len(tokenized.pairs.records)
+        tokenized = under_way.popleft()()
+        wanted += tokenized.num_rows - len(tokenized.pairs.records)
         yield tokenized
 
 
