@@ -336,7 +336,7 @@ class Ingestion:
     # ---- Rows that stop a run, and what mends them
 
     def check(self, *, is_end: bool = True) -> None:
-        """Raises DataError if the source has changed, if bad rows stop the run, or if none is kept at its end."""
+        """Raises DataError if the source has changed, bad rows stop the run or, at its end, none is kept."""
         self.located.check_unchanged()
         if self.num_rows == 0:
             raise DataError(f"{self.located.label} has no rows; correct or remove {self.located.key}")
