@@ -77,8 +77,8 @@ def faults_of(pairs: Sequence[TokenizedPair], origin: Origin) -> dict[str, list[
 
 
 def find_in(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
-    """Yields the faults of a pair."""
-    read, row = pair.row, pair.row.pair
+    """Yields the faults of a pair: first those of its texts, then those of its tokens."""
+    read, row, whole, fitted = pair.row, pair.row.pair, pair.whole, pair.fitted
     prompt, *answers = map(_last_text, (row.prompt, row.chosen, row.rejected))
     repeating = [side for side, text in zip(SIDES, answers, strict=True) if prompt in text]
     # An answer may well quote a tool's result.
@@ -94,20 +94,9 @@ def find_in(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
         yield "foreign_marks", _quoted(foreign[0])
     if "tools_not_written" in read.counts:
         yield "tools_not_written", ""
-    if origin.is_chat and (answer := answers[0][:_QUOTED_CHARACTERS]):
-        before, whole = read.texts[:2]
-        header, *after = whole[len(before) :].split(answer, 1)
-        if after and header.strip() and whole.startswith(before):
-            role = str(read.written.prompt[-1]["role"])  # type: ignore[index]
-            if role not in origin.opens_turn:
-                origin.opens_turn[role] = template_opens_turn(read.written, origin.tokenizer)
-            if not origin.opens_turn[role]:
-                yield "no_generation_prompt", _quoted(header)
-    yield from _find_in_tokens(pair, origin)
-
-
-def _find_in_tokens(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
-    whole, fitted = pair.whole, pair.fitted
+    answer = answers[0][:_QUOTED_CHARACTERS]
+    if origin.is_chat and answer and (header := _scored_header(pair, answer, origin)):
+        yield "no_generation_prompt", _quoted(header)
     begin, moved = whole.context[:_EDGE_TOKENS].tolist(), pair.alone[len(whole.context) :].tolist()
     if moved and moved != [origin.eos]:  # some tokenizers add EOS to every text
         yield "prompt_boundary_moved", ""
@@ -118,7 +107,7 @@ def _find_in_tokens(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
         yield "bos_twice", ""
     if origin.begins_with_bos and begin[0] != origin.bos:
         yield "bos_missing", ""
-    has_inner_ends = origin.eos is None or (origin.is_chat and pair.row.has_other_turns)  # one for each turn
+    has_inner_ends = origin.eos is None or (origin.is_chat and read.has_other_turns)  # one for each turn
     for side, ids, _, scored in () if has_inner_ends else sides:
         at = np.flatnonzero(ids == origin.eos)
         at = at[:-1] if len(at) and at[-1] >= len(ids) - _EDGE_TOKENS else at
@@ -130,6 +119,18 @@ def _find_in_tokens(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
         yield "prompt_cut", f"{cut:,} of the prompt's {len(whole.context):,}"
     if cuts := [f"{len(a) - len(b):,} of {side}'s" for side, a, b, _ in sides if len(a) > len(b)]:
         yield "completion_cut", " and ".join(cuts)
+
+
+def _scored_header(pair: TokenizedPair, answer: str, origin: Origin) -> str:
+    """Returns what the template writes before an answer, but not after a prompt alone; "": nothing."""
+    read, (before, whole) = pair.row, pair.row.texts[:2]
+    header, *after = whole[len(before) :].split(answer, 1)
+    if not (after and header.strip() and whole.startswith(before)):
+        return ""
+    role = str(read.written.prompt[-1]["role"])  # type: ignore[index]
+    if role not in origin.opens_turn:
+        origin.opens_turn[role] = template_opens_turn(read.written, origin.tokenizer)
+    return "" if origin.opens_turn[role] else header
 
 
 def remedy_of(name: str, evidence: str, pair: TokenizedPair, origin: Origin) -> str:
