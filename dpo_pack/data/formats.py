@@ -264,8 +264,7 @@ def conversational_prompt(row: Row) -> Pair:
 
 
 def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
-    """Returns the formats that a row may have, in the order of FORMATS. A format that does not read one of
-    `columns`, which the recipe names, is not possible."""
+    """Returns the formats, in the order of FORMATS, that a row may have and that read all named `columns`."""
     lists = {column for column, value in row.items() if isinstance(_as_list(value), list)}
     texts = {column for column, value in row.items() if isinstance(value, str)}
     has_both, answers = row.keys() >= {*SIDES}, _as_list(row.get("answers"))
@@ -368,8 +367,7 @@ def _as_messages(
     prompt: Callable[[Row], list[Message] | None],
     completions: Callable[[Row], Answers] = lambda row: (_answer(row, "chosen"), _answer(row, "rejected")),
 ) -> dict[str, Any]:
-    """Makes the functions of a `Format` whose parts become messages. `prompt` returns None if the completions
-    begin with the prompt."""
+    """Makes the functions of a `Format` of messages. `prompt` returns None if completions begin with it."""
 
     def read_pair(row: Row) -> Pair:
         chosen, rejected = completions(row)

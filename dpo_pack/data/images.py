@@ -141,8 +141,7 @@ class ImageReader:
     max_pixels: int | None
 
     def of_pair(self, pair: Pair, given: Sequence[Any]) -> tuple[Pair, tuple[ReadImage, ...]]:
-        """Returns the pair with a part {type: image} for each image, and the images in order; `given` are
-        those beside the messages. Raises BadRow."""
+        """Returns the pair with parts {type: image}, and all images; `given`: those beside the messages."""
         for completion in (pair.chosen, pair.rejected):
             if any(_holds_image(part) for message in completion for part in _parts(message)):
                 raise BadRow("media", "a completion has images, video or audio; only prompts may")

@@ -121,8 +121,7 @@ class Ingestion:
 
     @contextmanager
     def start(self) -> Iterator[Iterator[NumberedRow]]:
-        """Opens the source, finds the format and how to tokenise the rows; gives all rows. Raises DataError,
-        and what `check_tokenizer` raises."""
+        """Opens the source and finds its format; gives all rows. Raises DataError, RecipeError, ModelError."""
         self.opened, self.format = self.located.open(), self.source.format
         rows: Iterator[NumberedRow] = self.opened.rows
         with closing(self.opened.rows):

@@ -99,9 +99,8 @@ class ColumnNames:
         return renamed
 
     def select(self, columns: Columns) -> list[str] | None:
-        """Returns the columns to read: those of formats, those that may have images, video or audio, and
-        texts if no column is the prompt; None: all, for the key of an object that `columns` names. Raises
-        DataError if columns are missing or have one name."""
+        """Returns the columns to read: those of formats and of media, and texts if no column is the prompt;
+        None: all, for a key of an object. Raises DataError if columns are missing or have one name."""
         owners = [name for name, _ in columns]
         if len(owners) > len(set(owners)):
             repeated = Counter(owners).most_common(1)[0][0]

@@ -98,9 +98,8 @@ def load_data(
     progress: Progress | None = None,
     max_new_tokens: int | None = None,
 ) -> Data:
-    """Reads and tokenises the sources, unless their tokens are in `cache_dir` already. `seed` decides which
-    pairs a held-out fraction takes. With `max_new_tokens`, the rows are prompts, each with room for so many
-    more tokens. Raises DataError, ModelError, RecipeError and CacheError."""
+    """Reads and tokenises the sources, unless `cache_dir` has their tokens; `seed` decides what is held out.
+    With `max_new_tokens`, rows are prompts. Raises DataError, ModelError, RecipeError and CacheError."""
     load = partial(
         load_source,
         data=data,

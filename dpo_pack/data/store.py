@@ -20,14 +20,7 @@ from numpy.typing import NDArray
 
 from dpo_pack.data.formats import BadRow
 from dpo_pack.data.images import CONTENT, ImageJoiner, Pixels, ReadImage, StoredImages
-from dpo_pack.packing.lengths import (
-    AnyIntArray,
-    Bools,
-    Group,
-    ModelShape,
-    PairLengths,
-    common_prefix_length,
-)
+from dpo_pack.packing.lengths import AnyIntArray, Bools, Group, ModelShape, PairLengths, common_prefix_length
 from dpo_pack.system.errors import CacheError, DataError
 from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, writing, written_aside
 
@@ -48,7 +41,6 @@ RECORD_DTYPE = np.dtype(
         ("whole_prompt_key", "u1", KEY_BYTES),
     ]
 )
-Records = NDArray[np.void]  # of RECORD_DTYPE
 _KEYS = ("prompt_key", "chosen_key", "rejected_key", "whole_prompt_key")
 
 _TOKENS, _SCORED, _RECORDS, _MANIFEST = "tokens.bin", "scored.bin", "records.bin", "manifest.json"
@@ -98,9 +90,8 @@ def path_hash(path: Path, memo_path: Path) -> str:
 def sequence_key(
     prompt_ids: AnyIntArray, completion_ids: AnyIntArray, images: bytes = b"", scored: Bools | None = None
 ) -> bytes:
-    """Returns 16 bytes that name a sequence: blake2b over the prompt's length as int64, all ids as int32,
-    both little-endian, `images`, see `StoredImages.keys_of`, and a bit for each token of the completion
-    unless all are scored."""
+    """Returns 16 bytes that name a sequence: blake2b of the prompt's length (int64, little-endian like all),
+    the ids (int32), `StoredImages.keys_of` and, unless all are scored, a bit for each completion token."""
     digest = hashlib.blake2b(len(prompt_ids).to_bytes(8, "little"), digest_size=KEY_BYTES)
     digest.update(np.ascontiguousarray(prompt_ids, dtype="<i4").data)
     digest.update(np.ascontiguousarray(completion_ids, dtype="<i4").data)
@@ -115,7 +106,7 @@ class TokenStore:
     """Pairs as token ids: those of one source, mapped into memory read-only, or any pairs, in memory only."""
 
     tokens: TokenIds  # [total] prompt | chosen | rejected of each pair, one after another
-    records: Records  # [P]
+    records: NDArray[np.void]  # [P] of RECORD_DTYPE
     # [total] whether the token's log-prob is in the sum of its completion (of a prompt's tokens nobody reads
     # it); None: all are.
     scored: Bools | None = None
@@ -355,8 +346,7 @@ def write_ranged_store(directory: Path, ranges: Sequence[TokenStore], summary: d
 
 
 def open_store(directory: Path) -> TokenStore | None:
-    """Opens the store in `directory`. Returns None if no store is there, if the store is damaged, or if files
-    of images have changed since it was written."""
+    """Opens the store in `directory`; None: there is none, it is damaged, or a file of an image changed."""
     manifest = read_json(directory / _MANIFEST) or {}
     if not isinstance(summary := manifest.get("summary"), dict):
         return None

@@ -39,14 +39,7 @@ from dpo_pack.data.formats import (
 )
 from dpo_pack.data.images import ImageReader, ReadImage
 from dpo_pack.data.readers import NumberedRow
-from dpo_pack.data.store import (
-    KEY_BYTES,
-    NO_TOKENS,
-    TokenIds,
-    TokenStore,
-    content_key,
-    join_pairs,
-)
+from dpo_pack.data.store import KEY_BYTES, NO_TOKENS, TokenIds, TokenStore, content_key, join_pairs
 from dpo_pack.data.tokenizer import (
     TURN_END_TOKENS,
     Tokenizer,
@@ -366,8 +359,7 @@ def _given_ids(parsed: Sequence[ReadRow], settings: TokenizationSettings) -> Ite
 
 def fit_pair(row: ReadRow, sequences: Sequence[TokenIds], settings: TokenizationSettings) -> TokenizedPair:
     """Returns a pair from its prompt, prompt + chosen and prompt + rejected. The completions begin where one
-    of the longer two first differs from the prompt's tokens, maybe before its end. Raises BadRow if a part
-    is empty, if the completions are equal, or if the pair is too long."""
+    of the longer two first differs from the prompt's tokens, maybe before its end. Raises BadRow."""
     prompt, *wholes = sequences
     boundary = common_prefix_length(sequences)
     if boundary == 0:
@@ -405,9 +397,8 @@ def _with_scored(ids: Group, row: ReadRow) -> Group:
 
 
 def truncate(pair: Group, limits: DataRecipe, bos_token_id: int | None) -> Group:
-    """Returns the pair, cut to the limits: the oldest prompt tokens, of which one or more stay, after BOS
-    (`prompt_left`), or the ends of completions (`completion_right`). Raises BadRow if it does not fit, or if
-    what is left of the completions is equal or not scored."""
+    """Returns the pair, cut to the limits: the oldest prompt tokens after BOS, but not all, or the ends of
+    completions. Raises BadRow if it does not fit, or if what is left of these is equal or not scored."""
     cuts_prompt = limits.truncation == "prompt_left"
     prompt_limit, max_length = limits.max_prompt_length, limits.max_length
     if prompt_limit is not None and len(pair.context) > prompt_limit:
@@ -510,8 +501,7 @@ def _count_cut(counts: Counter[str], pair: TokenizedPair, settings: Tokenization
 def tokenize_rows(
     rows: Iterator[NumberedRow], submit: Submit, *, num_workers: int, max_pairs: int | None
 ) -> Generator[TokenizedBatch, None, None]:
-    """Yields batches in row order, until the rows end or `max_pairs` pairs are kept. No row is read in vain.
-    `submit`: of `tokenizing` with so many workers."""
+    """Yields batches in row order, until the rows end or `max_pairs` are kept; no row is read in vain."""
     wanted = sys.maxsize if max_pairs is None else max_pairs
     most_under_way = max(1, 2 * num_workers)  # so that no worker waits for the reader
     under_way: deque[_Result] = deque()

@@ -145,8 +145,7 @@ def suited(pair: Pair, tokenizer: Tokenizer) -> Suited:
 def known_shape(
     tokenizer: Tokenizer, shapes: tuple[str | tuple[str, bool], ...], num_prompt: int, json_options: str
 ) -> Known:
-    """Renders messages of these shapes (see `_shape_of`) whose texts are marks; if a mark is missing, in the
-    forms of CHANGES too."""
+    """Renders messages of these shapes with marks for texts; if one is missing, in forms of CHANGES too."""
     messages: Any = [
         json.loads(shape)
         if isinstance(shape, str)
@@ -255,8 +254,7 @@ def check_written(
 def _look_closely(
     pair: Pair, side: int, suspects: Sequence[int], known: Known, rendered: str, tokenizer: Tokenizer
 ) -> Counter[str]:
-    """Counts what is changed, or left out of earlier reasoning; raises BadRow for any other text. `side`: 0
-    is the prompt alone, 1 chosen, 2 rejected."""
+    """Counts texts changed, and earlier reasoning left out; raises BadRow for others. `side`: of `parts`."""
     parts: Any = (pair.prompt, pair.chosen, pair.rejected)
     messages, num_prompt = parts[0] + (parts[side] if side else []), len(pair.prompt)
     texts, _ = _take_texts(messages)
