@@ -121,7 +121,7 @@ class Ingestion:
 
     @contextmanager
     def start(self) -> Iterator[Iterator[NumberedRow]]:
-        """Opens the source and finds its format; gives all rows. Raises DataError, RecipeError, ModelError."""
+        """Opens the source, finds its format, gives all rows. Raises DataError, RecipeError, ModelError."""
         self.opened, self.format = self.located.open(), self.source.format
         rows: Iterator[NumberedRow] = self.opened.rows
         with closing(self.opened.rows):
