@@ -14,7 +14,6 @@ from dpo_pack.data.written import MESSAGE_KEY, THINKING
 from dpo_pack.packing.lengths import AnyIntArray, Group
 
 FEW = 0.1  # of a source's pairs or rows: what fewer have may be right
-Finding = tuple[str, str]  # the name of a fault, and what of the pair shows it
 _QUOTED_CHARACTERS = 40
 _LEAST_PROMPT_CHARACTERS = 8  # a shorter prompt may be in an answer by chance
 _EDGE_TOKENS = 4  # BOS and EOS at an edge are among so many tokens: a template may write line breaks there
@@ -76,8 +75,8 @@ def faults_of(pairs: Sequence[TokenizedPair], origin: Origin) -> dict[str, list[
     return {name: having for name, having in found.items() if having}
 
 
-def find_in(pair: TokenizedPair, origin: Origin) -> Iterator[Finding]:
-    """Yields the faults of a pair: first those of its texts, then those of its tokens."""
+def find_in(pair: TokenizedPair, origin: Origin) -> Iterator[tuple[str, str]]:
+    """Yields the name of each fault of a pair, and what shows it: of texts first, then of tokens."""
     read, row, whole, fitted = pair.row, pair.row.pair, pair.whole, pair.fitted
     prompt, *answers = map(_last_text, (row.prompt, row.chosen, row.rejected))
     repeating = [side for side, text in zip(SIDES, answers, strict=True) if prompt in text]

@@ -199,7 +199,9 @@ def ranked(row: Row) -> Answers:
         raise BadRow("wrong_type", "answers is not a list of {answer, rank} objects")
     if len(answers) < 2:
         raise BadRow("too_few_answers", f"answers has {len(answers)} entries, but a pair needs two")
-    ranks = [_number(answer, "rank") for answer in answers]
+    ranks = [_as_float(_value(answer, "rank")) for answer in answers]
+    if not all(map(math.isfinite, ranks)):
+        raise BadRow("wrong_type", "a rank of answers is not a number")
     if min(ranks) == max(ranks):
         raise BadRow("tie", "all answers have the same rank")
     best, worst = (answers[ranks.index(rank)] for rank in (min(ranks), max(ranks)))
@@ -643,14 +645,6 @@ def _token_weights(row: Row, column: str, num_tokens: int) -> list[float] | None
     return weights
 
 
-def _number(row: Row, column: str) -> float:
-    value = _value(row, column)
-    number = _as_float(value)
-    if not math.isfinite(number):
-        raise BadRow("wrong_type", f"{column} is {str(value)[:40]!r}, not a number")
-    return number
-
-
 def _as_float(value: Any) -> float:
     """Returns the number in a value, which is a text in a CSV file; NaN if there is none."""
     try:
@@ -670,8 +664,6 @@ def _weight(row: Row) -> float:
 
 
 def _template_options(row: Row) -> dict[str, Any]:
-    if row.keys().isdisjoint(("tools", "chat_template_kwargs")):
-        return {}
     tools = _object_or_json(row, "tools", list)
     options = _object_or_json(row, "chat_template_kwargs", dict) or {}
     # An empty list is left out, because some templates (Llama's) announce tools even for an empty list.

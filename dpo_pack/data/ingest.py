@@ -352,7 +352,7 @@ class Ingestion:
             raise DataError(
                 f"{self.located.label}: no {kept} left of {which}{self.num_rows} rows ({reasons}); the "
                 f"first: {self.opened.row_word} {number}: {bad.detail}; "
-                f"{self.remedy(bad) or f'mend the rows, or remove {self.located.key}'}"
+                f"{self._remedy(bad) or f'mend the rows, or remove {self.located.key}'}"
             )
 
     def _place(self, number: int) -> str:
@@ -372,23 +372,21 @@ class Ingestion:
 
     def advice(self, bad: BadRow) -> str:
         """Returns the remedy, with `skip` if such rows stop a run and are not most of all; "": none."""
-        remedy = self.remedy(bad) or ("mend the rows" if self.stops_run(bad.reason) else "")
+        remedy = self._remedy(bad) or ("mend the rows" if self.stops_run(bad.reason) else "")
         may_skip = bad.reason not in _TRUNCATION_REASONS and not self._is_in_most_rows(bad.reason)
         if may_skip and self.stops_run(bad.reason):
             remedy += ", or set data.on_bad_row: skip"
         return remedy
 
-    def remedy(self, bad: BadRow) -> str | None:
-        """Returns what the user can change so that rows with this fault are kept, or None."""
-        fields = FIELDS_OF_FORMAT[self.format]
-        if bad.reason == "no_common_prompt" and "prompt" not in fields:
-            return None
-        if bad.reason == "missing_column" and not self._is_in_most_rows(bad.reason):
-            return None
-        remedy = _REMEDIES.get(bad.reason)
-        return remedy and remedy.replace("KEY", self.located.key).replace(
-            "TEMPLATE", "name another template in tokenizer.chat_template"
-        )
+    def _remedy(self, bad: BadRow) -> str:
+        """Returns what the user can change so that rows with this fault are kept; "": nothing is known."""
+        names_prompt = "prompt" in FIELDS_OF_FORMAT[self.format]
+        if (bad.reason == "no_common_prompt" and not names_prompt) or (
+            bad.reason == "missing_column" and not self._is_in_most_rows(bad.reason)
+        ):
+            return ""
+        template = "name another template in tokenizer.chat_template"
+        return _REMEDIES.get(bad.reason, "").replace("KEY", self.located.key).replace("TEMPLATE", template)
 
 
 _OTHER_COLUMNS = (

@@ -423,12 +423,7 @@ def _map_files(directory: Path, summary: dict[str, Any]) -> tuple[TokenStore, st
         images = StoredImages.open(directory, summary["image_processor"])
         parts.append(images.checksum)
     store = TokenStore(
-        tokens=tokens,
-        records=records,
-        scored=scored,
-        images=images,
-        summary=summary,
-        directory=directory,
+        tokens=tokens, records=records, scored=scored, images=images, summary=summary, directory=directory
     )
     return store, content_key(parts)
 

@@ -31,7 +31,6 @@ _TEMPLATE_SECONDS = 5.0  # CPU time to render one row
 class Tokenizer(Protocol):
     """The attributes and methods of a transformers tokenizer that dpo-pack uses."""
 
-    name_or_path: str
     eos_token: str | None
     eos_token_id: int | None
     bos_token_id: int | None
