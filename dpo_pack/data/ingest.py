@@ -12,7 +12,7 @@ import hashlib
 import os
 import pickle
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, tee
@@ -433,17 +433,6 @@ def columns_sentence(read: Mapping[str, str], not_read: Sequence[str]) -> str:
 # ---- Ranges of a large source
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowRange:
-    """Consecutive rows of a source."""
-
-    name: str  # of their store
-    rows_before: int  # rows of the source before the first one
-    num_rows: int
-    known: str  # the name of the longest store that has the first ones of these rows, or `name`
-    num_known: int  # so many rows; all of them if `known` is `name`
-
-
 def write_ranges(directory: Path, ingestion: Ingestion, facts: Mapping[str, Any]) -> TokenStore:
     """Writes the store of a source, which `ingestion` has started; `facts` decide the ids of given rows.
     Raises DataError if bad rows stop the run or if no row is kept, and CacheError."""
@@ -458,59 +447,45 @@ def write_ranges(directory: Path, ingestion: Ingestion, facts: Mapping[str, Any]
             # What becomes of a run with bad rows is decided at the end, so `on_bad_row` changes no range.
             key = content_key({**facts, "max_pairs": max_pairs, **prompts, "on_bad_row": None})
             most_rows = min(LARGEST_RANGE, max(SMALLEST_RANGE, max_pairs or LARGEST_RANGE))
-            found = next_range(islice(scanned.unparsed, most_rows), key, stored)
-            if found is None:
+            rows_before, names = next_range(islice(scanned.unparsed, most_rows), key)
+            if not names:
                 break
             opened.columns.clear()
             part = replace(ingestion)  # with its own counts
             part.opened = opened
-            store = open_store(directory.with_name(found.known))
-            if store is not None and _is_stopped_by(store, ingestion):
-                store = None  # its rows are read again, for the message
-            num_known = 0
-            if store is not None:
-                num_known = found.num_known
+            num_known = max((n for n, name in enumerate(names, 1) if name in stored), default=len(names))
+            store = open_store(directory.with_name(names[num_known - 1]))
+            if store is None or _is_stopped_by(store, ingestion):
+                store, num_known = None, 0  # rows that stop the run are read again, for the message
+            else:
                 deque(islice(opened.unparsed, num_known), maxlen=0)  # `rows` goes on after them
                 for counter in (part, ingestion):
-                    counter.count_saved(store.summary, found.rows_before)
-            if num_known < found.num_rows:
-                taken = islice(rows, found.num_rows - num_known)
-                batches = ingestion.batches(taken, part)
-                store = _write_range(directory.with_name(found.name), store, batches, part, found.rows_before)
+                    counter.count_saved(store.summary, rows_before)
+            if num_known < len(names):
+                batches = ingestion.batches(islice(rows, len(names) - num_known), part)
+                store = _write_range(directory.with_name(names[-1]), store, batches, part, rows_before)
             ingestion.opened.columns.update(opened.columns)
             if store is not None:
-                ranges.append(replace(store, rows_before=found.rows_before))
+                ranges.append(replace(store, rows_before=rows_before))
             max_pairs = most_pairs and most_pairs - ingestion.num_kept
     ingestion.check()
     return write_ranged_store(directory, ranges, ingestion.summary())
 
 
-def next_range(rows: Iterator[tuple[int, Any]], decided: str, stored: Container[str]) -> RowRange | None:
-    """Takes the next range from rows as their file has them; None: there are no more. `decided` names all
-    else that decides token ids, `stored` has the names of stores."""
+def next_range(rows: Iterator[tuple[int, Any]], decided: str) -> tuple[int, list[str]]:
+    """Takes the next range from rows as their file has them. Returns the number of rows before it, and for
+    each of its rows the name of a store that ends there. `decided`: all else that decides token ids."""
     digest = hashlib.blake2b(decided.encode(), digest_size=KEY_BYTES)
-    first = num_rows = num_known = 0
-    name = known = ""
+    first, names = 0, list[str]()
     for number, row in rows:
         content = row if isinstance(row, bytes) else pickle.dumps(row)
         key = hashlib.blake2b(content, digest_size=KEY_BYTES).digest()
         first = first or number
-        num_rows += 1
         digest.update(b"%d:%b" % (number - first, key))
-        name = digest.hexdigest()
-        if name in stored:
-            known, num_known = name, num_rows
-        if num_rows >= SMALLEST_RANGE and int.from_bytes(key[:4]) % MORE_ROWS == 0:
+        names.append(digest.hexdigest())
+        if len(names) >= SMALLEST_RANGE and int.from_bytes(key[:4]) % MORE_ROWS == 0:
             break
-    if num_rows == 0:
-        return None
-    return RowRange(
-        name=name,
-        rows_before=first - 1,
-        num_rows=num_rows,
-        known=known or name,
-        num_known=num_known or num_rows,
-    )
+    return first - 1, names
 
 
 def _write_range(
