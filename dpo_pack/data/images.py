@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from dpo_pack.data.formats import BadRow, Message, Pair, holds_media, is_media_name
 from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import first_line
+from dpo_pack.system.machine import package_versions
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
 MARK = "<image>"  # in a text of a prompt: here is an image
@@ -76,7 +76,8 @@ class ImageProcessor:
         """A hash of all that decides pixel values: classes, settings, versions of the libraries."""
         classes = [type(part).__name__ for part in (self.processor, self.processor.image_processor)]
         settings = [json.loads(self.processor.to_json_string()), self.processor.image_processor.to_dict()]
-        text = json.dumps([classes, settings, *map(_version, ("pillow", "torchvision"))], default=str)
+        known = package_versions()
+        text = json.dumps([classes, settings, known.get("pillow"), known.get("torchvision")], default=str)
         return hashlib.blake2b(text.encode(), digest_size=_KEY_BYTES).hexdigest()
 
     def gives_template(self, tokenizer: Any) -> bool:
@@ -123,13 +124,6 @@ class ImageProcessor:
 
         pictures = [Image.fromarray(pixels) for pixels in images]  # arrays of 3 rows are ambiguous
         return self.processor(images=[pictures], text=[self.token * len(images)], **options)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,9 +49,9 @@ DEFAULT_SPLIT = "train"
 Positions = NDArray[np.int64]
 _HUB_KEYS = ("config", "data_dir", "revision")
 
-# The recipe keys that do not change a source's tokens. The name of a store is a hash of the other keys. So if
-# somebody forgets to list a key here, a new value makes a new store; it never finds tokens of an old value.
-# A hub data set's content, which `datasets` names, depends on config, data_dir and revision.
+# The recipe keys that do not change a source's tokens. A store's name is a hash of the other keys, so a key
+# that somebody forgets to list here costs a new store; it never finds tokens of an old value. The
+# content of a hub data set, which `datasets` names, depends on config, data_dir and revision.
 _SOURCE_KEYS_BESIDE_TOKENS = {
     *("path", "name", "weight", "config", "data_dir", "revision"),
     *("chat_template_kwargs", "image_folder"),  # see _facts_of_tokens
