@@ -548,10 +548,7 @@ def _messages(row: Row, column: str) -> list[Message]:
     is_plain = [type(m) is dict and type(m.get("content")) is type(m.get("role")) is str for m in value]
     if all(is_plain) and max(map(len, value)) == 2:
         return value
-    return _checked_messages(value, column, reads_images=isinstance(row.get("images"), RowImages))
-
-
-def _checked_messages(value: list[Any], column: str, *, reads_images: bool) -> list[Message]:
+    reads_images = isinstance(row.get("images"), RowImages)
     messages: list[Message] = _without_nulls(value, column)
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
