@@ -3,7 +3,7 @@
 import json
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import yaml
@@ -51,13 +51,6 @@ class _RecipeLoader(yaml.SafeLoader):
 class _RecipeDumper(yaml.SafeDumper):
     """Quotes text that YAML 1.1 or YAML 1.2 would read as another type."""
 
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        """YAML 1.1 reads these characters as line breaks, unless they are escapes in double quotes."""
-        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
-
-
-_RecipeDumper.add_representer(str, _RecipeDumper.represent_text)
 
 # The types of unquoted values in YAML 1.2; all others are text. PyYAML follows YAML 1.1, which reads 5e-7 as
 # text, 010 as 8, 1:30 as 90 and no as false.
@@ -82,8 +75,11 @@ def read_yaml(text: str, *, where: str) -> Any:
     """Returns the value of a YAML text. Raises RecipeError that begins with `where` and its line."""
     try:
         value = yaml.load(text, _RecipeLoader)
-        if not all(number < MAX_VALUES for number, _ in enumerate(_values(value))):
-            fail(f"{where}: more than {MAX_VALUES:,} values, with those that aliases (*name) repeat")
+        values = [value]
+        for each in values:  # the list grows meanwhile
+            values += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+            if len(values) > MAX_VALUES:
+                fail(f"{where}: more than {MAX_VALUES:,} values, with those that aliases (*name) repeat")
         return value
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -100,16 +96,12 @@ def read_yaml(text: str, *, where: str) -> Any:
         fail(f"{where}: invalid YAML: nested too deeply")
 
 
-def _values(value: Any) -> Iterator[Any]:
-    yield value
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _values(inner)
-
-
 def to_yaml(value: object, *, one_line: bool = False) -> str:
     """Returns a value as YAML. YAML 1.1 and YAML 1.2 read the same value from it."""
-    options: Any = {"sort_keys": False, "allow_unicode": True, "width": 10**6, "default_flow_style": one_line}
-    text: str = yaml.dump(value, Dumper=_RecipeDumper, **options)
+    options: Any = {"sort_keys": False, "width": 10**6, "default_flow_style": one_line}
+    text: str = yaml.dump(value, Dumper=_RecipeDumper, allow_unicode=True, **options)
+    if re.search("[\x85\u2028\u2029]", text):  # YAML 1.1 reads them as line breaks, unless they are escapes
+        text = yaml.dump(value, Dumper=_RecipeDumper, **options)
     return text.removesuffix("...\n").strip() if one_line else text
 
 

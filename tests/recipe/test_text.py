@@ -111,7 +111,7 @@ ALIAS_BOMB = "a0: &a0 [x]\n" + "".join(
         (f"seed: {'9' * 5000}\n", "recipe.yaml: ", "int"),
         ("seed: 1\nmodel: \x07\n", "recipe.yaml: ", "character"),
         ("seed: *nowhere\n", "line 1, column 7: ", "nowhere"),
-        ("seed: &a [*a]\n", "recipe.yaml: ", "nested too deeply"),
+        ("seed: &a [*a]\n", "recipe.yaml: ", "65,536"),
         ("seed: " + "[" * 2000, "recipe.yaml: ", "nested too deeply"),
         (ALIAS_BOMB, "recipe.yaml: ", "65,536"),
         ("seed: 1 #" + "x" * (1 << 17), "recipe.yaml: ", "131,072"),
