@@ -6,9 +6,9 @@ import importlib.util
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -76,8 +76,7 @@ def has_tokenizer(directory: str | Path) -> bool:
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, lenient: bool = False) -> Recipe:
-    """Reads a recipe file, or that of a run's directory, wherever it is now, and applies `key=value`
-    overrides, the last one of a key. Raises RecipeError.
+    """Reads a recipe file, or that of a run's directory, and applies `key=value` overrides. Raises RecipeError.
 
     lenient: nothing is trained, so values of a run that no longer exist are dropped (`Recipe.dropped`).
     """
@@ -109,19 +108,20 @@ def parse_recipe(
     tree: Tree, overrides: Sequence[str] = (), *, recipe_dir: Path = Path(), lenient: bool = False
 ) -> Recipe:
     """Makes a recipe from a mapping; `${recipe_dir}` in paths is `recipe_dir`. Raises RecipeError."""
-    tree = _without_shorthands(tree)
+    tree, context = _without_shorthands(tree), {"recipe_dir": os.path.abspath(recipe_dir)}
     for override in overrides:
         tree = _without_shorthands(apply_override(tree, override))
-    removed = _drop_removed(tree)
-    if not lenient:
-        _fail_if_any(removed)
     try:
-        recipe = Recipe.model_validate(tree, context={"recipe_dir": os.path.abspath(recipe_dir)})
+        return Recipe.model_validate(tree, context=context)
+    except ValidationError:
+        removed = _drop_removed(tree)
+    if removed and not lenient:
+        _fail(removed)
+    try:
+        recipe = Recipe.model_validate(tree, context=context)
     except ValidationError as invalid:
-        _fail_if_any(_problems(invalid.errors(include_url=False), tree))
-        raise
-    for key, what in removed:
-        recipe.dropped.append(f"{key}: {what}")
+        _fail(_problems(invalid.errors(include_url=False), tree))
+    recipe.dropped.extend(f"{key}: {what}" for key, what in removed)
     return recipe
 
 
@@ -156,14 +156,13 @@ def _drop_removed(tree: Tree) -> list[Problem]:
     return problems
 
 
-def _fail_if_any(problems: Iterable[Problem]) -> None:
+def _fail(problems: Sequence[Problem]) -> NoReturn:
     by_key: dict[str, str] = {}
     for key, message in problems:
         by_key.setdefault(key, message)
-    if by_key:
-        lines = [f"{key}: {message}" for key, message in by_key.items()]
-        more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:])})" if len(lines) > 1 else ""
-        fail(lines[0] + more, lines)
+    lines = [f"{key}: {message}" for key, message in by_key.items()]
+    more = f" (and {len(lines) - 1} more: {'; '.join(lines[1:])})" if len(lines) > 1 else ""
+    fail(lines[0] + more, lines)
 
 
 def dump_recipe(recipe: Recipe, *, for_others: bool = False) -> str:
@@ -211,20 +210,18 @@ def default_in_yaml(field: FieldInfo) -> str:
 
 
 def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
-    """Raises RecipeError if a path or package is not here; trackers count only where the recipe `trains`."""
-    _fail_if_any([*_missing(recipe, trains), *_model_problems(recipe)])
+    """Raises RecipeError if a path or package is not here; trackers count only where the recipe `trains`.
 
-
-def _missing(recipe: Recipe, trains: bool) -> Iterator[Problem]:
-    """Yields paths that are neither here nor hub ids, and packages that keys need. What else is wrong with a
-    path, its reader says; what only a model's files need is refused when they are read."""
+    What else is wrong with a path, or is needed by a model's files, is refused when these are read.
+    """
+    problems: list[Problem] = []
     for key, path in recipe.inputs.items():
         if path is None or os.path.exists(path):
             continue
         is_file = key == "tokenizer.chat_template" or path.endswith(DATA_FILE_SUFFIXES)
         if is_file or not HUB_ID.fullmatch(path):
-            what = f"no such file or directory, and not a hub id: {show(path)}"
-            yield key, f"{what} (relative paths start at {os.getcwd()}; URLs and patterns are not read)"
+            hint = f"relative paths start at {os.getcwd()}; URLs and patterns are not read"
+            problems.append((key, f"no such file or directory, and not a hub id: {show(path)} ({hint})"))
     model, online = recipe.model, recipe.online
     generator, judges = ("", ()) if online is None else (online.generator.type, online.judges)
     needed = {
@@ -238,11 +235,15 @@ def _missing(recipe: Recipe, trains: bool) -> Iterator[Problem]:
     for key, module in needed.items():
         if module and importlib.util.find_spec(module) is None:
             install = install_command("images" if module == "PIL" else module)
-            yield key, f"needs the package {module}, which is not installed; {install}"
+            problems.append((key, f"needs the package {module}, which is not installed; {install}"))
     for tracker in recipe.logging.trackers if trains else ():
         modules = ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]
         if not any(importlib.util.find_spec(module) for module in modules):
-            yield "logging.trackers", f"{tracker} is not installed; pip install {tracker.replace('_', '-')}"
+            remedy = f"pip install {tracker.replace('_', '-')}"
+            problems.append(("logging.trackers", f"{tracker} is not installed; {remedy}"))
+    problems += _model_problems(recipe)
+    if problems:
+        _fail(problems)
 
 
 def _model_problems(recipe: Recipe) -> Iterator[Problem]:
