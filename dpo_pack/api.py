@@ -388,10 +388,8 @@ def _on_every_rank(
 def load(
     recipe: AnyRecipe, overrides: Mapping[str, Any] = {}, *, trains: bool = False, lenient: bool = False
 ) -> Recipe:
-    """Makes a Recipe from a caller's arguments. Raises RecipeError, also if this machine lacks what it needs.
-
-    Call this before torch is imported: it sets what libraries read then, unless the user has set it.
-    """
+    """Makes a Recipe, and sets what torch reads when it is imported. Raises RecipeError, also if this machine
+    lacks what the recipe needs."""
     from dpo_pack.recipe.load import check_environment, load_recipe, parse_recipe
 
     for name in overrides.keys() & REMOVED.keys():

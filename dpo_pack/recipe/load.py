@@ -76,7 +76,7 @@ def has_tokenizer(directory: str | Path) -> bool:
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, lenient: bool = False) -> Recipe:
-    """Reads a recipe file, or that of a run's directory, and applies `key=value` overrides. Raises RecipeError.
+    """Reads a recipe file, or that of a run's directory, and applies `key=value` overrides.
 
     lenient: nothing is trained, so values of a run that no longer exist are dropped (`Recipe.dropped`).
     """
@@ -210,10 +210,7 @@ def default_in_yaml(field: FieldInfo) -> str:
 
 
 def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
-    """Raises RecipeError if a path or package is not here; trackers count only where the recipe `trains`.
-
-    What else is wrong with a path, or is needed by a model's files, is refused when these are read.
-    """
+    """Raises RecipeError if a path or package is not here; trackers count only where the recipe `trains`."""
     problems: list[Problem] = []
     for key, path in recipe.inputs.items():
         if path is None or os.path.exists(path):
@@ -369,8 +366,8 @@ COMPARING_KEYS = ("train.eval_precision",)
 
 
 def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Returns the dotted keys that differ and change the steps of a run in exact arithmetic, with the values
-    of both recipes. What changes only the rounding of results does not count."""
+    """Returns the dotted keys that differ and change the steps of a run (more than their rounding), with the
+    values of both recipes."""
     stops_early = old.train.early_stopping is not None or new.train.early_stopping is not None
     compares = stops_early or old.checkpoint.load_best or new.checkpoint.load_best
     neutral = tuple(f"{key}." for key in NEUTRAL_KEYS)

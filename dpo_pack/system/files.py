@@ -32,10 +32,7 @@ _NO_SUCH_CALL = (
 
 @contextlib.contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Yields a temporary path for a file or a directory, which becomes `path` if the block succeeds.
-
-    Raises CacheError if the disk refuses (full, read-only).
-    """
+    """Yields a new path for a file or directory; it becomes `path` if the block succeeds. See `writing`."""
     temporary = path_aside(path)
     try:
         with writing(path):
@@ -72,8 +69,7 @@ def path_aside(path: Path) -> Path:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Syncs a file or directory and renames it to `path`, or copies it where the file system refuses to
-    rename; replaces an old `path`. Raises OSError."""
+    """Syncs a file or directory and renames it to `path`, or copies it where renames are refused."""
     if path.is_dir() and not temporary.is_dir():  # else the directory would be taken for an old file
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
@@ -132,10 +128,8 @@ def text_of(path: Path) -> str:
 
 
 def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
-    """Returns the content of a JSON file; None if it does not exist, is damaged or has another `shape`.
-
-    `shape` is a type for pydantic; of a dataclass, keys that are no fields are ignored.
-    """
+    """Returns the content of a JSON file; None if it cannot be read, is damaged or has another `shape`: a
+    type for pydantic (of a dataclass, keys that are no fields are ignored)."""
     try:
         return TypeAdapter(shape).validate_json(path.read_bytes(), strict=True)
     except (OSError, ValueError):  # ValueError: pydantic's, also for values that are nested too deep
@@ -193,10 +187,7 @@ def leaves(tree: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, An
 
 @contextlib.contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Holds a lock on the file `path` for the `with` block; removes the file afterwards.
-
-    Raises RunError, with `what`, if another process holds it. Where the file system has no locks, it says so.
-    """
+    """Holds a lock on a file in this block. Raises RunError, with `what`, if another process holds it."""
     has_parent = path.parent.exists()
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -68,10 +68,8 @@ class Interruption:
             self.waits_for_poll = before
 
     def poll(self, *, at_once: bool = True) -> None:
-        """Raises Interrupted on all ranks if one got a signal. Each call must be made on every rank.
-
-        If not `at_once`, several ranks exchange signals only about once in POLL_SECONDS.
-        """
+        """Raises Interrupted on all ranks if one got a signal; all ranks must call it. If not `at_once`, they
+        exchange signals only about once in POLL_SECONDS."""
         from dpo_pack.system.ranks import every_rank_says, num_ranks  # imports torch
 
         signum = self.signum or 0

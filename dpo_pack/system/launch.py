@@ -60,9 +60,8 @@ def on_every_rank(
 ) -> Iterator[Console]:
     """Runs the block on every rank, with a console that prints on rank 0 only (nowhere if `quiet`).
 
-    wanted: `distributed.num_processes`. If no launcher has started so many, this process starts `command` for
-    each, waits, and raises SystemExit with their status; without a command it runs the block alone. Raises
-    RecipeError for a wrong number of processes, RunError if the ranks cannot connect or differ.
+    If no launcher has started the `wanted` processes, this one starts `command` for each, waits, and raises
+    SystemExit with their status; without a command it runs the block alone.
     """
     for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG", "FSDP"):
         is_fsdp2 = name == "FSDP" and os.environ.get("FSDP_VERSION") == "2"

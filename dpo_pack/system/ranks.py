@@ -105,14 +105,12 @@ def first_does_for_all(work: Callable[[], Value]) -> Value:
 
 def of_node(work: Callable[[], Value]) -> Value:
     """Runs `work` on rank 0, then on the first rank of each other node; returns its value on every rank.
-
-    Ranks of a node share the memory of the value's large arrays, which nobody may write to: a file without a
-    name holds them, in the directory for temporary files ($TMPDIR). Raises DpoPackError on all ranks.
-    """
+    Nobody may write to large arrays in it."""
     return work() if num_ranks() == 1 else _on_nodes(work)
 
 
 def _on_nodes(work: Callable[[], Value]) -> Value:
+    """Shares large arrays on a node: a file without a name holds them, in $TMPDIR."""
     directory = Path(tempfile.gettempdir())
     seen = directory.stat()  # ranks that see another directory are on another node
     nodes = every_rank_says((socket.gethostname(), seen.st_dev, seen.st_ino))
@@ -181,10 +179,7 @@ def wait_for_all() -> None:
 
 @contextlib.contextmanager
 def first_goes_first() -> Iterator[None]:
-    """Rank 0 runs the `with` block first; then the other ranks run it, or raise rank 0's DpoPackError.
-
-    Of another error of rank 0 they raise a RunError, and the error has `on_all_ranks`.
-    """
+    """Rank 0 runs the block first; then the others run it, or raise rank 0's error, as a DpoPackError."""
     if not is_first() and (failure := first_says(None)) is not None:
         raise failure
     outcome: DpoPackError | None = None
