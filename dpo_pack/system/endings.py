@@ -65,10 +65,8 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def settle_failure(error: BaseException, *, rank: int, store: Store) -> int:
-    """Prints the error that ended this rank, unless another rank failed before; returns the exit status.
-
-    Ranks that fail after the first in `store`, often because of it, print nothing and end with its status.
-    """
+    """Prints the error that ended this rank and returns the exit status. Ranks that fail after the first in
+    `store`, often because of it, print nothing and end with its status."""
     from torch._C._distributed_c10d import PrefixStore  # imports torch; as in torch.distributed, with types
 
     ending = ending_of(error)

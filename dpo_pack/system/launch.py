@@ -96,10 +96,7 @@ def on_every_rank(
 
 
 def report_failure(error: BaseException, place: Placement) -> int:
-    """Prints why this rank ended, unless another rank failed before; returns the exit status.
-
-    The process must exit after this; `end_soon` makes sure that it does.
-    """
+    """Prints why this rank ended, unless another rank failed before; returns the exit status."""
     end_soon(error)
     try:
         store = meet(place, timedelta(seconds=30))
@@ -174,11 +171,8 @@ def _join(place: Placement, store: Store) -> None:
 
 
 def _interface_to_other_nodes(place: Placement, store: Store) -> str:
-    """Returns GLOO_SOCKET_IFNAME, or the network interface that leads to other nodes. All ranks must call it.
-
-    Gloo would take the interface of the host's name, on many clusters loopback. We take that of the route to
-    rank 0, and on rank 0's own node that of the route to a rank of another node. Raises RunError.
-    """
+    """Returns GLOO_SOCKET_IFNAME, or the interface of the route to rank 0, and on rank 0's own node to a rank
+    of another node. (Gloo would take that of the host's name, often loopback.) All ranks must call it."""
     store = PrefixStore("dpo_pack/addresses", store)
     own = _end_of_route(place.address)
     store.set(str(place.rank), own)
@@ -237,8 +231,7 @@ _INTERRUPTED_STATUSES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Returns how many cores this process may use, at least 1; a scheduler may have bound it to fewer than
-    all, and a container's quota may be less than them (a part of a core counts as one)."""
+    """Returns how many cores a scheduler and a container's quota leave to this process, at least 1."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     for group, _ in control_groups("cpu", root):  # microseconds of time in a period, or no limit
         files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of version 2, or 1
@@ -251,9 +244,8 @@ def usable_cores(root: Path = Path("/")) -> int:
 def start_ranks(command: Sequence[str], num_ranks: int) -> int:
     """Runs `command` as all ranks of this node; returns the first failed rank's status, 1 if it was killed.
 
-    The first stop signal is sent once to every rank; a second one ends all at once. Raises Interrupted then,
-    or if the first one ended ranks before they could handle it.
-    """
+    The first stop signal is sent to every rank; a second one ends all at once. Raises Interrupted then, or if
+    ranks ended before they could handle the first."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     read_end, write_end = os.pipe()
     defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // num_ranks))}

@@ -112,8 +112,8 @@ class AvailableMemory:
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:
-    """Yields the control groups (of a container, a batch job) whose limits of "memory" or "cpu" are those of
-    this process, innermost first, and whether they are of version 1.
+    """Yields the control groups (of a container, a batch job) that limit "memory" or "cpu" of this process,
+    innermost first, and whether they are of version 1.
 
     In a container, groups may have paths of the host: then only the last path, the mount point, has a limit.
     """
@@ -127,10 +127,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pa
 
 
 def host_memory(root: Path = Path("/")) -> AvailableMemory:
-    """Returns the memory of the machine that this process may use; cached files count as free.
-
-    The smallest limit of its control groups counts.
-    """
+    """Returns the memory that this process may use, by its control groups too; cached files count as free."""
     machine = psutil.virtual_memory()
     free, total = machine.available, machine.total
     for group, is_version_1 in control_groups("memory", root):

@@ -162,9 +162,7 @@ def only_first_does(work: Callable[[], Value]) -> Value | None:
 
 def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Value]]) -> list[Value]:
     """Splits `items` over ranks; returns `work`'s values, one for each item, in their order, on every rank.
-
-    A rank without items does not call `work`. If it raises a DpoPackError on one rank, all ranks raise it.
-    """
+    All ranks raise the DpoPackError of one."""
     own = items[rank() :: num_ranks()]
     results: list[Any] = [None] * len(items)
     for other, values in enumerate(every_rank_does(lambda: list(work(own)) if own else [])):
