@@ -14,16 +14,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from dpo_pack.recipe.data import (
-    DATA_FILE_SUFFIXES,
-    EvalFraction,
-    RowField,
-    SourceRecipe,
-    as_sources,
-    source_names,
-)
+from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, RowField, SourceRecipe, as_sources, source_names
 from dpo_pack.recipe.peers.peer_tables import PEERS, our_words, read_table, rows_of
-from dpo_pack.recipe.schema import Recipe
+from dpo_pack.recipe.schema import EvalFraction, Recipe
 from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml
 from dpo_pack.recipe.types import Problem, allowed_values, nested_sections
 from dpo_pack.system.hub import HUB_ID, is_adapter
@@ -383,13 +376,12 @@ def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
 def only_goes_on(old: Recipe, new: Recipe) -> bool:
     """Whether `new` only trains for more steps, and no earlier step depends on their number."""
     optim, changed = new.optim, changed_values(old, new)
+    if not changed or not changed.keys() <= {"train.epochs", "train.max_steps"}:
+        return False
     has_warmup = optim.warmup_steps is None and optim.warmup_ratio > 0
     compares = new.train.early_stopping is not None or new.checkpoint.load_best
     are_more = all(most is None or (least is not None and most > least) for least, most in changed.values())
-    depends = not optim.schedule.startswith("constant") or has_warmup or compares
-    return (
-        bool(changed) and changed.keys() <= {"train.epochs", "train.max_steps"} and are_more and not depends
-    )
+    return are_more and optim.schedule.startswith("constant") and not has_warmup and not compares
 
 
 def _what_trains(recipe: Recipe, *, stops_early: bool) -> Tree:

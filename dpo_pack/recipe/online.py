@@ -80,10 +80,8 @@ class JudgeRecipe(types.Section):
     """function: how often a call that raises is repeated; a prompt for which it still raises is left out."""
 
     def broken_rules(self) -> Iterator[types.Problem]:
-        users = {"function": "function", "path": "reward_model", "retries": "function"}
-        users |= {
-            key: "llm" for key in ("endpoint", "instructions", "max_new_tokens", "temperature", "verdict")
-        }
+        llm = dict.fromkeys(("endpoint", "instructions", "max_new_tokens", "temperature", "verdict"), "llm")
+        users = {"function": "function", "path": "reward_model", "retries": "function", **llm}
         for key, user in users.items():
             if self.type != user and self.is_changed(key):
                 yield key, f"not used by type {self.type}, only by {user}"

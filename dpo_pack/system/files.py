@@ -72,7 +72,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
     """Syncs a file or directory and renames it to `path`, or copies it where renames are refused."""
     if path.is_dir() and not temporary.is_dir():  # else the directory would be taken for an old file
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
+    for part in (*temporary.rglob("*"), temporary):
         sync(part)
     replaced = path_aside(path)
     with dispensable("rename"):

@@ -71,8 +71,8 @@ def check_upload(repo: str) -> None:
 
 
 def upload_model(model: Path, page: Path, repo: str, *, private: bool) -> tuple[str, list[str]]:
-    """Uploads the directory `model`, and `page` if it exists, in place of earlier weights. Returns the URL and
-    lines to print. Raises RunError if the upload fails, or if `private` is True and `repo` is public."""
+    """Uploads the directory `model`, and `page` if it exists, in place of earlier weights. Returns the URL,
+    and lines to print. Raises RunError if it fails, or if `private` is True and `repo` is public."""
     from huggingface_hub import HfApi
 
     check_upload(repo)

@@ -51,12 +51,10 @@ def rows_of(peer: str) -> Mapping[str, PeerKey]:
         rows[name] = PeerKey(name=name, kind="renamed", ours=(ours,))
     for kind in ("keys", "keys if on"):
         for names, row in table[kind].items():
-            ours, how, remark = row if len(row) == 3 else (*row, "")
-            for name in names.split():
-                described = {"reader": how} if isinstance(how, str) else {"values": how}
-                rows[name] = PeerKey(
-                    name=name, kind=kind, ours=tuple(ours.split()), remark=remark, **described
-                )
+            ours, how, *remark = row
+            shared: dict[str, Any] = {"kind": kind, "ours": tuple(ours.split()), "remark": "".join(remark)}
+            shared["reader" if isinstance(how, str) else "values"] = how
+            rows |= {name: PeerKey(name=name, **shared) for name in names.split()}
     for kind in ("not needed", "no counterpart"):
         for why, names in table[kind].items():
             rows |= {name: PeerKey(name=name, kind=kind, ours=(), remark=why) for name in names.split()}
@@ -161,12 +159,9 @@ def smoothing(value: Any, settings: Settings) -> Any:
     """Reads TRL's label_smoothing, which sigmoid ignores there and not here."""
     names = _listed(settings["loss_type"])
     if value and not {"robust", "exo_pair"}.intersection(names):
-        what = f"TRL's {' and '.join(names)} ignores it; for cDPO set loss.label_smoothing"
-        return Outcome(absent=what)
-    mixed = "sigmoid" in names and value
-    return Outcome(
-        values={"": value}, remark="TRL's sigmoid ignores it; here it has it, too" if mixed else ""
-    )
+        return Outcome(absent=f"TRL's {' and '.join(names)} ignores it; for cDPO set loss.label_smoothing")
+    remark = "TRL's sigmoid ignores it; here it has it, too" if value and "sigmoid" in names else ""
+    return Outcome(values={"": value}, remark=remark)
 
 
 def axolotl_loss(value: Any, settings: Settings) -> Any:
@@ -195,10 +190,8 @@ def _sources(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
         names, files = [one.get("path", one.get("id"))], one.get("data_files")
         same = ("split", "data_dir", "revision", "format", "columns", "max_pairs")
         ours: dict[str, Any] = {key: one.get(key) for key in same}
-        ours |= {
-            "config": one.get("name", one.get("config")),
-            "weight": one.get("fraction", one.get("weight")),
-        }
+        ours["config"] = one.get("name", one.get("config"))
+        ours["weight"] = one.get("fraction", one.get("weight"))
         if files and names[0] in ("json", "csv", "parquet", "arrow", None):
             files = files[ours["split"] or "train"] if isinstance(files, dict) else files
             names, ours = _listed(files), ours | {"split": None, "config": None}

@@ -199,10 +199,8 @@ class _Draft:
             lines += [beside, *more] if len(beside) <= _WIDTH else [*above, line, *more]
         for key in [key for key in self.comments if key not in self.values]:
             self.unneeded[f"{key} is not set"] = self.comments[key]
-        absent, unneeded = (
-            _listing(NO_COUNTERPART, self.absent),
-            _listing("# Not needed here:", self.unneeded),
-        )
+        absent = _listing(NO_COUNTERPART, self.absent)
+        unneeded = _listing("# Not needed here:", self.unneeded)
         return _HEADING.format_map(self.table) + "\n".join([*absent, *lines, "", *unneeded, ""])
 
 
