@@ -6,12 +6,9 @@ A recipe is a path (of a file or a run), a dict with the keys of a recipe, a `Re
 arguments set keys, as KEY=VALUE does on the command line. Where a function takes a model, that may be a run.
 Errors that the user can mend are DpoPackErrors with a message of one line.
 
-`show` and `inspect_packing` print nothing, unless `quiet` is False. The other functions print what the
-commands print; with `quiet=True` nothing. What they return is what the commands write as JSON.
-
-`train`, `doctor`, `precompute_ref` and `evaluate` run in this process, on one device; if torchrun or
-accelerate launch started several processes, each uses its own device. `dpopack` gives a `command`: if the
-recipe needs several processes, each of them runs this command.
+Functions print what the commands print, unless they are `quiet`, which is the default of `show` and
+`inspect_packing`. What they return is what the commands write as JSON. They run in this process, on one
+device. If the recipe needs several processes and `dpopack` gives a `command`, each process runs the command.
 """
 
 from __future__ import annotations

@@ -135,8 +135,7 @@ class LossRecipe(types.Section):
         return any(LOSSES.get(name, Loss()).needs_reference for name, _ in self.terms)
 
     def broken_rules(self) -> Iterator[types.Problem]:
-        names = [name for name, _ in self.terms]
-        losses = ", ".join(names)
+        names, losses = [name for name, _ in self.terms], self.names
         has_own = any(types.MODULE_FUNCTION.fullmatch(name) for name in names)  # it may use all options
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield "type", f"'{name}' is given twice; add up their weights"

@@ -40,7 +40,7 @@ def print_detail(console: Console, text: str) -> None:
 
 def keep_log(console: Console, path: Path) -> None:
     """Makes the console copy to the file `path` all that it prints. A quiet console writes no file."""
-    if isinstance(console, _Console) and not console.quiet:
+    if isinstance(console, _Console):
         console.log_path = path
 
 

@@ -259,7 +259,6 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 def seed_step(seed: int, *, step: int, rank: int) -> None:
     """Seeds the random numbers of a step: the dropout in adapters. Checkpoints need no state of them."""
-    # In the key, 3 stands for dropout. Completions have 2 (online/transformers_generator.py), so no numbers
-    # are the same.
+    # In the key, 3 stands for dropout; completions have 2 (online/transformers_generator.py).
     state = np.random.SeedSequence(seed, spawn_key=(3, step, rank)).generate_state(1, np.uint64)
     torch.manual_seed(int(state[0] >> np.uint64(1)))
