@@ -243,16 +243,14 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
     if model.revision and os.path.isdir(model.path):
         yield "model.revision", "a local directory has no revisions; leave it out"
     if model.lora is not None and has_adapter:
-        what = "model.path is an adapter, which is trained further"
-        yield "model.lora", f"{what}; leave it out, or merge it first (dpopack merge)"
+        yield "model.lora", "model.path is an adapter; leave lora out, or merge that first (dpopack merge)"
     if model.quantize is not None and not trains_adapter:
         yield "model.quantize", "quantised weights cannot be trained; set model.lora, or leave quantize out"
     if model.dtype != "bfloat16":
         return
     # The weights of an adapter are always fp32, whatever the type of its base model.
     if recipe.optim.name != "adamw" and not trains_adapter:
-        what = f"{recipe.optim.name} keeps no fp32 master weights for bfloat16 parameters"
-        yield "optim.name", f"{what}; set optim.name: adamw or model.dtype: float32"
+        yield "optim.name", f"{recipe.optim.name} has no fp32 master weights; set adamw, or dtype: float32"
     # In bfloat16, a mix of two models, or base plus adapter, may round to the old reference. A copy is exact.
     if recipe.reference.sync is not None and (recipe.reference.sync.mixup < 1.0 or trains_adapter):
         remedy = "set model.dtype: float32, or mixup: 1 without an adapter"

@@ -63,8 +63,7 @@ def placement(environ: Mapping[str, str]) -> Placement | None:
         return _placement_by_slurm(environ)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if _number(environ, name, 1) > 1:
-            what = f"{name} is set, but dpo-pack does not read MPI's variables"
-            raise RecipeError(f"{KEY}: {what}; {_LAUNCHERS}")
+            raise RecipeError(f"{KEY}: {name} is set, but MPI's variables are not read; {_LAUNCHERS}")
     return None
 
 
@@ -87,8 +86,7 @@ def first_host(node_list: str) -> str:
     """Returns the first host of SLURM's compressed list: gpu003 for `gpu[003-006,010],big1`."""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", node_list)
     if first is None:
-        what = f"cannot read SLURM's list of nodes, '{node_list}'"
-        raise RecipeError(f"{KEY}: {what}; set MASTER_ADDR to the host of rank 0")
+        raise RecipeError(f"{KEY}: SLURM's list of nodes is '{node_list}'; set MASTER_ADDR to rank 0's host")
     return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", first[0])
 
 
@@ -114,8 +112,7 @@ def is_set(variable: str) -> bool:
 def _value(environ: Mapping[str, str], name: str) -> str:
     value = environ.get(name)
     if not value:
-        what = f"the environment says that this is one of several processes, but {name} is not set"
-        raise RecipeError(f"{KEY}: {what}; {_LAUNCHERS}")
+        raise RecipeError(f"{KEY}: this is one of several processes, but {name} is not set; {_LAUNCHERS}")
     return value
 
 
