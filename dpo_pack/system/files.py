@@ -208,8 +208,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
     try:
         with writing(path):
             file.truncate(0)
-            since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T %Z')}")
             file.flush()
         yield
     finally:
