@@ -109,11 +109,11 @@ def parse_recipe(
     except ValidationError:
         removed = _drop_removed(tree)
     if removed and not lenient:
-        _fail(removed)
+        _refuse(removed)
     try:
         recipe = Recipe.model_validate(tree, context=context)
     except ValidationError as invalid:
-        _fail(_problems(invalid.errors(include_url=False), tree))
+        _refuse(_problems(invalid.errors(include_url=False), tree))
     recipe.dropped.extend(f"{key}: {what}" for key, what in removed)
     return recipe
 
@@ -149,7 +149,7 @@ def _drop_removed(tree: Tree) -> list[Problem]:
     return problems
 
 
-def _fail(problems: Sequence[Problem]) -> NoReturn:
+def _refuse(problems: Sequence[Problem]) -> NoReturn:
     by_key: dict[str, str] = {}
     for key, message in problems:
         by_key.setdefault(key, message)
@@ -233,7 +233,7 @@ def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
             problems.append(("logging.trackers", f"{tracker} is not installed; {remedy}"))
     problems += _model_problems(recipe)
     if problems:
-        _fail(problems)
+        _refuse(problems)
 
 
 def _model_problems(recipe: Recipe) -> Iterator[Problem]:
