@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -86,44 +87,30 @@ def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | N
 
 @torch.no_grad()
 def prove_isolation(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
-    """Proves that a pair's log-probs depend only on the pair's own tokens.
+    """Proves that a pair's log-probs depend only on the pair's own tokens: changes one token at a time.
 
     A leak reaches only tokens behind the changed one. So in a mixture of experts a change before it is noise,
     and both orders of the pairs are used: the same sequences stand before and behind."""
-    moved, before, behind = _changes_around(scorer, groups, device)
-    if routes_tokens(scorer.model.config):
-        _, *others = _changes_around(scorer, groups[::-1], device)
-        before, behind = torch.cat((before, others[0])), torch.cat((behind, others[1]))
-    else:
-        behind = torch.cat((before, behind))
-    measured = _leak(scorer, behind, before, moved, "other pairs", "its own pair")
-    return Proof(name="isolation", **measured, remedy=PADDED_REMEDY)
-
-
-def _changes_around(
-    scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
-) -> tuple[float, Tensor, Tensor]:
-    """Changes one token of the row at a time. Returns (the least change of sequences that have the token, the
-    changes of all sequences before the token in the row, those of all behind it), in nats."""
-    whole = pair_sums(scorer, groups, device)
+    has_noise, before, behind = routes_tokens(scorer.model.config), list[Tensor](), list[Tensor]()
     moves = {part: torch.zeros(2, device=device) for part in _PARTS}
-    before, behind = [], []
-    for pair in range(len(groups)):
-        for part, own in _PARTS.items():
-            change = (pair_sums(scorer, _with_change(groups, pair, part), device) - whole).abs()
+    for ordered in (groups, groups[::-1]) if has_noise else (groups,):
+        whole = pair_sums(scorer, ordered, device)
+        for pair, (part, own) in itertools.product(range(len(ordered)), _PARTS.items()):
+            change = (pair_sums(scorer, _with_change(ordered, pair, part), device) - whole).abs()
             # It is enough if one pair changes: in bf16 two tokens at one position may have the same logit.
             moves[part] = torch.maximum(moves[part], change[pair])
             before.append(change.flatten()[: 2 * pair + own[0]])
             behind.append(change.flatten()[2 * pair + own[-1] + 1 :])
-    moved = torch.cat([moves[part][own] for part, own in _PARTS.items()]).min()
-    return float(moved), torch.cat(before), torch.cat(behind)
+    moved = float(torch.cat([moves[part][own] for part, own in _PARTS.items()]).min())
+    changes = torch.cat(behind if has_noise else before + behind)
+    measured = _leak(scorer, changes, torch.cat(before), moved, "other pairs", "its own pair")
+    return Proof(name="isolation", **measured, remedy=PADDED_REMEDY)
 
 
 @torch.no_grad()
 def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
     """Proves that no token sees a later one: new last tokens, of one half of the pairs and then of the other,
-    must not change log-probs of earlier tokens. In a mixture of experts, the change of the other half is
-    noise."""
+    change no log-prob of earlier tokens. In a mixture of experts the other half's change is noise."""
     lengths = [len(completion) for group in groups for completion in group.completions]
     whole = scorer(proof_row(scorer, groups, device)).token_logps
     lasts, earlier, others = [], [], []
@@ -185,9 +172,7 @@ def _with_change(groups: Sequence[Group], pair: int, part: int) -> list[Group]:
 @torch.no_grad()
 def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
     """Proves that a row's log-probs equal those of each sequence alone under the model's own eager attention.
-
-    Rounding in 16 bits hides a position that is wrong by one. So if the parameters are fp32, as under
-    autocast by default, the proof runs in fp32 too."""
+    Rounding in 16 bits hides a position that is wrong by one: fp32 parameters are proved in fp32, too."""
     numbers, passed = distance_of_row(scorer, groups, device)
     bound = f"mean error a token <= {proofs.ROUNDINGS:g} x rounding"
     if scorer.compute_dtype == torch.float32:
@@ -228,11 +213,9 @@ def prove_images(scorer: CompletionLogps, device: torch.device) -> Proof:
 def distance_of_row(
     scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
 ) -> tuple[dict[str, float], bool]:
-    """Returns how far log-probs of the groups' sequences in one row are from those of each sequence alone:
-    (measured errors, whether they are small enough).
-
-    A mixture of experts leaves out the worst sequence. In fp32, rounding is measured only above
-    `FLOAT32_BOUND`."""
+    """Returns (errors of the sequences' log-probs in one row, compared with each sequence alone; whether they
+    are small enough). A mixture of experts leaves out the worst sequence. In fp32, rounding is measured only
+    above `FLOAT32_BOUND`."""
     tokens = torch.tensor([len(ids) for group in groups for ids in group.completions], device=device)  # [S]
     alone = _logps_alone(scorer, groups, device)
     errors = (pair_sums(scorer, groups, device).flatten() - alone).abs()
