@@ -8,7 +8,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +62,7 @@ def prove_layers(scorer: CompletionLogps, groups: Sequence[Group], device: torch
         ("recurrence", of_recurrences, "of recurrent layers", PADDED_REMEDY),
     ):
         if measured:
-            error, bound = _worst(measured)
+            _, error, bound = max(measured)
             proof = Proof(
                 name=name,
                 passed=error <= bound,
@@ -101,7 +101,7 @@ def _take_kernel(scorer: CompletionLogps, calls: Sequence[RecurrentCall], device
         errors = [recurrence_error(replace(c, kernel=function), RecurrentCall.run, device) for c in calls]
     except Exception as raised:  # a kernel for another GPU, dtype or size can raise anything
         return first_line(raised) or type(raised).__name__
-    error, bound = _worst(errors)
+    _, error, bound = max(errors)
     if not error <= bound:
         return f"its relative error is {error:.1e}, and {bound:.1e} is allowed"
     scorer.recurrent_kernels[calls[0].name] = function
@@ -194,11 +194,10 @@ def _trial(
     exact: Callable[..., Tensor],
     *,
     least: float,
-) -> tuple[float, float]:
-    """Returns (error, bound) of the output or the gradient with the largest ratio of error to bound.
-
-    An error is relative to the norm of what `exact` gives in fp32. The bound is `least`, and if the inputs
-    are in low precision at least `PLAIN_ERRORS` times the error of `plain` on them."""
+) -> tuple[float, float, float]:
+    """Returns (error / bound, error, bound) of the output or the gradient in which the first is largest. An
+    error is relative to the norm of what `exact` gives in fp32. The bound is `least`, and if the inputs are
+    in low precision at least `PLAIN_ERRORS` times the error of `plain` on them."""
     weights: list[Tensor] = []
 
     def run(compute: Callable[..., Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -209,26 +208,18 @@ def _trial(
             grads = torch.autograd.grad(out, inputs, weights[0].to(out.dtype))
         return [result.detach().float() for result in (out, *grads)]
 
-    right = run(exact, torch.float32)
-
-    def errors(results: list[Tensor]) -> list[float]:
-        ratios = [(one - other).norm() / other.norm() for one, other in zip(results, right, strict=True)]
-        return [float(ratio.nan_to_num(nan=math.inf)) for ratio in ratios]
-
-    found = errors(run(ours))
-    bounds = [least] * len(found)
-    if any(tensor.dtype != torch.float32 for tensor in given):
-        bounds = [max(least, proofs.PLAIN_ERRORS * error) for error in errors(run(plain))]
-    return _worst(zip(found, bounds, strict=True))
-
-
-def _worst(measured: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    return max(measured, key=lambda pair: pair[0] / pair[1])
+    right, errors = run(exact, torch.float32), list[list[float]]()
+    is_low = any(tensor.dtype != torch.float32 for tensor in given)
+    for compute in (ours, plain) if is_low else (ours,):
+        ratios = [(one - other).norm() / other.norm() for one, other in zip(run(compute), right, strict=True)]
+        errors.append([float(ratio.nan_to_num(nan=math.inf)) for ratio in ratios])
+    bounds = [max(least, proofs.PLAIN_ERRORS * error) if is_low else least for error in errors[-1]]
+    return max((error / bound, error, bound) for error, bound in zip(errors[0], bounds, strict=True))
 
 
 def attention_error(
     backend: AttentionBackend, call: SeamCall, dtype: torch.dtype, device: torch.device
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     """Returns the `_trial` of an attention backend: inputs as in `call`, in `dtype`."""
     query_lengths, key_lengths = zip(*_ATTENTION_SEGMENTS, strict=True)
     kv_heads = min(2, call.num_kv_heads)
@@ -246,12 +237,9 @@ def attention_error(
         sinks=torch.randn(heads, device=device) if call.has_sinks else None,
     )
     segments = make_segments(query_lengths, key_lengths, device)
-
-    def ours(*inputs: Tensor) -> Tensor:
-        return backend(*inputs, segments, options)
-
     plain = functools.partial(plain_attention, segments=segments, options=options)
-    return _trial(given, ours, plain, plain, least=proofs.ATTENTION_BOUND if dtype == torch.float32 else 0.0)
+    least = proofs.ATTENTION_BOUND if dtype == torch.float32 else 0.0
+    return _trial(given, lambda *states: backend(*states, segments, options), plain, plain, least=least)
 
 
 def plain_attention(
@@ -278,7 +266,7 @@ def plain_attention(
 
 def recurrence_error(
     call: RecurrentCall, run: Callable[[RecurrentCall], Any], device: torch.device
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     """Returns the `_trial` of a recurrent function on a row, against the family's own on each sequence alone,
     token by token if it can. A kernel of another package may err by `KERNEL_EPSILONS`."""
     row = _row_of_lengths(device)
