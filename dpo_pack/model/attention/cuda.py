@@ -140,8 +140,8 @@ _attend.register_autograd(_differentiate, setup_context=_save)
 def _kernel_arguments(
     segments: RowSegments, query: Tensor, key: Tensor, value: Tensor, scale: float, left: int
 ) -> tuple[tuple[Tensor, ...], list[Any], dict[str, Any]]:
-    if segments.kv_gather is not None:
-        key, value = map(segments.kv_gather.take, (key, value))
+    if segments.kv_gather is not None:  # has no zeros; this operator has its own backward pass
+        key, value = (states.index_select(0, segments.kv_gather.index) for states in (key, value))
     longest = max(segments.query_lengths), max(segments.key_lengths)
     is_causal, dropout = left < 0, 0.0  # with `is_causal` the kernel takes no window
     arguments = [segments.cu_seqlens_q, segments.cu_seqlens_k, *longest, dropout, is_causal]

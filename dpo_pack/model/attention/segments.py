@@ -174,10 +174,6 @@ class Gather:
         taken: Tensor = _Take.apply(source, self)  # type: ignore[no-untyped-call]
         return taken
 
-    def take(self, source: Tensor) -> Tensor:
-        """As a call, but not differentiable."""
-        return _select(source, self.index, self.has_zeros)
-
     def gradient(self, grad: Tensor) -> Tensor:
         """Returns the gradient of the source, of that of the entries."""
         total = _select(grad, self.first, self.is_partial)
@@ -213,7 +209,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, where: Gather) -> Tensor:
         ctx.where = where
-        return where.take(source)
+        return _select(source, where.index, where.has_zeros)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
