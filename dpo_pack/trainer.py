@@ -321,7 +321,7 @@ class Trainer:
                     self.clock.lap("backward")
                     continue
                 pairs = batch.rows[number - 1]
-                output = self.policy(row)  # log-probs summed over each completion
+                output = self.policy.forward(row)  # log-probs summed over each completion
                 losses = pair_losses(self.objective, output, pairs, batch.mean_chosen_tokens)  # [P]
                 # R ranks average their gradients, so each divides the sum of its losses by num_pairs / R.
                 share = losses.sum() / (batch.num_pairs / ranks.num_ranks())

@@ -65,7 +65,7 @@ ALONE = Strategy(name="none", reason="one process")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedPolicy:
-    """The policy that all ranks train. Every forward that needs gradients must call this object."""
+    """The policy that all ranks train. Every forward that needs gradients must be its own."""
 
     forward: Callable[[Row], RowLogps]
     # Makes a context in which each rank adds up its own gradients, and ranks do not exchange them.
@@ -73,9 +73,6 @@ class DistributedPolicy:
     keeps_gradients: bool = False  # whether gradients stay, as zeros, in DDP's buckets between steps
     # Makes the context of the passes of a step over this rank's rows, see `stays_gathered`.
     step: Callable[[Sequence[Row]], AbstractContextManager[Any]] = contextlib.nullcontext
-
-    def __call__(self, row: Row) -> RowLogps:
-        return self.forward(row)
 
     def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Context for a row's forward and backward. Gradients need no reduction before a step's last row."""

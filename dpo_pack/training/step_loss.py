@@ -74,7 +74,7 @@ class ExpertBalance:
             yield
 
     def _forward(self, row: Row) -> RowLogps:
-        output = self.alone(row)
+        output = self.alone.forward(row)
         if not self.is_complete:  # the first pass of the step, which every rank has
             self._add(output.expert_counts)
             assert self.counts is not None

@@ -172,7 +172,7 @@ def test_no_step_waits(
     values = []
     with policy.step(batch.passes):
         for row in batch.rows:
-            output = policy(row.row)
+            output = policy.forward(row.row)
             losses = pair_losses(objective, output, row, batch.mean_chosen_tokens)
             losses.sum().backward()
             values.append(pair_values(output, row, losses))

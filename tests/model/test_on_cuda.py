@@ -50,7 +50,7 @@ class PreparesForOneRank:
 
 def gradient(loaded: LoadedModel, strategy: Strategy = ALONE) -> Tensor:
     accelerator: Any = PreparesForOneRank()
-    sums = distribute_policy(loaded.scorer, strategy, accelerator=accelerator)(a_row(loaded)).sums
+    sums = distribute_policy(loaded.scorer, strategy, accelerator=accelerator).forward(a_row(loaded)).sums
     (sums * torch.linspace(-1.0, 1.0, len(sums), device=CUDA)).sum().backward()
     grads = [p.grad for _, p in sorted(loaded.model.named_parameters()) if p.grad is not None]
     return torch.cat([getattr(grad, "full_tensor", grad.clone)().flatten().cpu() for grad in grads])

@@ -172,7 +172,7 @@ def compare(
         error = 0.0
         for number in mine:
             with policy.accumulating(is_last=number == 1):
-                sums = policy(rows[number]).sums
+                sums = policy.forward(rows[number]).sums
                 error = max(error, float((sums - expected[number]).detach().abs().max()))
                 backward(sums)
             if strategy.accumulate_unsharded and number == 0:
@@ -275,7 +275,7 @@ def _steps(loaded: LoadedModel, *, stays_gathered: bool, unsharded: bool) -> tup
                 found["before"] = loaded.scorer(rows[0]).sums
             for number, row in enumerate(rows):
                 with policy.accumulating(is_last=number == 2):
-                    found[f"row {number}"] = policy(row).sums
+                    found[f"row {number}"] = policy.forward(row).sums
                     backward(found[f"row {number}"])
             for shard in _shards(loaded.scorer):
                 size = ranks.num_ranks() * shard.padded_sharded_param_size.numel() * shard.orig_dtype.itemsize
@@ -323,7 +323,7 @@ def test_shards_that_stay_are_gathered_once_a_step_with_the_same_bits(unsharded:
             # A signal between rows ends a step: what is saved then must be shards.
             policy = distribute_policy(once.scorer, strategy_of({}), stays_gathered=True)
             with pytest.raises(KeyboardInterrupt), policy.step([]):
-                backward(policy(make_rows()[0]).sums)
+                backward(policy.forward(make_rows()[0]).sums)
                 raise KeyboardInterrupt
             assert_shards(once)
 
@@ -336,7 +336,7 @@ def test_gradients_of_shards_gathered_in_bf16_are_added_up_over_ranks_in_fp32(mo
     def check() -> None:
         strategy = strategy_of({})
         loaded = loaded_policy(recipe_of(models / "llama", {}), GATHERED, strategy=strategy)
-        backward(distribute_policy(loaded.scorer, strategy)(make_rows()[ranks.rank()]).sums)
+        backward(distribute_policy(loaded.scorer, strategy).forward(make_rows()[ranks.rank()]).sums)
         summed = gradients(loaded).values()
         assert any((gradient.bfloat16() != gradient).any() for gradient in summed)
 
