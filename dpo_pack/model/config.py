@@ -86,9 +86,7 @@ def layer_windows(config: PretrainedConfig) -> list[int | None]:
     text = config.get_text_config()
     values = text.to_dict()
     # We read the attribute and not `values`, because Gemma 3 uses another window than its file names.
-    window = effective_window(
-        text.sliding_window if values.get("sliding_window") is not None else None, config
-    )
+    window = None if values.get("sliding_window") is None else effective_window(text.sliding_window, config)
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
     attend = [kind for kind in kinds if kind in ATTENTION_LAYERS or kind == "hybrid"]
     return [window if kind == "sliding_attention" else None for kind in attend]
@@ -144,10 +142,9 @@ def rotary_kinds(config: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def known_positions(config: PretrainedConfig) -> int | None:
-    """Returns how many positions a model computes exactly; None if its config has no such number.
-
-    Rotary variants whose frequencies change with the longest position of a batch are exact up to the original
-    maximum, or, if the config has none, up to `max_position_embeddings`."""
+    """Returns how many positions a model computes exactly; None if its config has no such number. Rotary
+    variants whose frequencies change with a batch's longest position are exact up to the original maximum,
+    or, if the config has none, up to `max_position_embeddings`."""
     values = config.get_text_config().to_dict()
     names = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last two: GPT-2, MPT
     known = next((values[name] for name in names if values.get(name) is not None), None)

@@ -115,10 +115,8 @@ class ModelFacts:
 
     @functools.cached_property
     def namespace(self) -> dict[str, Any]:
-        """All facts besides token ids that the model's log-probs depend on, as a JSON object.
-
-        All ranks must read it together: rank 0 hashes all weights, the others read its file of hashes. Raises
-        ModelError when weights are missing or unreadable."""
+        """All facts besides token ids that the model's log-probs depend on, as a JSON object. All ranks must
+        read it together: rank 0 hashes all weights, the others read its file of hashes. Raises ModelError."""
         memo, precision = self.cache_dir / "model_hashes.json", self.precision
         autocast = None if precision.autocast is None else str(precision.autocast).removeprefix("torch.")
         with ranks.first_goes_first():

@@ -40,10 +40,8 @@ _PARTS = {1: [0], 2: [1], 0: [0, 1]}
 
 
 def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
-    """Runs all proofs, in an order in which an early failure explains later failures.
-
-    Padded batches use the model's own attention, one sequence in each row, so only two proofs run.
-    """
+    """Runs all proofs, in an order in which an early failure explains later failures. Padded batches use the
+    model's own attention, one sequence in each row, so only two proofs run."""
     with random_groups(scorer, device) as groups:
         results: list[Proof] = []
         if scorer.backend is not None:
@@ -88,7 +86,6 @@ def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | N
 @torch.no_grad()
 def prove_isolation(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
     """Proves that a pair's log-probs depend only on the pair's own tokens: changes one token at a time.
-
     A leak reaches only tokens behind the changed one. So in a mixture of experts a change before it is noise,
     and both orders of the pairs are used: the same sequences stand before and behind."""
     has_noise, before, behind = routes_tokens(scorer.model.config), list[Tensor](), list[Tensor]()

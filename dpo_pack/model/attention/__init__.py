@@ -72,11 +72,8 @@ def row_attention(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention of one row: [1, H, T, D] queries, [1, H_kv, T, D] keys and values -> [1, T, H, D_v].
-
-    H are heads, T the row's tokens. The last two named arguments are ours: the row's layout and the function
-    that computes; the others are those of transformers' attention interface.
-    Raises UnsupportedModelError when the model's code uses attention in a way that a row does not allow.
-    """
+    H are heads, T the row's tokens. The last two named arguments are ours, the others those of transformers'
+    interface. Raises UnsupportedModelError when the model's code uses attention as a row does not allow."""
     obstacle, remedy = None, "use packing.mode: padded"
     if row_segments is None or row_backend is None:
         obstacle = "does not pass keyword arguments on to its attention, so it would mix sequences"
@@ -170,10 +167,8 @@ def backend_obstacle(
 
 @functools.cache
 def trial_obstacle(name: str, needs: AttentionNeeds, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns why backend `name` fails on `device`, or None: tried on a small row, forward and backward.
-
-    A build may lack kernels of this GPU, of softcaps or of backward passes; a large head, shared memory.
-    """
+    """Returns why backend `name` fails on `device`, or None: tried on a small row, forward and backward. A
+    build may lack kernels of this GPU, of softcaps or of backward passes; a large head, shared memory."""
     states = torch.ones(8, 1, needs.head_dim, dtype=dtype, device=device, requires_grad=True)
     values = torch.ones(8, 1, needs.value_head_dim, dtype=dtype, device=device, requires_grad=True)
     options = AttentionOptions(

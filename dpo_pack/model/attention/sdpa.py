@@ -30,10 +30,7 @@ from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, as_
 def sdpa_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
-    """The backend "sdpa": queries [T, H, D], keys [T, H_kv, D], values [T, H_kv, D_v] -> [T, H, D_v].
-
-    Segments with logit softcaps (Gemma 2) or attention sinks (gpt-oss) get `_eager_attention`.
-    """
+    """The backend "sdpa": queries [T, H, D], keys [T, H_kv, D], values [T, H_kv, D_v] -> [T, H, D_v]."""
     if segments.kv_gather is not None:
         key, value = map(segments.kv_gather, (key, value))
     num_groups = query.shape[1] // key.shape[1]
@@ -81,7 +78,8 @@ def _heads_first(states: Tensor) -> Tensor:
 def _eager_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Queries [1, H, Lq, D], keys [1, H, Lk, D], values [1, H, Lk, D_v] -> [1, H, Lq, D_v]."""
+    """With logit softcaps (Gemma 2) or attention sinks (gpt-oss): queries [1, H, Lq, D], keys [1, H, Lk, D],
+    values [1, H, Lk, D_v] -> [1, H, Lq, D_v]."""
     scores = query @ key.transpose(-1, -2) * options.scale  # [1, H, Lq, Lk]
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)

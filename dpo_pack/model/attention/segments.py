@@ -32,10 +32,8 @@ MAX_MASK_BYTES = 1 << 26
 @dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
 class RowSegments:
     """Lengths and indices for the attention of one row; `model(...)` takes them as a keyword argument.
-
     Segment g attends from `query_lengths[g]` row positions to `key_lengths[g]` gathered keys. Its attention
-    is causal, and its last query stands at its last key (bottom-right).
-    """
+    is causal, and its last query stands at its last key (bottom-right)."""
 
     query_lengths: tuple[int, ...]  # [G]
     key_lengths: tuple[int, ...]  # [G]
@@ -65,10 +63,7 @@ class RowSegments:
         self, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype = torch.bool
     ) -> Tensor:
         """Returns a mask [num_queries, num_keys], True where attention is allowed: causal, bottom-right. Of
-        another `dtype` it is numbers to add to logits: 0 if attention is allowed, -inf if not.
-
-        `window` counts the query's own position, as `sliding_window` does in transformers.
-        """
+        another `dtype` it is numbers to add to logits: 0, -inf. `window` counts the query's own position."""
         name = ("mask", num_queries, num_keys, window, dtype)
         if name not in self.kept:
             device, last = self.cu_seqlens_q.device, num_keys - num_queries  # key that the first query sees
@@ -84,11 +79,9 @@ class RowSegments:
         self, window: int | None, dtype: torch.dtype = torch.bool, *, has_masks: bool = False
     ) -> list[list[tuple[slice, slice, Tensor | None]]]:
         """Returns, for each segment, the blocks in which its attention is computed: (queries of the row, keys
-        of the segment, mask). A segment that is plainly causal has no mask, unless `has_masks`.
-
-        A mask has at most MAX_MASK_BYTES. All blocks use parts of one mask, because a mask depends only on
-        the distances from the last query and from the last key.
-        """
+        of the segment, mask). A segment that is plainly causal has no mask, unless `has_masks`. A mask has at
+        most MAX_MASK_BYTES. All blocks use parts of one mask, because a mask depends only on the distances
+        from the last query and from the last key."""
         found, first_query = [], 0
         for num_queries, num_keys in zip(self.query_lengths, self.key_lengths, strict=True):
             of_segment: list[tuple[slice, slice, Tensor | None]] = []
@@ -157,10 +150,8 @@ def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 @dataclass(eq=False, slots=True, kw_only=True)
 class Gather:
     """Copies E entries of a source tensor of n, by index along its first dimension; an entry can be zero.
-
     The backward pass adds the gradients of copies in a fixed order and in at least fp32. On CUDA that of
-    torch's `index_select` adds atomically, in any order, and in bf16 a sum of many copies loses small terms.
-    """
+    torch's `index_select` adds atomically, in any order, and in bf16 a sum loses small terms."""
 
     index: Tensor  # [E] int64, index in the source; n means that the entry is zero
     has_zeros: bool  # whether an entry is zero

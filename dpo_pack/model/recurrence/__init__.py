@@ -93,11 +93,8 @@ def _own_forward(module: nn.Module) -> types.FunctionType:
 
 @contextlib.contextmanager
 def torch_recurrences(model: nn.Module) -> Iterator[None]:
-    """Context in which inputs that are no packed rows use transformers' own functions in torch.
-
-    The packages that transformers calls where they are installed refuse fp32 or round more in it, so a proof
-    must not take their results for the exact ones.
-    """
+    """Context in which inputs that are no packed rows use transformers' own functions in torch. Packages that
+    transformers calls where they are installed refuse fp32, or round more in it, and so are not exact."""
     code = vars(sys.modules[type(model).__module__])
     own = {name: code[name] for name in (*KERNELS, _WHOLE_LAYER) if name in code}
     code.update({name: inspect.unwrap(function) for name, function in own.items()})
@@ -117,10 +114,8 @@ def wrap_recurrent_layers(model: nn.Module) -> None:
 
 @functools.cache
 def _with_row_functions(forward: types.FunctionType) -> RowFunction:
-    """Returns a copy of a module's forward that calls our functions in place of those in `KERNELS`.
-
-    Cached, because torch would compile the layers again for another object; see model/fast_layers.py.
-    """
+    """Returns a copy of a module's forward that calls our functions in place of those in `KERNELS`. Cached,
+    because torch would compile the layers again for another object; see model/fast_layers.py."""
     theirs = forward.__globals__
     ours = {name: _seam(name, inspect.unwrap(theirs[name])) for name in KERNELS if name in theirs}
     if _WHOLE_LAYER in theirs:
