@@ -60,11 +60,10 @@ def load_model(
     adds_adapter: bool = False,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> LoadedModel:
-    """Loads the model on the device; with `adds_adapter` it gets the new adapter of its settings, if any.
-
-    All ranks must call it if the strategy shards. With `tensors`, the checkpoint's on the meta device, it
-    reads no weights, and compares these with the model. Raises ModelError when loading fails, a weight is
-    missing or not used, UnsupportedModelError when the model cannot be exact."""
+    """Loads the model on the device; with `adds_adapter` it gets the new adapter of its settings, if any. All
+    ranks must call it if the strategy shards. With `tensors`, the checkpoint's on the meta device, it reads
+    no weights, and compares these with the model. Raises ModelError when loading fails, a weight is missing
+    or not used, UnsupportedModelError when the model cannot be exact."""
     meta = torch.device("meta")
     if not strategy.shards:
         return _load(facts, device, device if tensors is None else meta, adds_adapter, tensors)

@@ -165,10 +165,8 @@ def model_shape(model: PreTrainedModel, processor: Any = None) -> ModelShape:
     if "num_attention_heads" in text.to_dict().keys() | text.attribute_map.keys():  # not a state-space model
         needs = attention_needs(model.config)
         width = int(text.num_attention_heads) * (needs.head_dim + needs.value_head_dim)
-        counts = Counter(layer_windows(model.config))
-        attention = tuple(
-            AttentionKind(num_layers=number, width=width, window=window) for window, number in counts.items()
-        )
+        counts = Counter(layer_windows(model.config)).items()
+        attention = tuple(AttentionKind(num_layers=n, width=width, window=window) for window, n in counts)
     return ModelShape(
         token_weights=_token_weights(read, experts, skipped),
         head_weights=int(head.numel()),

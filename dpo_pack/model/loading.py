@@ -183,10 +183,9 @@ def whole_reports() -> Iterator[list[Any]]:
 def check_report(
     model: PreTrainedModel, whole: Any, loading: dict[str, Any], *, source: str, refuses_unused: bool
 ) -> list[str]:
-    """Returns lines about tensors that the model does not use. Raises ModelError if it cannot start.
-
-    `whole` and `loading`: the report of a load before and after transformers' clean-up. `source`: recipe key
-    and checkpoint. With `refuses_unused`, tensors left out for no known reason are an error."""
+    """Returns lines about tensors that the model does not use. Raises ModelError if it cannot start. `whole`
+    and `loading`: the report of a load before and after transformers' clean-up. `source`: recipe key and
+    checkpoint. With `refuses_unused`, tensors left out for no known reason are an error."""
     name = type(model).__name__
     if missing := sorted(loading["missing_keys"]):
         remedy = "give a model with complete weights"

@@ -113,9 +113,8 @@ def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: to
     lasts, earlier, others = [], [], []
     for half in (range(len(groups) // 2), range(len(groups) // 2, len(groups))):
         changed = list(groups)
-        for pair in half:
-            for part in (1, 2):
-                changed = _with_change(changed, pair, part)
+        for pair, part in itertools.product(half, (1, 2)):
+            changed = _with_change(changed, pair, part)
         change = (scorer(proof_row(scorer, changed, device)).token_logps - whole).abs()
         for sequence, tokens in enumerate(change.split(lengths)):
             if sequence // 2 in half:
@@ -159,8 +158,7 @@ def _with_change(groups: Sequence[Group], pair: int, part: int) -> list[Group]:
     # The last token of a context is within the shortest sliding window.
     avoided = (changed[-1], other[min(len(changed), len(other)) - 1])
     changed[-1] = next(token for token in range(3) if token not in avoided)  # every vocabulary has 0, 1, 2
-    changed_group = Group(context=parts[0], completions=tuple(parts[1:]))
-    return [*groups[:pair], changed_group, *groups[pair + 1 :]]
+    return [*groups[:pair], Group(context=parts[0], completions=tuple(parts[1:])), *groups[pair + 1 :]]
 
 
 # ------------------------------------------------------------------------------------------ equivalence

@@ -35,8 +35,7 @@ def sdpa_attention(
         key, value = map(segments.kv_gather, (key, value))
     num_groups = query.shape[1] // key.shape[1]
     if num_groups > 1:
-        key = key.repeat_interleave(num_groups, dim=1)
-        value = value.repeat_interleave(num_groups, dim=1)
+        key, value = (states.repeat_interleave(num_groups, dim=1) for states in (key, value))
     is_plain = options.softcap is None and options.sinks is None
     is_on_cpu, has_one_width = query.device.type == "cpu", query.shape[-1] == value.shape[-1]
     if is_plain and is_on_cpu and has_one_width and _cpu_kernel() is not None:

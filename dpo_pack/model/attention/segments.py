@@ -127,7 +127,7 @@ def make_segments(
 ) -> RowSegments:
     """Returns the segments with these lengths, [G] each; `others` are further fields of RowSegments."""
     cu_seqlens_q, cu_seqlens_k = (
-        on_device(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), device)
+        on_device(np.cumsum([0, *lengths], dtype=np.int32), device)
         for lengths in (query_lengths, key_lengths)
     )
     return RowSegments(
@@ -141,10 +141,8 @@ def make_segments(
 
 def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Copies the array to `device` as a tensor; pinned memory, so the host does not wait for CUDA's work."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    host = torch.from_numpy(array)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
