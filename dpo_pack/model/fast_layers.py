@@ -49,9 +49,8 @@ def tower_parameters(model: PreTrainedModel) -> set[nn.Parameter]:
 
 
 def outermost_layers(model: nn.Module, class_names: frozenset[str] = frozenset()) -> list[nn.Module]:
-    """Returns the modules that are layers of the library transformers or of a class in `class_names`.
-
-    A module inside another such module is left out."""
+    """Returns the modules that are layers of the library transformers or of a class in `class_names`; without
+    those inside another such module."""
     layers: list[nn.Module] = []
     inner: set[nn.Module] = set()
     for module in model.modules():
@@ -327,11 +326,9 @@ def compiler_obstacle(device: torch.device) -> str | None:
 def compile_layers(
     model: PreTrainedModel, *, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False
 ) -> None:
-    """Compiles the model's layers, in place. torch compiles each part of a layer at its first use.
-
-    With `falls_back`, torch runs code uncompiled where it cannot compile it, and raises no error. Raises
-    UnsupportedModelError if the model's code does not mark its layers.
-    """
+    """Compiles the model's layers, in place. torch compiles each part of a layer at its first use. With
+    `falls_back`, torch runs code uncompiled where it cannot compile it, and raises no error. Raises
+    UnsupportedModelError if the model's code does not mark its layers."""
     layers: list[Any] = outermost_layers(text_model(model))
     if not layers:
         raise UnsupportedModelError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -57,18 +59,14 @@ def save_model(
             _save_tokenizer(tokenizer, target)
             _save_processor(model.config, tokenizer, target)
             return {name: tensor.to(tensors[name].dtype) for name, tensor in saved.items()}
-        generation: GenerationConfig | None = model.generation_config if model.can_generate() else None
-        try:
-            if generation is not None:
+        with contextlib.ExitStack() as stack:
+            if model.can_generate():
                 # Published settings can contradict each other (a `top_p` without sampling), and some releases
                 # of transformers refuse to save a model with such settings.
-                model.generation_config = GenerationConfig()
+                stack.enter_context(mock.patch.object(model, "generation_config", GenerationConfig()))
             model.save_pretrained(target, state_dict=dict(saved))
-        finally:
-            if generation is not None:
-                model.generation_config = generation
-        if generation is not None:
-            generation = copy.deepcopy(generation)
+        if model.can_generate():
+            generation = copy.deepcopy(model.generation_config)
             if turn_end is not None:
                 generation.eos_token_id = [turn_end, *sorted(eos_tokens(model, tokenizer) - {turn_end})]
             generation.to_json_file(target / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])

@@ -121,7 +121,7 @@ def image_groups(scorer: CompletionLogps) -> list[Group]:
     vision, config = scorer.vision, scorer.model.config
     assert vision is not None
     height, width = (84, 112) if vision.family.has_axes else (112, 112)  # a square has few tiles
-    block = torch.tensor(vision.processor.image_ids(width, height))
+    block = np.array(vision.processor.image_ids(width, height))
     groups = proof_groups(int(config.get_text_config().vocab_size))
     found = []
     for group, number in zip(groups, (1, 2, 0), strict=False):
@@ -129,9 +129,9 @@ def image_groups(scorer: CompletionLogps) -> list[Group]:
         for ids in (group.context, *group.completions):  # a text must not have the token of an image
             ids[ids == config.image_token_id] = 0
         for most in (256, 32)[:number]:  # a second image is dark, so that no model takes it for the first
-            parts += [torch.from_numpy(group.context[-3:]), block]
+            parts += [group.context[-3:], block]
             images.append(torch.randint(0, most, (height, width, 3), dtype=torch.uint8).numpy())
-        context = torch.cat([*parts, torch.from_numpy(group.context)]).numpy()
+        context = np.concatenate([*parts, group.context])
         images_read = tuple(functools.partial(np.asarray, image) for image in images)
         found.append(Group(context=context, completions=group.completions, images=images_read))
     return found

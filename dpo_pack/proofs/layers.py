@@ -46,15 +46,14 @@ _BY_TOKEN = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
 def prove_layers(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> list[Proof]:
     """Proves that layers call our functions (the first proof; if it fails, the only one), and that these are
     right. Raises UnsupportedModelError where a layer uses attention in a way that a row does not allow."""
-    assert scorer.backend is not None
     calls = Recorded(scorer, proof_row(scorer, groups, device))
     wiring, dtype = prove_wiring(calls, scorer.model.config), scorer.compute_dtype
     if not wiring.passed:
         return [wiring]
     # Each kind of call once, in order of layers: the same random inputs in every process.
     kinds, recurrent = dict.fromkeys(calls.attention), calls.recurrent.values()
-    of_attention = [attention_error(scorer.backend, call, dtype, device) for call in kinds]
-    of_recurrences = [recurrence_error(call, scorer.recurrence, device) for call in recurrent]
+    of_attention = [attention_error(calls.backend, call, dtype, device) for call in kinds]
+    of_recurrences = [recurrence_error(call, calls.recurrence, device) for call in recurrent]
     sdpa = "set model.attention: sdpa, and report GPU, torch and kernel versions"
     results = [wiring]
     for name, measured, where, remedy in (

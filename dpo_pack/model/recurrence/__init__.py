@@ -1,10 +1,8 @@
 """Makes recurrent layers, which carry a state from token to token, compute packed rows.
 
-A row holds several sequences. The tokens that the sequences of a pair share are in it once (the *shared
-part*); the other tokens of each sequence follow (its *tail*). A recurrent layer is a function (inputs,
-initial state) -> (outputs, final state). A tail depends on its shared part only through the state after it.
-So a row is exact if each shared part starts from the zero state, and each tail from the final state of its
-own shared part. In the same way a convolution over w tokens needs the last w - 1 inputs of the shared part.
+A recurrent layer is a function (inputs, initial state) -> (outputs, final state). So a row is exact if each
+shared part (model/layout.py) starts from the zero state, and each tail from the final state of its own shared
+part. In the same way a convolution over w tokens needs the last w - 1 inputs of the shared part.
 
 transformers has no interface for such layers. But the code of all families has the same form: the module's
 forward projects its input, token by token, and calls one of a few functions (the keys of `KERNELS`) on the
@@ -26,7 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpo_pack.model.recurrence.kernels import DELTA_CHUNK, KERNELS, MAMBA2_CHUNK
 
@@ -55,12 +53,9 @@ class RecurrentCall:
 
 def recurrence_sizes(module: nn.Module) -> tuple[float, float]:
     """Returns (products, fp32 numbers kept for the backward pass) of a module's recurrence for one token.
-
-    Products of linear layers do not count. Each number of the state is multiplied once when the state is
-    written and once when it is read; the delta rule reads the state twice. The kept numbers are those of the
-    tensors that autograd saves for a row in which pads and the ends of chunks are a quarter of all places;
-    Kimi's are those that flash-linear-attention 0.6 saves.
-    """
+    Each number of the state is multiplied once when it is written and once when it is read, in the delta rule
+    twice. The kept numbers are those of the tensors that autograd saves for a row in which pads and the ends
+    of chunks are a quarter of all places; Kimi's are those that flash-linear-attention 0.6 saves."""
     names, sizes = _row_functions(module), vars(module)
     if not names:
         return 0.0, 0.0
@@ -141,7 +136,6 @@ def _seam(name: str, stock: RowFunction) -> RowFunction:
     return seam
 
 
-def _forward(module: nn.Module, on_row: RowFunction, /, *arguments: Any, **options: Any) -> Tensor:
+def _forward(module: nn.Module, on_row: RowFunction, /, *arguments: Any, **options: Any) -> Any:
     forward = type(module).forward if options.get("row_segments") is None else on_row
-    hidden: Tensor = forward(module, *arguments, **options)
-    return hidden
+    return forward(module, *arguments, **options)

@@ -75,9 +75,7 @@ def row_convolution(
     **unused: Any,
 ) -> Tensor:
     """Computes the causal convolution of each sequence of a row: [1, D, T], [D, w], [D] or None -> [1, D, T].
-
-    If a sequence shares its first tokens with another, the convolution of its own tokens also covers these.
-    """
+    If a sequence shares its first tokens with another, the convolution of its own also covers these."""
     with_history, to_row = row_history(row_segments, weight.shape[-1])
     inputs = with_history(hidden_states.squeeze(0).T).T[None]  # channels are adjacent in memory
     out = function(inputs, weight, bias, activation=activation)
@@ -97,12 +95,9 @@ def row_delta_rule(
     row_segments: RowSegments,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Computes the delta rule of each sequence of a row.
-
-    Gated delta nets (arXiv 2412.06464) have one decay a head, Kimi delta attention (arXiv 2510.26692) one a
-    channel of the keys. query and key [1, T, heads of keys, K], value [1, T, H, V], beta [1, T, H], g
-    [1, T, H] or [1, T, H, K]. Returns ([1, T, H, V], None).
-    """
+    """Computes the delta rule of each sequence of a row. Gated delta nets (arXiv 2412.06464) have one decay a
+    head, Kimi delta attention (arXiv 2510.26692) one a channel of the keys. query and key [1, T, heads of
+    keys, K], value [1, T, H, V], beta [1, T, H], g [1, T, H] or [1, T, H, K] -> ([1, T, H, V], None)."""
 
     def run(
         parts: list[Tensor], states: Tensor | None, starts: _Starts, wants_states: bool
@@ -139,11 +134,9 @@ def row_mamba2_scan(
     row_segments: RowSegments,
     **unused: Any,
 ) -> Tensor:
-    """Computes the recurrence of Mamba 2 (arXiv 2405.21060) of each sequence of a row.
-
-    hidden_states [1, T, H, V], dt [1, T, H], A, D and dt_bias [H], B and C [1, T, G, K]. Returns
-    [1, T, H, V] in fp32. Softplus and clamp come first, because the step of a pad must stay 0.
-    """
+    """Computes the recurrence of Mamba 2 (arXiv 2405.21060) of each sequence of a row. hidden_states
+    [1, T, H, V], dt [1, T, H], A, D and dt_bias [H], B and C [1, T, G, K] -> [1, T, H, V] in fp32. Softplus
+    and clamp come first, because the step of a pad must stay 0."""
 
     def run(
         parts: list[Tensor], states: Tensor | None, starts: _Starts, wants_states: bool
@@ -163,10 +156,8 @@ def row_mamba2_scan(
 def _through_pieces(
     run: _RunOnPieces, tensors: Sequence[Tensor], segments: RowSegments, *, padded: bool
 ) -> Tensor:
-    """Runs a function on all roots, then on all tails: tensors [1, T, ...] -> [1, T, ...].
-
-    Without autocast, because a state's rounding errors add up over tokens.
-    """
+    """Runs a function on all roots, then on all tails: tensors [1, T, ...] -> [1, T, ...]. Without autocast,
+    because a state's rounding errors add up over tokens."""
     pieces = row_pieces(segments, padded=padded)
     outputs: list[Tensor] = []
 
@@ -306,11 +297,9 @@ def _make_pieces(segments: RowSegments, *, padded: bool) -> RowPieces:
 
 
 def row_history(segments: RowSegments, width: int) -> tuple[Gather, Gather]:
-    """Returns two gathers for a convolution over `width` tokens: from the row to a longer row, and back.
-
-    In front of each segment the longer row has the `width - 1` inputs before its first token: zeros if the
-    segment begins its sequence, otherwise the last inputs of the part that the sequence shares.
-    """
+    """Returns two gathers for a convolution over `width` tokens: from the row to a longer row, and back. In
+    front of each segment the longer row has the `width - 1` inputs before its first token: zeros if the
+    segment begins its sequence, otherwise the last inputs of the part that the sequence shares."""
     return segments.once(("history", width), lambda: _make_history(segments, width))
 
 
