@@ -131,12 +131,7 @@ def _load(
 
 
 def _change_layers(
-    facts: ModelFacts,
-    scorer: CompletionLogps,
-    device: torch.device,
-    weights_on: torch.device,
-    *,
-    compiles: bool,
+    facts: ModelFacts, scorer: CompletionLogps, device: torch.device, weights_on: torch.device, compiles: bool
 ) -> None:
     model, settings = scorer.model, facts.settings
     is_selective = settings.gradient_checkpointing == "selective"

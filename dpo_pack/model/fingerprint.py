@@ -155,9 +155,9 @@ def weight_files(path: str | Path, revision: str | None = None) -> list[Path]:
         of_tensors = (read_json(index_file) or {}).get("weight_map")
         names = map(str, of_tensors.values()) if isinstance(of_tensors, dict) else ()
         parts = [directory / name for name in sorted(set(names))]
-        missing = [part for part in parts or [index_file] if not parts or not part.is_file()]
-        if missing:
-            raise ModelError(f"{missing[0]}, a part of the weights, cannot be read; download the model again")
+        missing = next((part for part in parts if not part.is_file()), None if parts else index_file)
+        if missing is not None:
+            raise ModelError(f"{missing}, a part of the weights, cannot be read; download the model again")
         return parts
     raise ModelError(
         f"{directory} has no weights: neither model.safetensors nor pytorch_model.bin, whole or sharded; "

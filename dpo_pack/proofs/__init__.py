@@ -63,14 +63,13 @@ class ProofOutcome:
 
     def sentences(self) -> tuple[str, str]:
         """Returns what the proofs show, and which of them passed when."""
-        numbers = next((proof.numbers for proof in self.proofs if proof.name == "equivalence"), {})
-        error, rounding = numbers.get("max error", float("nan")), numbers.get("rounding")
-        exact = numbers.get("max error, in float32")
+        numbers = next(proof.numbers for proof in self.proofs if proof.name == "equivalence")
+        exact, rounding = numbers.get("max error, in float32"), numbers.get("rounding")
         equal = f"{self.what} are exact on this model: they equal each sequence alone to "
-        if exact is not None:
-            equal += f"{exact:.1e} nats in float32; training computes in {self.dtype}"
+        if exact is None:
+            equal += f"{numbers['max error']:.1e} nats in {self.dtype}"
         else:
-            equal += f"{error:.1e} nats in {self.dtype}"
+            equal += f"{exact:.1e} nats in float32; training computes in {self.dtype}"
         if rounding is not None and self.dtype != "float32":
             equal += f", whose own rounding is {rounding:.2g} nats here, packed or not"
         names = ", ".join(proof.name for proof in self.proofs if proof.passed)
@@ -95,15 +94,14 @@ def proof_groups(vocabulary: int) -> list[Group]:
     ids = functools.partial(torch.randint, 0, vocabulary)
     alike = ids((3,))
     one, other = torch.randperm(vocabulary)[:2].split(1)  # two equal tokens would make equal sequences
-    contents = [
-        (ids((24,)), ids((11,)), ids((8,))),
-        (ids((9,)), torch.cat((alike, ids((6,)))), torch.cat((alike, ids((13,))))),
-        (ids((5,)), one, other),
-        (ids((16,)), ids((7,)), ids((12,))),
-    ]
     return [
         Group(context=context.numpy(), completions=(chosen.numpy(), rejected.numpy()))
-        for context, chosen, rejected in contents
+        for context, chosen, rejected in (
+            (ids((24,)), ids((11,)), ids((8,))),
+            (ids((9,)), torch.cat((alike, ids((6,)))), torch.cat((alike, ids((13,))))),
+            (ids((5,)), one, other),
+            (ids((16,)), ids((7,)), ids((12,))),
+        )
     ]
 
 
