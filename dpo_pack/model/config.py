@@ -260,8 +260,7 @@ FAMILIES: dict[str, Family] = {
 def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> set[int]:
     """Returns the ends that a model's files name; some families have one in the generation config only.
     With a tokenizer also its EOS, at which transformers does not stop by itself."""
-    named: list[Any] = [model.config.get_text_config().eos_token_id]
-    named.append(tokenizer and tokenizer.eos_token_id)
+    named: list[Any] = [model.config.get_text_config().eos_token_id, tokenizer and tokenizer.eos_token_id]
     if model.can_generate():  # other models have no generation config
         named.append(model.generation_config.eos_token_id)
     return {end for ends in named for end in ([ends] if isinstance(ends, int) else ends or ())}

@@ -256,12 +256,12 @@ def leak_of_the_row(call: RecurrentCall) -> Any:
 
 
 def change_pieces(change: Callable[[RowPieces], RowPieces]) -> Break:
-    make = kernels._make_pieces
+    make = kernels.row_pieces
 
     def changed(segments: RowSegments, *, padded: bool) -> RowPieces:
         return change(make(segments, padded=padded))
 
-    return lambda patch, scorer: patch.setattr(kernels, "_make_pieces", changed)
+    return lambda patch, scorer: patch.setattr(kernels, "row_pieces", changed)
 
 
 def from_another_group(made: RowPieces) -> RowPieces:

@@ -76,7 +76,8 @@ def row_convolution(
 ) -> Tensor:
     """Computes the causal convolution of each sequence of a row: [1, D, T], [D, w], [D] or None -> [1, D, T].
     If a sequence shares its first tokens with another, the convolution of its own also covers these."""
-    with_history, to_row = row_history(row_segments, weight.shape[-1])
+    width = weight.shape[-1]
+    with_history, to_row = row_segments.once(("history", width), lambda: row_history(row_segments, width))
     inputs = with_history(hidden_states.squeeze(0).T).T[None]  # channels are adjacent in memory
     out = function(inputs, weight, bias, activation=activation)
     return to_row(out.squeeze(0).T).T[None]
@@ -158,7 +159,7 @@ def _through_pieces(
 ) -> Tensor:
     """Runs a function on all roots, then on all tails: tensors [1, T, ...] -> [1, T, ...]. Without autocast,
     because a state's rounding errors add up over tokens."""
-    pieces = row_pieces(segments, padded=padded)
+    pieces = segments.once(("pieces", padded), lambda: row_pieces(segments, padded=padded))
     outputs: list[Tensor] = []
 
     def run_all(batches: Sequence[PieceBatch], states: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -239,15 +240,9 @@ class RowPieces:
 
 
 def row_pieces(segments: RowSegments, *, padded: bool) -> RowPieces:
-    """Returns the row's pieces: padded, or one after another. Computed once for all layers."""
-    return segments.once(("pieces", padded), lambda: _make_pieces(segments, padded=padded))
-
-
-def _make_pieces(segments: RowSegments, *, padded: bool) -> RowPieces:
-    roots: list[tuple[int, int]] = []  # (first row position, length), and so are the tails
-    tails: list[tuple[int, int]] = []
-    parents: list[int] = []  # of each tail the index of its root
-    start = 0
+    """Returns the row's pieces: padded, or one after another."""
+    roots, tails = list[tuple[int, int]](), list[tuple[int, int]]()  # (first row position, length) each
+    parents, start = list[int](), 0  # of each tail the index of its root
     lengths = (segments.query_lengths, segments.key_lengths, segments.shared_lengths)
     for queries, keys, shared in zip(*lengths, strict=True):
         tail = queries
@@ -300,10 +295,6 @@ def row_history(segments: RowSegments, width: int) -> tuple[Gather, Gather]:
     """Returns two gathers for a convolution over `width` tokens: from the row to a longer row, and back. In
     front of each segment the longer row has the `width - 1` inputs before its first token: zeros if the
     segment begins its sequence, otherwise the last inputs of the part that the sequence shares."""
-    return segments.once(("history", width), lambda: _make_history(segments, width))
-
-
-def _make_history(segments: RowSegments, width: int) -> tuple[Gather, Gather]:
     inputs: list[IntArray] = []
     outputs: list[IntArray] = []
     before = np.arange(1 - width, 0)  # offsets of the inputs before a token
