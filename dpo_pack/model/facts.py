@@ -221,20 +221,20 @@ def router_balance(model: PreTrainedModel, coefficient: float | None) -> RouterB
             "transformers have no load-balancing loss; set it to 0 or null"
         )
     if coefficient is None:
-        coefficient = _own_coefficient(model)
+        coefficient = _own_coefficient(model.config)
     if not coefficient or not has_loss:
         return None
-    parts: Any = model
-    experts, top_k = parts.num_experts, parts.num_experts_per_tok
-    return RouterBalance(coefficient=float(coefficient), num_experts=experts, top_k=top_k)
+    own: Any = model
+    return RouterBalance(coefficient=coefficient, num_experts=own.num_experts, top_k=own.num_experts_per_tok)
 
 
-def router_sentence(model: PreTrainedModel, given: float | None, balance: RouterBalance | None) -> str:
-    """Returns a line for the user about the loss of a mixture of experts. `given`: in the recipe."""
+def router_sentence(facts: ModelFacts) -> str:
+    """Returns a line for the user about the policy's loss of a mixture of experts."""
+    given, balance = facts.router_aux_coef, facts.balance
     source = "the model config's own" if given is None else "loss.router_aux_coef"
     if balance is None:
-        own = _own_coefficient(model) if given is None else given
-        reason = f"transformers' {model.config.model_type} models have none" if own else f"0 is {source}"
+        own = _own_coefficient(facts.config) if given is None else given
+        reason = f"transformers' {facts.config.model_type} models have none" if own else f"0 is {source}"
         return f"Router: no load-balancing loss ({reason})"
     return (
         f"Router: load-balancing loss x {balance.coefficient:g} ({source}), "
@@ -242,5 +242,5 @@ def router_sentence(model: PreTrainedModel, given: float | None, balance: Router
     )
 
 
-def _own_coefficient(model: PreTrainedModel) -> float:
-    return getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
+def _own_coefficient(config: PretrainedConfig) -> float:
+    return getattr(config.get_text_config(), "router_aux_loss_coef", None) or 0.0

@@ -446,4 +446,4 @@ def describe_policy(setup: Setup, loaded: LoadedModel) -> None:
     for reason in (*reasons, *(f"recurrent layers: {kernel}" for kernel in loaded.kernels)):
         say(f"  {reason}")
     if routes_tokens(loaded.model.config):
-        console.print(router_sentence(loaded.model, setup.recipe.loss.router_aux_coef, facts.balance))
+        console.print(router_sentence(facts))
