@@ -115,8 +115,7 @@ def _load(
             )
     if routes_tokens(config):
         cast_experts()
-    processor = facts.processor
-    vision = None if processor is None else VisionInputs(processor=processor, family=vision_family(config))
+    vision = facts.processor and VisionInputs(processor=facts.processor, family=vision_family(config))
     scorer = CompletionLogps(
         model,
         backend=BACKENDS[choice.name] if facts.is_packed else None,

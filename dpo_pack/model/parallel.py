@@ -309,8 +309,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def full_state(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
     """Returns the model's saved tensors on rank 0's CPU, an empty dict elsewhere. Every rank must call it."""
-    state: dict[str, Tensor] = {}
-    whole: dict[int, Tensor] = {}
+    state, whole = dict[str, Tensor](), dict[int, Tensor]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if trained_only and not (tensor.requires_grad or ".lora_" in name):
             continue

@@ -13,9 +13,7 @@ So a function runs twice for a row. transformers' functions in torch and mamba-s
 padded to one length. A pad leaves the final state as it is: where the decay's logarithm g and the fraction
 beta, or Mamba 2's step, are 0, nothing decays and nothing is written. flash-linear-attention takes pieces one
 after another (`cu_seqlens`). For a convolution we put the inputs before a segment in front of it.
-
-The packages are flash-linear-attention, causal-conv1d and mamba-ssm, on CUDA. proofs/layers.py compares
-each kernel with the torch functions before a model uses it.
+proofs/layers.py compares each package's kernel with the torch functions before a model uses it.
 
 Legend: T tokens of the row, H heads (of values), K and V key and value dimensions, G groups of heads with the
 same B and C, D channels and w tokens of a convolution.
