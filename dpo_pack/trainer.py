@@ -134,7 +134,7 @@ def train(
             status = "interrupted" if isinstance(error, Interrupted) else "failed"
             with contextlib.suppress(CacheError):  # the user must see the error that ended the run
                 if run.info.get("status") != "finished":  # else only the terminal or the page failed
-                    run.update(status=status, totals=trainer.log.totals(trainer.state))
+                    run.update(status=status, totals=trainer.log.totals())
             raise
         # The run is finished and stays so, whatever follows. A model that is not what was trained ends the
         # command before the upload. The ranks that do not verify wait in `push_model`, or end.
@@ -259,9 +259,9 @@ class Trainer:
                 log.report_nonfinite()  # raises RunError if the recipe stops at such a step
             # `step_record` comes first: it waits for the device, and `end_step` must count that waiting time.
             record = self.step_record(batch, outcome) if is_logged else None
-            log.end_step(state, batch, outcome.values)
+            log.end_step(batch, outcome.values)
             if record is not None:
-                log.write_step(state, record)
+                log.write_step(record)
             self.saver.mark_resume_point()
             self.close_step()
             self.clock.restart()
@@ -373,7 +373,7 @@ class Trainer:
             saver.save_what_is_done(error, shared=DpoPackError)
             raise
         rate = state.num_pairs / max(state.train_seconds, 1e-9)
-        seconds = format_seconds(self.log.totals(state)["seconds"])
+        seconds = format_seconds(self.log.totals()["seconds"])
         page = f"; report: {run.page}" if write_page(run, self.console) else ""
         self.console.print(
             f"Done: {state.step} steps, {state.num_pairs:,} pairs in {format_seconds(state.train_seconds)} "
@@ -402,7 +402,7 @@ class Trainer:
             )
         facts: dict[str, Any] = {
             "status": "finished",
-            "totals": log.totals(state),
+            "totals": log.totals(),
             "evaluation": state.evaluation,
             "model_files": run.model_files(),
             **({} if best is None else {"best": best, "stopped_early": stopped_early}),

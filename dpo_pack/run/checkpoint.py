@@ -190,7 +190,7 @@ class Saver:
 
     def export(self, target: Path, console: Console) -> dict[str, Tensor]:
         """Writes the policy as a model, as `export_model` does."""
-        totals, evaluation = self.log.totals(self.state), self.state.evaluation
+        totals, evaluation = self.log.totals(), self.state.evaluation
         return export_model(self.setup, self.loaded, target, console, totals=totals, evaluation=evaluation)
 
     def save_on_the_way_out(self) -> None:

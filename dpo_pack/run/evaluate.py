@@ -288,14 +288,14 @@ class Evaluator:
                 sentence += f", of {result['pairs']:,} of {result['held_out_pairs']:,} held-out pairs"
             if result["eval_precision"] != "float32":
                 sentence += f"; {result['eval_precision']} rounds a margin by {result['margin_noise']:.2g}"
-            log.write_evaluation(state.step, held_out.name, result, sentence)
+            log.write_evaluation(held_out.name, result, sentence)
         if results:
             ranks.only_first_does(lambda: write_held_out_pairs(results, log.run.held_out, step=state.step))
         with self.interruption.ending_at_once():  # a signal ends it at once; a resumed run repeats it
             win_rates = [] if win_rate is None else list(win_rate.evaluate())
         for name, result in win_rates:
             evaluation[name] = result
-            log.write_evaluation(state.step, name, result, win_rate_sentence(result))
+            log.write_evaluation(name, result, win_rate_sentence(result))
         with self.interruption.ending_at_once():
             self.sampler.write(state.step)
         state.evaluation, state.owes_evaluation = evaluation, False

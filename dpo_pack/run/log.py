@@ -33,14 +33,14 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from torch import Tensor
 
 from dpo_pack.data.sources import HELD_OUT
-from dpo_pack.data.store import PairTable
-from dpo_pack.losses.preference import Objective, PairLogps
+from dpo_pack.data.store import PairTable, pair_lengths
+from dpo_pack.losses.preference import PairLogps
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.facts import router_sentence
 from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, pair_flops
 from dpo_pack.recipe.load import source_names
 from dpo_pack.recipe.training import LOSSES
-from dpo_pack.run.pairs import training_flops
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.setup import Setup
 from dpo_pack.run.state import TrainState
@@ -81,28 +81,53 @@ class RunLog:
     ) -> None:
         """`offset`: the bytes of metrics.jsonl that an earlier process wrote and that stay. `begun`:
         time.monotonic() at the start of the run. `planned`: None for an online run."""
-        recipe, train, balance = setup.recipe, setup.data.train, setup.policy_facts.balance
-        beta, self.sources = recipe.loss.beta, source_names(recipe.data.train)
+        recipe, self.state, self.planned = setup.recipe, state, planned
         self.setup, self.run, self.offset, self.begun = setup, run, offset, begun
+        self.sources = source_names(recipe.data.train)
         self.clock = PhaseClock(device=setup.device)
         self.startup_seconds = self.reference_seconds = self.eval_seconds = 0.0
         self.file: MetricsLog | None = None  # in a `writing` block
         self.lines = TrainingLines(setup.console, num_steps=state.source.num_steps)
         self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=setup.device)
-        self.facts = RunFacts(
-            num_steps=state.source.num_steps,
-            beta=beta,
-            initial_loss=initial_loss(setup.objective, train, [name for name, _ in recipe.loss.terms]),
-            router_aux_coef=0.0 if balance is None else balance.coefficient,
-        )
-        flops = None  # generation and judges take most of an online run's time
-        if planned is not None:
-            flops = training_flops(setup, planned, trains_adapter=state.scorer.adapter is not None)
-        self.meter = Meter(pair_flops=flops, device=setup.device, dtype=state.scorer.compute_dtype)
         self.pairs: PairLog | None = None
         if recipe.logging.pairs:
-            has_reference = setup.objective.needs_reference
-            self.pairs = PairLog(run.pairs, train, self.sources, beta=beta, has_reference=has_reference)
+            beta, has_reference = recipe.loss.beta, setup.objective.needs_reference
+            self.pairs = PairLog(
+                run.pairs, setup.data.train, self.sources, beta=beta, has_reference=has_reference
+            )
+
+    @functools.cached_property
+    def meter(self) -> Meter:
+        """Counts FLOPs, but not of an online run: generation and judges take most of its time."""
+        source, scorer = self.planned, self.state.scorer
+        flops = None if source is None else source.row_costs
+        if source is not None and (scorer.adapter is not None or not source.builder.is_packed):
+            shape = self.setup.policy_facts.shape
+            flops = pair_flops(
+                shape,
+                pair_lengths(source.builder.table, shape),
+                share_prompt=source.builder.is_packed and source.builder.share_prompt,
+                passes=TRAINING_PASSES if scorer.adapter is None else ADAPTER_PASSES,
+            )
+        return Meter(pair_flops=flops, device=self.setup.device, dtype=scorer.compute_dtype)
+
+    @functools.cached_property
+    def facts(self) -> RunFacts:
+        """What the rules of warnings need to know of the run."""
+        recipe, objective, balance = self.setup.recipe, self.setup.objective, self.setup.policy_facts.balance
+        losses = [LOSSES.get(name) for name, _ in recipe.loss.terms]
+        initial_loss = None  # of a policy that equals its reference, if it does not depend on log-probs
+        if objective.weighting is None and all(loss is not None and loss.needs_reference for loss in losses):
+            zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+            same = PairLogps(chosen=zero, rejected=zero, chosen_tokens=one, rejected_tokens=one)
+            initial_loss = float(objective(same, same, mean_chosen_tokens=1.0))
+            initial_loss *= float(self.setup.data.train.weights.max())
+        return RunFacts(
+            num_steps=self.state.source.num_steps,
+            beta=recipe.loss.beta,
+            initial_loss=initial_loss,
+            router_aux_coef=0.0 if balance is None else balance.coefficient,
+        )
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -117,9 +142,9 @@ class RunLog:
         name = recipe.logging.run_name or recipe.output_dir.name
         start_trackers(accelerator, recipe.model_dump(mode="json"), self.run, name=name, step=step)
 
-    def end_step(self, state: TrainState, batch: GlobalBatch, values: Tensor) -> None:
+    def end_step(self, batch: GlobalBatch, values: Tensor) -> None:
         """Adds the step's time and FLOPs to the totals, and the values of this rank's pairs to `pairs`."""
-        seconds = time.monotonic() - self.clock.begun
+        state, seconds = self.state, time.monotonic() - self.clock.begun
         state.train_seconds += seconds
         state.num_flops += self.meter.add(
             batch.row_pairs, pairs=batch.num_pairs, tokens=batch.num_tokens, seconds=seconds
@@ -128,20 +153,20 @@ class RunLog:
         if self.pairs is not None:
             self.pairs.add(state.step, batch.epoch, batch.pair_indices, values, num_pairs=batch.num_pairs)
 
-    def write_step(self, state: TrainState, record: dict[str, Any]) -> None:
+    def write_step(self, record: dict[str, Any]) -> None:
         """Writes and prints the line of a logged step; prints warnings that follow from the lines so far."""
         record |= self.meter.take()
-        state.health, warnings = examine(state.health, record, self.facts)
+        self.state.health, warnings = examine(self.state.health, record, self.facts)
         self._write(record | ({"warnings": warnings} if warnings else {}))
         self.lines.show(record)
         for warning in warnings:
             self.setup.console.print(f"  Warning: {warning}")
 
-    def write_evaluation(self, step: int, name: str, result: Mapping[str, Any], sentence: str) -> None:
+    def write_evaluation(self, name: str, result: Mapping[str, Any], sentence: str) -> None:
         """Writes the result of one held-out set to metrics.jsonl and trackers, and prints `sentence`."""
-        self._write({"split": "eval", "source": name, "step": step, **result})
+        self._write({"split": "eval", "source": name, "step": self.state.step, **result})
         where = "" if name == HELD_OUT else f" ({name})"
-        self.setup.console.print(f"  held out{where} after step {step}: {sentence}")
+        self.setup.console.print(f"  held out{where} after step {self.state.step}: {sentence}")
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self.file is not None
@@ -158,9 +183,10 @@ class RunLog:
                 raise RunError(message)
             self.setup.console.print(f"  {message}")
 
-    def totals(self, state: TrainState) -> dict[str, Any]:
+    def totals(self) -> dict[str, Any]:
         """Returns run.json's totals. All seconds except `train_seconds` are those of this process only."""
-        train_seconds, peak = max(state.train_seconds, 1e-9), self.meter.peak_flops
+        state, peak = self.state, self.meter.peak_flops
+        train_seconds = max(state.train_seconds, 1e-9)
         return {
             **self.run.info.get("totals", {}),
             "steps": state.step,
@@ -187,16 +213,6 @@ class RunLog:
         end_trackers(self.setup.accelerator)
 
 
-def initial_loss(objective: Objective, table: PairTable, loss_names: Sequence[str]) -> float | None:
-    """Returns the loss of a policy that equals its reference; None if this loss depends on log-probs."""
-    depends = any(name not in LOSSES or not LOSSES[name].needs_reference for name in loss_names)
-    if objective.weighting is not None or depends:
-        return None
-    zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    same = PairLogps(chosen=zero, rejected=zero, chosen_tokens=one, rejected_tokens=one)
-    return float(objective(same, same, mean_chosen_tokens=1.0)) * float(table.weights.max())
-
-
 # -------------------------------------------------------------------------------------------------- the files
 
 
@@ -206,15 +222,12 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
         self.path, self.offset, self.crc32 = path, offset, 0
-        self._file = ranks.only_first_does(self._open)
-
-    def _open(self) -> TextIO:
-        with writing(self.path):
-            file = self.path.open("a", encoding="utf-8")
-            assert file.tell() >= self.offset
-            file.truncate(self.offset)
-            self.crc32 = zlib.crc32(self.path.read_bytes())
-            return file
+        with writing(path):
+            self._file: TextIO | None = ranks.only_first_does(lambda: path.open("a", encoding="utf-8"))
+            if self._file is not None:
+                assert self._file.tell() >= offset
+                self._file.truncate(offset)
+                self.crc32 = zlib.crc32(path.read_bytes())
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes a line. Numbers that are not finite become null, because JSON has no such numbers."""

@@ -17,7 +17,7 @@ from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.config import check_lengths
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, FloatArray, pair_flops
+from dpo_pack.packing.lengths import pair_flops
 from dpo_pack.reference.cache import FrozenReference, ReferenceCache, namespace_digest
 from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache
 from dpo_pack.run.setup import Setup, load_proved, longest_sequence
@@ -61,16 +61,6 @@ def offline_source(setup: Setup) -> OfflineSource:
         seed=recipe.seed,
         equal_rows=setup.strategy.shards,
     )
-
-
-def training_flops(setup: Setup, source: OfflineSource, *, trains_adapter: bool) -> FloatArray:
-    """Returns [pairs] the FLOPs of a training step on each pair, without padding."""
-    builder, shape = source.builder, setup.policy_facts.shape
-    if builder.is_packed and not trains_adapter:
-        return source.row_costs
-    passes = ADAPTER_PASSES if trains_adapter else TRAINING_PASSES
-    share_prompt = builder.is_packed and builder.share_prompt
-    return pair_flops(shape, pair_lengths(builder.table, shape), share_prompt=share_prompt, passes=passes)
 
 
 # ------------------------------------------------------------------------ reference log-probs
