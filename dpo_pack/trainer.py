@@ -125,7 +125,7 @@ def train(
         if recipe.export.push_to_hub is not None and (obstacle := why_no_upload()) is not None:
             console.print(f"Warning: export.push_to_hub: {obstacle}. The run trains all the same")
         trainer = Trainer(prepare_run(recipe, run, console), run, interruption)
-        trainer.begin_output()
+        ranks.first_does_for_all(trainer.write_first_files)
         try:
             trainer.run_steps(after_step)
             with interruption.waiting_for_poll():  # a signal waits until the model is written
@@ -181,15 +181,6 @@ class Trainer:
         )
         self.evaluator = Evaluator(inputs=inputs, interruption=interruption, sampler=self.sampler)
 
-    def begin_output(self) -> None:
-        """Writes the first files, which every node must see, and starts the trackers."""
-        ranks.first_does_for_all(self.write_first_files)
-        if ranks.num_ranks() > 1:
-            ranks.require_shared(self.run.root, "output_dir")
-        if self.recipe.logging.trackers:
-            self.log.begin_tracking(self.state.step)
-        self.log.startup_seconds = time.monotonic() - self.log.begun - self.log.reference_seconds
-
     def write_first_files(self) -> None:
         """Writes the files that describe the run, and cuts off what an earlier process wrote later than the
         checkpoint; on rank 0."""
@@ -214,6 +205,11 @@ class Trainer:
     def run_steps(self, after_step: AfterStep | None = None) -> None:
         """Takes all steps of the run. After a stop signal or an error, it saves the state after the last
         complete step, if it can."""
+        if ranks.num_ranks() > 1:
+            ranks.require_shared(self.run.root, "output_dir")  # every node must see the first files
+        if self.recipe.logging.trackers:
+            self.log.begin_tracking()
+        self.log.startup_seconds = time.monotonic() - self.log.begun - self.log.reference_seconds
         with self.log.writing(), self.interruption.waiting_for_poll(), self.saver.writer:
             self.saver.begin()
             try:

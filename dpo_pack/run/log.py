@@ -136,11 +136,11 @@ class RunLog:
         with contextlib.closing(log) as self.file, self.lines.moving():
             yield
 
-    def begin_tracking(self, step: int) -> None:
-        """Starts the recipe's trackers, or goes on with those of the run that resumes after `step`."""
-        recipe, accelerator = self.setup.recipe, self.setup.accelerator
+    def begin_tracking(self) -> None:
+        """Starts the recipe's trackers, or goes on with those of the run that resumes."""
+        recipe, settings = self.setup.recipe, self.setup.recipe.model_dump(mode="json")
         name = recipe.logging.run_name or recipe.output_dir.name
-        start_trackers(accelerator, recipe.model_dump(mode="json"), self.run, name=name, step=step)
+        start_trackers(self.setup.accelerator, settings, self.run, name=name, step=self.state.step)
 
     def end_step(self, batch: GlobalBatch, values: Tensor) -> None:
         """Adds the step's time and FLOPs to the totals, and the values of this rank's pairs to `pairs`."""
