@@ -7,7 +7,7 @@ import functools
 import os
 import shlex
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -130,14 +130,12 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     `output_dir` or `checkpoint.resume`. Writes nothing."""
     root, resume = recipe.output_dir, recipe.checkpoint.resume
     new = RunDir(root=root, checkpoint=None, is_finished=False)
-    _refuse_to_replace_inputs(root, recipe.inputs)
     info = read_json(root / INFO_FILE)
     totals = info.get("totals", {}) if isinstance(info, dict) and info.get("status") in _STATUSES else None
     info = info if isinstance(totals, dict) else None  # the file is missing, or no run wrote it
     named = None if resume in ("auto", "never") else Path(resume)
     owner = None if named is None else named.resolve().parent.parent  # the run that wrote it
-    if info is None and owner != root.resolve():
-        _refuse_to_replace_foreign_files(recipe, overwrite=overwrite)
+    _refuse_to_replace(recipe, is_ours=info is not None or owner == root.resolve(), overwrite=overwrite)
     if named is not None:
         if owner is None or not (named / "checkpoint.json").is_file():
             raise RunError(f"checkpoint.resume: {named} is not a checkpoint; give a step-... directory")
@@ -287,28 +285,27 @@ def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> d
     return found
 
 
-def _refuse_to_replace_inputs(root: Path, inputs: Mapping[str, str | None]) -> None:
-    """Raises RunError if a file that the recipe reads lies where the run writes, and so would be replaced."""
-    written = [(root / name).resolve() for name in (*PARTS.values(), RECIPE_FILE, INFO_FILE)]
-    named = dict(inputs)
-    for key, path in inputs.items():
+def _refuse_to_replace(recipe: Recipe, *, is_ours: bool, overwrite: bool) -> None:
+    """Raises RunError if the run would replace a file that the recipe reads; also any other file, unless the
+    directory `is_ours`: a valid run.json shows that a run wrote there, or its checkpoint is named."""
+    info, named = recipe.output_dir / INFO_FILE, dict(recipe.inputs)
+    written = [recipe.output_dir / name for name in (*PARTS.values(), RECIPE_FILE)]
+    for key, path in recipe.inputs.items():
         base = None if path is None else read_json(Path(path) / "adapter_config.json")
         named[f"the adapter of {key}"] = (base or {}).get("base_model_name_or_path")
     for key, path in named.items():
-        real = Path(path).resolve() if isinstance(path, str) and os.path.exists(path) else root
-        if any(real.is_relative_to(place) for place in written):
+        if not (isinstance(path, str) and os.path.exists(path)):
+            continue
+        if any(Path(path).resolve().is_relative_to(place.resolve()) for place in (*written, info)):
             what = f"this run would replace {path}, which {key} names"
             raise RunError(f"output_dir: {what}; use another output_dir")
-
-
-def _refuse_to_replace_foreign_files(recipe: Recipe, *, overwrite: bool) -> None:
-    """Raises RunError if the run would replace files, but no valid run.json shows that a run wrote them."""
-    root, info = recipe.output_dir, recipe.output_dir / INFO_FILE
+    if is_ours:
+        return
     if info.exists() and not overwrite:
         what = f"{info} cannot be read, so it is unknown which run is there; repair it"
         ways_out = "name one of its checkpoints with checkpoint.resume, or start again with --overwrite"
         raise RunError(f"output_dir: {what}, use another output_dir, {ways_out}")
-    for path in () if info.exists() else (root / name for name in (*PARTS.values(), RECIPE_FILE)):
+    for path in () if info.exists() else written:
         is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
         # A process that is killed right after its start leaves its recipe alone, without run.json.
         if not is_empty and not (path.name == RECIPE_FILE and text_of(path) == dump_recipe(recipe)):
