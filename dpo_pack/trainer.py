@@ -66,7 +66,6 @@ from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoin
 from dpo_pack.run.evaluate import Evaluator
 from dpo_pack.run.export import prepare_verification, verify_model
 from dpo_pack.run.inputs import Inputs, prepare_run
-from dpo_pack.run.log import RunLog
 from dpo_pack.run.run_dir import (
     RunDir,
     begin_run,
@@ -161,11 +160,7 @@ class Trainer:
         if (balance := setup.policy_facts.balance) is not None:  # a mixture of experts
             self.balance = ExpertBalance(settings=balance, scorer=self.state.scorer, alone=inputs.policy)
             self.policy = self.balance.policy
-        self.log = RunLog(
-            setup, run, self.state, inputs.planned, offset=inputs.metrics_offset, begun=inputs.begun
-        )
-        self.log.reference_seconds = inputs.reference_seconds
-        self.clock = self.log.clock  # of the phases of a step
+        self.log, self.clock = inputs.log, inputs.log.clock  # the clock measures the phases of a step
         self.sampler = Sampler(setup, self.state.scorer, run.samples)
         self.saver = Saver(
             setup=setup,
@@ -265,7 +260,7 @@ class Trainer:
     def close_step(self) -> None:
         """Evaluates and saves a checkpoint, if these are due after this step (or before the first step)."""
         if self.state.owes_evaluation:
-            self.evaluator.evaluate(self.state, self.log)
+            self.evaluator.evaluate()
             self.saver.mark_resume_point()  # again, because the evaluation has written lines to metrics.jsonl
         if self.saver.is_due:
             self.saver.save()
@@ -361,7 +356,7 @@ class Trainer:
         run, state, saver = self.run, self.state, self.saver
         best = saver.best_evaluation()
         stopped_early = ends_run(self.inputs.criterion, state.standing)
-        for sentence in self.evaluator.conclusions(state):
+        for sentence in self.evaluator.conclusions():
             self.console.print(sentence)
         try:
             saved = self.write_results(best, stopped_early=stopped_early)

@@ -30,12 +30,11 @@ from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.recipe.load import Recipe, source_names
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.run.inputs import Inputs
-from dpo_pack.run.log import RunLog
 from dpo_pack.run.models import check_model, resolve_model
 from dpo_pack.run.pairs import exact_reference, exact_tables, prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import Setup, check_data, check_vocabulary, load_proved, prepare
-from dpo_pack.run.state import TrainState, ends_run, judge
+from dpo_pack.run.state import ends_run, judge
 from dpo_pack.system import ranks
 from dpo_pack.system.console import shown
 from dpo_pack.system.errors import ModelError, RecipeError
@@ -269,9 +268,10 @@ class Evaluator:
     interruption: Interruption
     sampler: Sampler
 
-    def evaluate(self, state: TrainState, log: RunLog) -> None:
-        """Computes the metrics of every held-out set; writes them to metrics.jsonl and `state`."""
-        begun, inputs, win_rate = time.monotonic(), self.inputs, self.inputs.win_rate
+    def evaluate(self) -> None:
+        """Computes the metrics of every held-out set; writes them to metrics.jsonl and the run's state."""
+        begun, inputs = time.monotonic(), self.inputs
+        state, log, win_rate = inputs.state, inputs.log, inputs.win_rate
         evaluation: dict[str, dict[str, Any]] = {}
         results = []
         for held_out in evaluate_sets(
@@ -303,9 +303,10 @@ class Evaluator:
             state.standing = judge(state.standing, inputs.criterion, evaluation, step=state.step)
         log.eval_seconds += time.monotonic() - begun
 
-    def conclusions(self, state: TrainState) -> Iterator[str]:
+    def conclusions(self) -> Iterator[str]:
         """Yields that the run has stopped early, and that no evaluation is better than the first one."""
-        standing, criterion = state.standing, self.inputs.criterion
+        state, criterion = self.inputs.state, self.inputs.criterion
+        standing = state.standing
         if criterion is None:
             return
         judged = f"{criterion.metric} of {criterion.eval_set}"

@@ -22,7 +22,7 @@ from dpo_pack.proofs import ProofOutcome
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import FrozenReference
 from dpo_pack.run.checkpoint import load_checkpoint, run_identity
-from dpo_pack.run.log import describe_policy, describe_training
+from dpo_pack.run.log import RunLog, describe_policy, describe_training
 from dpo_pack.run.memory_estimate import (
     largest_row,
     memory_report,
@@ -56,9 +56,7 @@ class Inputs:
     criterion: Criterion | None  # how evaluations are compared; None if nothing is held out
     state: TrainState  # of step 0, or of the checkpoint from which the run resumes
     identity: Identity
-    metrics_offset: int  # bytes of metrics.jsonl that an earlier process wrote and that stay
-    begun: float  # time.monotonic() at the start
-    reference_seconds: float  # of the reference pass
+    log: RunLog  # of its lines and totals
 
 
 def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
@@ -89,9 +87,9 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
     state = new_state(recipe.optim, loaded.scorer, source, reference.moving, console)
     policy = distribute_policy(loaded.scorer, setup.strategy, setup.accelerator, stays_gathered=gathers_once)
     identity = run_identity(setup, loaded, source, criterion, frozen)
-    metrics_offset = 0
+    offset = 0
     if run.checkpoint is not None:
-        metrics_offset, notes = load_checkpoint(run.checkpoint, state, identity=identity)
+        offset, notes = load_checkpoint(run.checkpoint, state, identity=identity)
         going_on = f"Going on after step {state.step} of {source.num_steps} ({run.checkpoint})"
         for line in (going_on, *notes):
             console.print(line)
@@ -107,10 +105,7 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
         criterion=criterion,
         state=state,
         identity=identity,
-        # A run that resumes from a checkpoint in another directory begins a new metrics.jsonl.
-        metrics_offset=metrics_offset if run.has_own_checkpoint else 0,
-        begun=begun,
-        reference_seconds=seconds,
+        log=RunLog(setup, run, state, planned, offset=offset, begun=begun, reference_seconds=seconds),
     )
 
 

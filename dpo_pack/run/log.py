@@ -78,14 +78,17 @@ class RunLog:
         *,
         offset: int,
         begun: float,
+        reference_seconds: float,
     ) -> None:
-        """`offset`: the bytes of metrics.jsonl that an earlier process wrote and that stay. `begun`:
-        time.monotonic() at the start of the run. `planned`: None for an online run."""
+        """`offset`: the bytes of metrics.jsonl when the checkpoint was written from which the run resumes.
+        `begun`: time.monotonic() at the start of the run. `planned`: None for an online run."""
         recipe, self.state, self.planned = setup.recipe, state, planned
-        self.setup, self.run, self.offset, self.begun = setup, run, offset, begun
+        self.setup, self.run, self.begun, self.reference_seconds = setup, run, begun, reference_seconds
+        # A run that resumes from a checkpoint in another directory begins a new metrics.jsonl.
+        self.offset = offset if run.has_own_checkpoint else 0
         self.sources = source_names(recipe.data.train)
         self.clock = PhaseClock(device=setup.device)
-        self.startup_seconds = self.reference_seconds = self.eval_seconds = 0.0
+        self.startup_seconds = self.eval_seconds = 0.0
         self.file: MetricsLog | None = None  # in a `writing` block
         self.lines = TrainingLines(setup.console, num_steps=state.source.num_steps)
         self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=setup.device)
