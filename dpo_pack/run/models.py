@@ -13,7 +13,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -56,12 +56,9 @@ def resolve_model(
     recipe_key: str = "model.path",
     gathers: bool = True,
 ) -> ModelFacts:
-    """Returns the facts of a model: the starting policy, if no `path` is given. Raises ModelError.
-
-    `path` is a hub id, or the directory of a model or a saved LoRA adapter. Only the policy has the revision,
-    the new adapter, the load-balancing loss and the processor of the recipe. `gathers` is false for a command
-    that never has shards, so `distributed.gather_dtype` means nothing to it.
-    """
+    """Returns the facts of a model; without a `path`, of the starting policy. Only that has the revision, the
+    new adapter, the load-balancing loss and the processor of the recipe. `gathers` is false for a command
+    without shards, to which `distributed.gather_dtype` means nothing. Raises ModelError."""
     settings, adapter, is_policy = recipe.model, None, recipe_key == "model.path"
     path = path or settings.path
     revision, lora = (settings.revision, settings.lora) if is_policy else (None, None)
@@ -71,22 +68,19 @@ def resolve_model(
         path, revision, adapter = saved.base, saved.base_revision, saved.directory
     quantize = None if adapter is None and lora is None else settings.quantize
     own = {"path": path, "revision": revision, "lora": lora, "quantize": quantize}
-    trusts, gather_dtype = settings.trust_remote_code, recipe.distributed.gather_dtype if gathers else None
-    processor = None
-    if settings.images and is_policy:
-        processor = ImageProcessor(
-            load_processor(path, revision=revision, trust_remote_code=trusts, recipe_key=recipe_key)
-        )
+    files: dict[str, Any] = {"revision": revision, "trust_remote_code": settings.trust_remote_code}
+    files["recipe_key"] = recipe_key
+    processor = ImageProcessor(load_processor(path, **files)) if settings.images and is_policy else None
     return ModelFacts(
         settings=settings.model_copy(update=own),
         recipe_key=recipe_key,
         adapter=adapter,
-        config=load_config(path, revision=revision, trust_remote_code=trusts, recipe_key=recipe_key),
+        config=load_config(path, **files),
         precision=resolve_precision(
             settings.dtype,
             settings.autocast,
             device,
-            gather_dtype=gather_dtype,
+            gather_dtype=recipe.distributed.gather_dtype if gathers else None,
             trains_adapter=settings.lora is not None or adapter is not None,
         ),
         is_packed=recipe.packing.mode == "packed",

@@ -77,13 +77,9 @@ class Setup:
     reference_facts: ModelFacts  # the same object as `policy_facts`, unless the recipe names another model
     tokenizer: PreTrainedTokenizerBase
     data: Data
+    tables: Sequence[PairTable]  # the training pairs, then those of each held-out set
     strategy: Strategy
     reference_token_budget: int  # the most tokens of a row without gradients
-
-    @property
-    def tables(self) -> list[PairTable]:
-        """The training pairs, then those of each held-out set."""
-        return [self.data.train, *self.data.eval.values()]
 
 
 def reference_token_budget(budget: int | str, trained: int, device: torch.device) -> int:
@@ -235,8 +231,7 @@ def prepare(
     takes_prompts: bool = False,
     for_device: torch.device | None = None,
 ) -> Setup:
-    """Finds device, facts of the models, tokenizer and data; writes only into caches. `for_device`: that of
-    a command that loads no model; it need not be here."""
+    """Finds device, models' facts, tokenizer, data; writes only caches. `for_device`: need not be here."""
     loss = recipe.loss
     objective = make_objective(
         loss.terms, loss.options, needs_reference=loss.needs_reference, weighting=loss.weighting
@@ -264,8 +259,8 @@ def prepare(
             console.print(warning)
     data = prepare_data(recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts)
     budget = reference_token_budget(recipe.reference.token_budget, recipe.packing.token_budget, device)
+    tables = [data.train, *data.eval.values()]
     for model in models:
-        tables = [data.train, *data.eval.values()]
         check_data(model, tokenizer, tables, max(budget, recipe.packing.token_budget), recipe.online)
     return Setup(
         recipe=recipe,
@@ -277,6 +272,7 @@ def prepare(
         reference_facts=models[-1],
         tokenizer=tokenizer,
         data=data,
+        tables=tables,
         strategy=strategy,
         reference_token_budget=budget,
     )
