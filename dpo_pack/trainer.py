@@ -108,9 +108,7 @@ def train(
     after_step: AfterStep | None = None,
 ) -> None:
     """Trains the recipe's policy and writes it to `output_dir`/model; resumes an earlier run if there is one.
-
-    Raises a DpoPackError for an error that the user can correct, Interrupted after Ctrl-C or SIGTERM.
-    """
+    Raises a DpoPackError for an error that the user can correct, Interrupted after Ctrl-C or SIGTERM."""
     check_environment(recipe)
     with only_run(recipe.output_dir), interruptible() as interruption:
         run = ranks.first_does_for_all(lambda: find_run(recipe, overwrite=overwrite))
@@ -177,8 +175,7 @@ class Trainer:
         self.evaluator = Evaluator(inputs=inputs, interruption=interruption, sampler=self.sampler)
 
     def write_first_files(self) -> None:
-        """Writes the files that describe the run, and cuts off what an earlier process wrote later than the
-        checkpoint; on rank 0."""
+        """Writes what describes the run, and cuts off what came after its checkpoint; on rank 0."""
         run, setup, inputs = self.run, self.setup, self.inputs
         fingerprints = dict(inputs.identity.fingerprints)
         begin_run(run, dump_recipe(setup.recipe), str(setup.device))
@@ -198,8 +195,7 @@ class Trainer:
     # --------------------------------------------------------------------------------------------- the steps
 
     def run_steps(self, after_step: AfterStep | None = None) -> None:
-        """Takes all steps of the run. After a stop signal or an error, it saves the state after the last
-        complete step, if it can."""
+        """Takes all steps. After a stop signal or an error it saves the last complete step, if it can."""
         if ranks.num_ranks() > 1:
             ranks.require_shared(self.run.root, "output_dir")  # every node must see the first files
         if self.recipe.logging.trackers:
@@ -266,11 +262,9 @@ class Trainer:
             self.saver.save()
 
     def train_step(self, batch: GlobalBatch) -> StepOutcome:
-        """Computes and clips the gradient of the global batch, then updates the model if all is finite.
-
-        A step with a value that is not finite changes no parameter, but it still counts as a step. With a
-        fused AdamW this only queues work. If it waited for the device, the device would become idle.
-        """
+        """Computes and clips the gradient of the global batch, then updates the model if all is finite. A
+        step with a value that is not finite changes no parameter, but counts as a step. With a fused AdamW
+        this only queues work. If it waited for the device, the device would become idle."""
         state, optimizer = self.state, self.state.optimizer
         with self.policy.step(batch.passes):  # a mixture first counts the tokens of the step's experts
             batch = self.reference.score_batch(batch)
@@ -295,10 +289,8 @@ class Trainer:
 
     def accumulate_gradients(self, batch: GlobalBatch) -> Tensor:
         """Runs one forward and one backward pass for each row, which add the step's gradient to `.grad`. The
-        ranks exchange gradients in the last pass only.
-
-        Returns the values of this rank's pairs, of which metrics are averages (training/metrics.py).
-        """
+        ranks exchange gradients in the last pass only. Returns the values of this rank's pairs, of which
+        metrics are averages (training/metrics.py)."""
         values: list[Tensor] = []
         passes = batch.passes
         for number, row in enumerate(passes, start=1):
@@ -348,11 +340,8 @@ class Trainer:
     # --------------------------------------------------------------------------------------- after the steps
 
     def finish(self) -> dict[str, Any] | None:
-        """Exports the model, updates run.json, writes the page, and prints totals and what was learned.
-
-        After an error it saves the state after the last step, if it can. Returns what `verify_model` needs,
-        if the export is to be verified.
-        """
+        """Exports the model, updates run.json, writes the page, and prints totals and what was learned. After
+        an error it saves the last step, if it can. Returns what `verify_model` needs, or None."""
         run, state, saver = self.run, self.state, self.saver
         best = saver.best_evaluation()
         stopped_early = ends_run(self.inputs.criterion, state.standing)
@@ -424,12 +413,8 @@ def write_page(run: RunDir, console: Console) -> bool:
 def push_model(
     run: RunDir, console: Console, interruption: Interruption, *, repo: str, private: bool
 ) -> None:
-    """Uploads the model of the finished run. Prints its URL, or the command that repeats the upload. Only
-    rank 0 uploads; the other ranks end when rank 0 ends.
-
-    Raises Interrupted, also for a signal that came while the model was written: the user does not want to
-    wait for an upload.
-    """
+    """Uploads the finished run's model on rank 0; prints its URL, or the command that repeats it. Raises
+    Interrupted, also for a signal that came while the model was written: the user does not want to wait."""
     again = push_command(run.root, repo, private=private)
     try:
         interruption.poll()

@@ -20,8 +20,7 @@ from dpo_pack.system.machine import bfloat16_instructions, cpu_name, host_memory
 
 
 def environment(console: Console) -> dict[str, Any]:
-    """Prints and returns versions, devices, and for each attention backend why it cannot be used here (None:
-    it can)."""
+    """Prints and returns versions, devices, and for each attention backend why it cannot be used, or None."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     usual = AttentionNeeds(  # of nearly all present models

@@ -70,11 +70,8 @@ def inspect_packing(
     budgets: Sequence[int],
     describe_pair: Callable[[int], str],
 ) -> dict[str, Any]:
-    """Measures the plan of an epoch, whose costs must be FLOPs unless its rows are padded.
-
-    `budgets` and the plan's own are compared on ranks[0] ranks. describe_pair: returns where the user finds a
-    pair.
-    """
+    """Measures the plan of an epoch, whose costs must be FLOPs unless its rows are padded. `budgets` and the
+    plan's own are compared on ranks[0] ranks. describe_pair: returns where the user finds a pair."""
     plan = replace(planned, num_ranks=1, equal_rows=False)
     return {
         "token_budget": plan.token_budget,

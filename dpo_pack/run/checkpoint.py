@@ -83,8 +83,7 @@ def run_identity(
     criterion: Criterion | None,
     frozen: FrozenReference | None,
 ) -> Identity:
-    """Returns what identifies a run in its checkpoints, equal on all ranks. `frozen`: the reference's
-    log-probs, if the run has them."""
+    """Returns what identifies a run, equal on all ranks. `frozen`: the reference's log-probs, if any."""
     data, facts, moves = setup.data, setup.policy_facts, setup.recipe.reference.sync is not None
     fingerprints = {
         "data": data.fingerprint,
@@ -168,8 +167,7 @@ class Saver:
 
     @property
     def is_due(self) -> bool:
-        """Whether a checkpoint is due: by `checkpoint.every_steps`, or because the evaluation after this step
-        is among the best (`checkpoint.keep_best`)."""
+        """Whether `checkpoint.every_steps` asks for one, or `keep_best`: an evaluation is among the best."""
         step, settings = self.state.step, self.setup.recipe.checkpoint
         is_best = step in dict(self.state.standing.best[: settings.keep_best])
         return step > 0 and (is_best or is_multiple(step, settings.every_steps))
@@ -296,11 +294,9 @@ def checkpoint_content(
 
 
 def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tuple[int, list[str]]:
-    """Loads a checkpoint, whose files are checked, into a new `state`. Every rank must call it.
-
-    Returns the length of metrics.jsonl in bytes when the checkpoint was written, and messages about changes
-    since then that are allowed. Raises RunError if the checkpoint belongs to another run or other parameters.
-    """
+    """Loads a checkpoint, whose files are checked, into a new `state`. Returns the length of metrics.jsonl
+    then, and messages about changes since then that are allowed. Raises RunError if it is of another run or
+    other parameters. Every rank must call it."""
     counters, optimizer = saved_counters(path), state.optimizer
     ways_out = "use another output_dir, or start again with checkpoint.resume=never and --overwrite"
     _refuse_another(path, counters.identity, identity.fingerprints, ways_out)

@@ -109,9 +109,7 @@ def damage_of_files(directory: Path, sums: FileSums) -> str | None:
 
 def damage_of(checkpoint: Path) -> str | None:
     """Returns a text about a damaged file of the checkpoint, or None. Every rank checks a part of the files.
-
-    If one rank cannot read a file, all raise RunError: if it counted as damaged, the run would go back.
-    """
+    If one cannot be read, all raise RunError: if it counted as damaged, the run would go back."""
 
     def look() -> str | None:
         try:
@@ -193,12 +191,10 @@ class CheckpointContent:
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
-    """Writes a run's checkpoints, one at a time. Every rank must call its methods in the same order.
-
-    Each rank writes its shards, or its part of the tensors that all ranks have. In the background a thread
-    writes from a copy in the host's memory. Its process group is its own, so that its collectives cannot mix
-    with those of training. (torch's async_save would end before the directory is checked and renamed.)
-    """
+    """Writes a run's checkpoints, one at a time. Every rank must call its methods in the same order. Each
+    writes its shards, or its part of the tensors that all have. In the background a thread writes from a copy
+    in the host's memory, with a process group of its own, so that its collectives cannot mix with training's.
+    (torch's async_save would end before the directory is checked and renamed.)"""
 
     directory: Path
     in_background: bool | Literal["auto"]  # "auto": if tensors are on a GPU and the RAM has room
@@ -209,8 +205,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
     def write(self, content: CheckpointContent, *, export: Callable[[Path], object] | None = None) -> Path:
         """Writes `directory`/step-000100, now or in the background, with the model that `export` writes;
-        returns its path. All ranks raise CacheError if one cannot write it, or could not write the previous
-        one."""
+        returns its path. All ranks raise CacheError if one cannot write this or the one before."""
         self.wait()
         if ranks.num_ranks() > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)

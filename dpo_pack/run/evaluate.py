@@ -84,11 +84,8 @@ def evaluate_sets(
     *,
     between_rows: Callable[[], None] = lambda: None,
 ) -> Iterator[HeldOutResult]:
-    """Yields `scorer`'s result on each held-out set. All ranks must take part.
-
-    Pairs in fp32 are computed in the training's precision, too, which measures its rounding. `between_rows`
-    is called before each row, equally often on every rank.
-    """
+    """Yields `scorer`'s result on each held-out set. All ranks must take part. Pairs in fp32 are computed in
+    the training's precision, too, which measures its rounding. `between_rows`: see `evaluate_pairs`."""
     recipe, all_pairs, exact = setup.recipe, setup.data.eval, exact_tables(setup)
     # If data.eval is a fraction, its pairs come from all training sources. Any other set has one source.
     sources = source_names(recipe.data.train) if isinstance(recipe.data.eval, EvalFraction) else None
@@ -137,10 +134,9 @@ def evaluate_pairs(
     progress: Callable[[int], None] = lambda num_pairs: None,
     between_rows: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Returns the `pair_values` of all pairs of the builder's table, in the table's order, on every rank.
-
-    `score` puts the reference's log-probs into a row. `progress` gets the number of pairs of each row that
-    this rank has computed. `between_rows` is called before each row, equally often on every rank."""
+    """Returns the `pair_values` of all pairs of the builder's table, in its order, on every rank. `score`
+    adds the reference's log-probs to a row. `progress` gets the number of pairs of each row that this rank
+    has computed. `between_rows` is called before each row, equally often on every rank."""
     build_rows = pack_sequences_longest_first if builder.is_packed else padded_rows
     mean_chosen_tokens = float(builder.table.chosen_scored.mean())
     parts: list[Tensor] = []
@@ -226,9 +222,8 @@ def _means(
 
 
 def length_preference(accuracies: FloatArray, table: PairTable) -> dict[str, float]:
-    """Measures whether data and policy prefer the longer completion: the part of pairs whose chosen
-    completion is longer, and the part whose longer completion has the larger reward (a tie counts half), of
-    pairs that have a longer one. accuracies: [P] those of `pair_metrics`."""
+    """Returns the part of pairs whose chosen completion is longer, and the part whose longer one has the
+    larger reward (a tie counts half), of pairs that have a longer one. accuracies: [P] of `pair_metrics`."""
     difference = table.chosen_scored - table.rejected_scored
     is_longer, differs = difference > 0, difference != 0
     prefers_longer = np.where(is_longer, accuracies, 1 - accuracies)
@@ -330,9 +325,8 @@ class Evaluator:
 def evaluate_models(
     recipe: Recipe, models: Sequence[str], console: Console
 ) -> list[dict[str, HeldOutResult]]:
-    """Returns for each model, a directory or a hub id, its results by the name of the held-out set. One model
-    at a time is in memory. Raises RecipeError without a held-out set, ModelError if a model cannot be loaded.
-    """
+    """Returns for each model, a directory or a hub id, its results by held-out set. One model at a time is in
+    memory. Raises RecipeError without a held-out set, ModelError if a model cannot be loaded."""
     if not recipe.data.eval:
         raise RecipeError("data.eval: the recipe has no held-out data; name a source or a fraction")
     for model in models:

@@ -374,13 +374,11 @@ def _results(evaluation: Mapping[str, Mapping[str, Any]], columns: Mapping[str, 
 def merge_adapter(
     source: Path, target: Path, *, base: str | None, dtype: str, trust_remote_code: bool
 ) -> tuple[SavedAdapter, list[str]]:
-    """Writes the merged model and the tokenizer to `target`, whole or not at all.
-
-    `source` is the directory of an adapter or of a run. `base` replaces the base that the adapter names. Base
-    plus adapter is computed in float32 and rounded once, to `dtype`; `auto`: the type of the base's weights.
-    Tensors that transformers always reads in float32 stay in float32. Returns the adapter, and lines to say.
-    Raises ModelError if the adapter or its base cannot be loaded, RunError if `target` is not empty.
-    """
+    """Writes the merged model and the tokenizer to `target`, whole or not at all. `source`: of an adapter or
+    a run. `base` replaces the base that the adapter names. Base plus adapter is computed in float32 and
+    rounded once, to `dtype`; `auto`: the type of the base's weights. Tensors that transformers always reads
+    in float32 stay in float32. Returns the adapter, and lines to say. Raises ModelError if the adapter or its
+    base cannot be loaded, RunError if `target` is not empty."""
     directory = next((path for path in (source, source / "model") if is_adapter(path)), None)
     if directory is None:
         raise ModelError(

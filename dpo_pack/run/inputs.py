@@ -112,8 +112,7 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
 def _offline_models(
     setup: Setup, planned: OfflineSource, run: RunDir
 ) -> tuple[LoadedModel, Reference, FrozenReference | None, float]:
-    """Loads the policy, and gets the reference log-probs of all pairs. Returns both, the log-probs that the
-    run keeps in a file, and the seconds of their pass."""
+    """Returns policy, reference, the log-probs that the run keeps in a file, the seconds of their pass."""
     recipe, console = setup.recipe, setup.console
     dtype = setup.policy_facts.precision.activations
     # Another reference computes first and is freed, so two models are in memory only if both are needed.
@@ -153,11 +152,9 @@ def _offline_models(
 
 
 def prove_and_measure(recipe: Recipe, console: Console) -> tuple[ProofOutcome, dict[str, Any]]:
-    """Loads what a run has in memory and repeats the proof that the policy's rows are exact. Prints and
-    returns the memory that a step needs, estimated and on CUDA also measured. The caller checks the outcome.
-
-    It computes no reference log-probs, and writes into caches only. Every rank must call it.
-    """
+    """Loads what a run has in memory, without reference log-probs, and proves again that the policy's rows
+    are exact. Prints and returns the memory of a step, estimated and on CUDA also measured. The caller checks
+    the outcome. It writes into caches only. Every rank must call it."""
     set_seed(recipe.seed)
     setup = prepare(recipe, console, takes_prompts=True)
     planned = None if recipe.online is not None else offline_source(setup)

@@ -179,8 +179,7 @@ class RunLog:
             track(self.setup.accelerator, record, sources)
 
     def report_nonfinite(self) -> None:
-        """Prints each step that made no update because of a non-finite value, or raises RunError
-        (`train.stop_on_nonfinite`). Waits for the device; every rank must call it."""
+        """Prints the steps without an update, or raises RunError. Every rank must call it; it waits."""
         for message in self.guard.report(self.run.root, self.setup.data.train, self.sources):
             if self.guard.stops:
                 raise RunError(message)
@@ -252,11 +251,9 @@ class MetricsLog:
 
 @dataclass(slots=True)
 class PairLog:
-    """Writes a line for each time a pair was trained on; rank 0 writes the lines of all ranks.
-
-    `source`, `row`: where the pair came from. `margin`: beta x (policy - reference), chosen minus rejected.
-    `loss`: with the pair's weight. Log-probs are sums in nats. Without a reference, its columns are null, and
-    `margin` leaves it out."""
+    """Writes a line for each time a pair was trained on, on rank 0 for all ranks. `source`, `row`: where the
+    pair came from. `margin`: beta x (policy - reference), chosen minus rejected; without a reference, of the
+    policy, and its columns are null. `loss`: with the pair's weight. Log-probs are sums in nats."""
 
     directory: Path
     table: PairTable  # the training pairs
@@ -282,8 +279,7 @@ class PairLog:
     def add(
         self, step: int, epoch: float, pairs: npt.NDArray[np.int64], values: Tensor, *, num_pairs: int
     ) -> None:
-        """Keeps the `pair_values` of this rank's [P] `pairs` in a step of `num_pairs` on all ranks. Every
-        rank must call it: it writes when enough pairs are in memory."""
+        """Keeps `pair_values` of this rank's [P] `pairs`, of `num_pairs` on all ranks, which must call it."""
         facts = np.column_stack((np.full(len(pairs), step), np.full(len(pairs), epoch), pairs))
         self._waiting.append((facts, values))
         self._num_waiting += num_pairs
@@ -291,8 +287,7 @@ class PairLog:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the values in memory to disk; waits for the device. Every rank must call it. Raises
-        CacheError."""
+        """Writes the values in memory; waits for the device. Every rank must call it. Raises CacheError."""
         if not self._waiting:
             return
         facts = torch.from_numpy(np.concatenate([facts for facts, _ in self._waiting]))

@@ -67,8 +67,7 @@ class MemoryShape:
 
 
 def memory_shape(config: PretrainedConfig, shape: ModelShape, num_parameters: int) -> MemoryShape:
-    """Returns the memory shape of a model from its config, its `ModelShape` and its number of parameters
-    without towers."""
+    """Returns the memory shape of a model; `num_parameters`: without towers."""
     text = config.get_text_config()
     num_layers, hidden, values = text.num_hidden_layers, text.hidden_size, text.to_dict()
     num_experts, num_active = count_experts(values)
@@ -234,9 +233,7 @@ def _head_bytes(facts: MemoryFacts) -> float:
 
 def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, int]:
     """Returns the facts of a run for the estimate, and the tokens of its longest pair. Reads no weights.
-
-    `plan` is the plan of the first epoch; None if the run is online. All ranks must call it.
-    """
+    `plan`: of the first epoch; None if the run is online. All ranks must call it."""
     recipe, policy, mesh = setup.recipe, setup.policy_facts, setup.strategy.mesh
     if plan is None:  # the pairs do not exist yet: the largest row possible
         assert recipe.online is not None
@@ -312,10 +309,7 @@ def memory_report(
     setup: Setup, plan: PackingPlan | None, *, device_bytes: int | None = None, num_devices: int = 1
 ) -> dict[str, Any]:
     """Returns the memory that the run needs on one device, in bytes, and what would fit if it does not.
-
-    `device_bytes`: of each of `num_devices` GPUs of a machine that is not here; None: of this machine. All
-    ranks must call it.
-    """
+    `device_bytes`: of each of `num_devices` other GPUs; None: of this machine. All ranks must call it."""
     facts, longest_pair = memory_facts(setup, plan)
     if device_bytes is None:
         memory, num_devices = available_memory(setup.device), ranks.num_ranks()

@@ -159,11 +159,8 @@ def load_and_prove(
     again: bool = False,
 ) -> tuple[LoadedModel, ProofOutcome]:
     """Loads the model and proves, by a test, that it computes rows exactly; the caller checks the outcome.
-
-    If the proof has passed before with the same model, settings, device and code, its result is read from the
-    cache, unless `again` is set. With `model.compile: auto` a model that torch cannot compile is loaded once
-    more, uncompiled.
-    """
+    That of the same model, settings, device and code is read from the cache, unless `again` is set. With
+    `model.compile: auto` a model that torch cannot compile is loaded once more, uncompiled."""
     loaded = load_model(model, device=device, strategy=strategy, adds_adapter=adds_adapter)
     if device.type == "cuda":
         loaded.kernels.extend(take_kernels(loaded.scorer, device))
@@ -352,8 +349,7 @@ def training_bytes(
     optimizer: str = "adamw",
     num_shards: int = 1,
 ) -> StateBytes:
-    """Returns the bytes of a run's state on a device with 1/`num_shards` of it. `trained_bytes`,
-    `frozen_bytes`: of one parameter."""
+    """Returns the bytes of a run's state on a device that has 1/`num_shards` of it."""
     moments = OPTIMIZER_BYTES[optimizer]
     if optimizer == "adamw" and trained_bytes == 2:
         moments += LOW_BITS_BYTES

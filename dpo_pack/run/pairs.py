@@ -78,9 +78,8 @@ class ReferencePass:
 
 
 def resume_reference(setup: Setup, frozen: Path, loaded: LoadedModel | None) -> tuple[FrozenReference, float]:
-    """Returns the reference log-probs of a resumed run, and the seconds of the reference pass, which computes
-    only held-out pairs that `frozen` lacks, the file that the run wrote when it began. `loaded`: see
-    `prepare_reference`. Raises CacheError if the file is missing or damaged."""
+    """Returns a resumed run's reference log-probs and the seconds of their pass, which computes only held-out
+    pairs that the run's file `frozen` lacks. `loaded`: see `prepare_reference`. Raises CacheError."""
     reference = ranks.of_node(lambda: FrozenReference.load(frozen))
     lacking = [pairs for pairs in setup.data.eval.values() if not reference.covers(pairs)]
     if not any(ranks.every_rank_says(bool(lacking))):
@@ -95,9 +94,8 @@ _SMALL_PART, _FLOAT32_COST, _STEP_PASSES, _FEWEST_PAIRS = 0.1, {"cuda": 16.0, "c
 
 
 def exact_tables(setup: Setup) -> dict[str, PairTable] | None:
-    """Returns the held-out pairs that are evaluated, by set, if that is in fp32 and the training computes in
-    less; None if all pairs are evaluated in the training's precision. It returns the same pairs every time.
-    """
+    """Returns the held-out pairs, by set, if they are evaluated in fp32 and the training computes in less;
+    else None. It returns the same pairs every time."""
     recipe, held_out = setup.recipe, setup.data.eval
     is_exact = setup.policy_facts.precision.activations.itemsize >= 4
     if is_exact or setup.strategy.shards or recipe.train.eval_precision == "training":
@@ -118,11 +116,8 @@ def exact_tables(setup: Setup) -> dict[str, PairTable] | None:
 
 
 def exact_reference(setup: Setup, loaded: LoadedModel | None = None) -> Reference | None:
-    """Returns the reference in fp32 of the pairs of `exact_tables`; None if there are none.
-
-    Its log-probs are computed now, because later the starting weights are gone. `loaded`: see
-    `prepare_reference`.
-    """
+    """Returns the reference in fp32 of the pairs of `exact_tables`, or None. It computes now, because later
+    the starting weights are gone. `loaded`: see `prepare_reference`."""
     tables = list((exact_tables(setup) or {}).values())
     if not tables:
         return None
@@ -138,9 +133,8 @@ def prepare_reference(
     tables: Sequence[PairTable] | None = None,
     in_float32: bool = False,
 ) -> ReferencePass:
-    """Computes every reference log-prob that the cache lacks for the pairs (or for `tables`); in fp32,
-    under keys of their own, with `in_float32`. A reference that is not `loaded` is loaded if something is
-    missing, and freed. Raises CacheError if the cache loses a value."""
+    """Computes every log-prob that the cache lacks for the pairs (or `tables`); `in_float32` under keys of
+    their own. A reference that is not `loaded` is loaded if one is missing, and freed. Raises CacheError."""
     facts, console = setup.reference_facts, setup.console
     if in_float32:
         facts = replace(facts, precision=facts.precision.in_float32)

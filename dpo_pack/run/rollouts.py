@@ -35,10 +35,8 @@ def build_online(
     setup: Setup, loaded: LoadedModel, *, directory: Path
 ) -> tuple[OnlineSource, WinRate | None]:
     """Returns the source of batches, and the evaluation on the prompts of `data.eval` (None without prompts).
-
-    All rollouts are written into `directory`. The policy must have its starting weights. Raises RecipeError
-    or ModelError if a generator or a judge cannot be created.
-    """
+    Rollouts are written into `directory`. The policy must have its starting weights. Raises RecipeError or
+    ModelError if a generator or a judge cannot be created."""
     recipe, online, held_out = setup.recipe, _section(setup), setup.data.eval_prompts
     facts, judge = setup.policy_facts, build_judge(setup)
     names = {field.name for field in fields(SamplingSettings)}

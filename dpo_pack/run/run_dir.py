@@ -117,8 +117,8 @@ PARTS = {one.name: str(one.default) for one in fields(RunDir) if isinstance(one.
 
 @contextlib.contextmanager
 def only_run(root: Path, what: str = "") -> Iterator[None]:
-    """Makes this run the only one that writes in `root`, for the `with` block. Every rank must call it; it
-    raises RunError, with `what`, if another run holds the lock."""
+    """Holds the lock of `root`. Raises RunError, with `what`, if another run does. Every rank must call
+    it."""
     lock = locked(root / LOCK_FILE, what or f"output_dir: {root}")
     with contextlib.ExitStack() as stack:
         ranks.first_does_for_all(lambda: stack.enter_context(lock))

@@ -99,8 +99,8 @@ class Sampler:
             self._write([sample for sample in read_samples(self.path) if sample["step"] <= step])
 
     def write(self, step: int, *, at_end: bool = False) -> None:
-        """Writes the completions of the policy after `step`, unless they are written: `at_end`, or if they
-        are due at this evaluation. All ranks must call it. An error ends the samples, but not the run."""
+        """Writes the completions of the policy after `step`, if they are due at this evaluation or `at_end`,
+        and not written yet. All ranks must call it. An error ends the samples, but not the run."""
         setup, recipe = self.setup, self.setup.recipe
         settings = recipe.logging.samples or SamplesRecipe()
         every_steps = (settings.every_evals or 0) * (recipe.train.eval_every_steps or 0)
@@ -184,12 +184,10 @@ def sample_models(
     num: int | None,
     paths: Mapping[str, str] = {},
 ) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
-    """Returns prompts, (source, text) each, and what each model answers to them, by the model's name.
-
-    names: runs, models, and at most one recipe file. A run means its start and its model, which is in `paths`
-    if it is not in model/. The prompts are `texts`; if there are none, `num` held-out prompts of the recipe
-    file, or else of the first run. Raises RecipeError, ModelError, DataError.
-    """
+    """Returns prompts, (source, text) each, and what each model answers to them, by the model's name. names:
+    runs, models, and at most one recipe file. A run means its start and its model, which is in `paths` if it
+    is not in model/. The prompts are `texts`, or else `num` held-out ones of the recipe file or the first
+    run. Raises RecipeError, ModelError, DataError."""
     if texts and num is not None:
         raise RecipeError("sample: give --prompt or --num, not both")
     models, recipe = _models_and_recipe(names, paths)

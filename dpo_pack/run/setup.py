@@ -123,8 +123,8 @@ def check_vocabulary(model: ModelFacts, tokenizer: PreTrainedTokenizerBase, *, w
 
 
 def other_tokens(model: ModelFacts, tokenizer: PreTrainedTokenizerBase, *, writes: bool = False) -> str:
-    """Returns which ids are other tokens in the model's own tokenizer, if it has one; "": none. With `writes`
-    also those that only one of the two has."""
+    """Returns which ids are other tokens in the model's own tokenizer, or "". With `writes` also those that
+    only one of the two has."""
     path, revision, key = model.settings.path, model.settings.revision, model.recipe_key
     if model.adapter is not None and has_tokenizer(model.adapter):
         path, revision = str(model.adapter), None
@@ -159,8 +159,8 @@ def prepare_data(
     processor: ImageProcessor | None = None,
     takes_prompts: bool = False,
 ) -> Data:
-    """Returns tokenised pairs, from the cache if it has them; prints how many were kept and left out. With
-    `takes_prompts`, an online recipe is accepted, and the result has its prompts."""
+    """Returns tokenised pairs, from the cache if it has them, and prints their counts. With `takes_prompts`
+    an online recipe is accepted, and the result has its prompts."""
     if recipe.online is not None and not takes_prompts:
         raise RecipeError(NO_PAIRS)
     begun = time.monotonic()
@@ -231,7 +231,7 @@ def prepare(
     takes_prompts: bool = False,
     for_device: torch.device | None = None,
 ) -> Setup:
-    """Finds device, models' facts, tokenizer, data; writes only caches. `for_device`: need not be here."""
+    """Finds device, models' facts, tokenizer, data; writes only caches. `for_device` need not be here."""
     loss = recipe.loss
     objective = make_objective(
         loss.terms, loss.options, needs_reference=loss.needs_reference, weighting=loss.weighting
@@ -355,8 +355,7 @@ def load_moving_reference(setup: Setup) -> LiveReference:
 
 
 def load_proved(setup: Setup, model: ModelFacts, *, adds_adapter: bool = False) -> LoadedModel:
-    """Loads a model with the run's settings, and prints what proves that it computes packed rows exactly.
-    Raises ModelError if it does not."""
+    """Loads a model and prints what proves that it computes packed rows exactly. Raises ModelError."""
     loaded, outcome = load_and_prove(
         model, device=setup.device, strategy=setup.strategy, adds_adapter=adds_adapter
     )
@@ -376,11 +375,9 @@ CHECKED_ROWS = 200  # of each source, as `show` reads
 
 
 def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Answers whether a run would start. Returns lines for what is in order, and for what is wrong.
-
-    It calls what `prepare` calls, on the first rows of each source, and loads no weights. An error ends a
-    step, not the check. It writes nothing except the files that it downloads from the hub.
-    """
+    """Answers whether a run would start: lines for what is in order, and for what is wrong. It calls what
+    `prepare` calls, on the first rows of each source, and loads no weights. An error ends a step, not the
+    check. It writes nothing except the files that it downloads from the hub."""
     found: list[str] = []
     wrong: list[str] = []
 

@@ -73,11 +73,9 @@ class ShownRecipe:
 def show_recipe(
     recipe: Recipe, console: Console, *, asked_rows: Collection[int] = (), reads_all: bool = False
 ) -> ShownRecipe:
-    """Reads the first rows of each source and the rows `asked_rows`, or all rows; leaves out bad rows.
-
-    Raises RecipeError for an online recipe, or if no source has one of the rows; DataError if a source cannot
-    be read or has no rows; ModelError if the tokenizer lacks a feature.
-    """
+    """Reads the first rows of each source and the rows `asked_rows`, or all rows; leaves out bad rows. Raises
+    RecipeError for an online recipe, or if no source has one of the rows; DataError if a source cannot be
+    read or has no rows; ModelError if the tokenizer lacks a feature."""
     if recipe.online is not None:
         raise RecipeError(NO_PAIRS)
     data = recipe.data

@@ -55,8 +55,7 @@ class Evaluations:
 
 
 def find_criterion(recipe: Recipe, eval_sets: Sequence[str]) -> Criterion | None:
-    """Returns how the recipe compares evaluations; None if nothing is held out. Raises RecipeError if it
-    names another held-out set."""
+    """Returns how the recipe compares evaluations; None if nothing is held out. Raises RecipeError."""
     if not eval_sets:
         return None
     wanted = recipe.checkpoint.eval_set
