@@ -63,7 +63,7 @@ from dpo_pack.reports.pages import write_run_page
 from dpo_pack.reports.run_files import print_ending, print_next
 from dpo_pack.run.checkpoint import Saver
 from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoints
-from dpo_pack.run.evaluate import Evaluator
+from dpo_pack.run.evaluate import conclusions, evaluate_run
 from dpo_pack.run.export import prepare_verification, verify_model
 from dpo_pack.run.inputs import Inputs, prepare_run
 from dpo_pack.run.run_dir import (
@@ -172,7 +172,6 @@ class Trainer:
                 directory=run.checkpoints, in_background=self.recipe.checkpoint.asynchronous
             ),
         )
-        self.evaluator = Evaluator(inputs=inputs, interruption=interruption, sampler=self.sampler)
 
     def write_first_files(self) -> None:
         """Writes what describes the run, and cuts off what came after its checkpoint; on rank 0."""
@@ -256,7 +255,7 @@ class Trainer:
     def close_step(self) -> None:
         """Evaluates and saves a checkpoint, if these are due after this step (or before the first step)."""
         if self.state.owes_evaluation:
-            self.evaluator.evaluate()
+            evaluate_run(self.inputs, self.sampler, self.interruption)
             self.saver.mark_resume_point()  # again, because the evaluation has written lines to metrics.jsonl
         if self.saver.is_due:
             self.saver.save()
@@ -345,7 +344,7 @@ class Trainer:
         run, state, saver = self.run, self.state, self.saver
         best = saver.best_evaluation()
         stopped_early = ends_run(self.inputs.criterion, state.standing)
-        for sentence in self.evaluator.conclusions():
+        for sentence in conclusions(state, self.inputs.criterion):
             self.console.print(sentence)
         try:
             saved = self.write_results(best, stopped_early=stopped_early)

@@ -34,7 +34,7 @@ from dpo_pack.run.models import check_model, resolve_model
 from dpo_pack.run.pairs import exact_reference, exact_tables, prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.setup import Setup, check_data, check_vocabulary, load_proved, prepare
-from dpo_pack.run.state import ends_run, judge
+from dpo_pack.run.state import Criterion, TrainState, ends_run, judge
 from dpo_pack.system import ranks
 from dpo_pack.system.console import shown
 from dpo_pack.system.errors import ModelError, RecipeError
@@ -255,68 +255,57 @@ def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: 
         pq.write_table(pa.concat_tables(tables), temporary, write_page_checksum=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluator:
-    """Evaluates the policy of a run on its held-out sets."""
+def evaluate_run(inputs: Inputs, sampler: Sampler, interruption: Interruption) -> None:
+    """Computes the metrics of every held-out set; writes them to metrics.jsonl and the run's state."""
+    begun, state, log = time.monotonic(), inputs.state, inputs.log
+    evaluation: dict[str, dict[str, Any]] = {}
+    results = []
+    poll = interruption.poll
+    for held_out in evaluate_sets(inputs.setup, state.scorer, inputs.reference, between_rows=poll):
+        results.append(held_out)
+        evaluation[held_out.name] = result = held_out.record
+        low, high = result["intervals"]["rewards/accuracies"]
+        sentence = (
+            f"reward accuracy {result['rewards/accuracies']:.3f} ({low:.3f} to {high:.3f}), "
+            f"margin {result['rewards/margins']:.4f}, loss {result['loss']:.4f}"
+        )
+        if "held_out_pairs" in result:
+            sentence += f", of {result['pairs']:,} of {result['held_out_pairs']:,} held-out pairs"
+        if result["eval_precision"] != "float32":
+            sentence += f"; {result['eval_precision']} rounds a margin by {result['margin_noise']:.2g}"
+        log.write_evaluation(held_out.name, result, sentence)
+    if results:
+        ranks.only_first_does(lambda: write_held_out_pairs(results, log.run.held_out, step=state.step))
+    with interruption.ending_at_once():  # a signal ends it at once; a resumed run repeats it
+        win_rates = [] if inputs.win_rate is None else list(inputs.win_rate.evaluate())
+        sampler.write(state.step)
+    for name, result in win_rates:
+        evaluation[name] = result
+        log.write_evaluation(name, result, win_rate_sentence(result))
+    state.evaluation, state.owes_evaluation = evaluation, False
+    if inputs.criterion is not None:
+        state.standing = judge(state.standing, inputs.criterion, evaluation, step=state.step)
+    log.eval_seconds += time.monotonic() - begun
 
-    inputs: Inputs
-    interruption: Interruption
-    sampler: Sampler
 
-    def evaluate(self) -> None:
-        """Computes the metrics of every held-out set; writes them to metrics.jsonl and the run's state."""
-        begun, inputs = time.monotonic(), self.inputs
-        state, log, win_rate = inputs.state, inputs.log, inputs.win_rate
-        evaluation: dict[str, dict[str, Any]] = {}
-        results = []
-        for held_out in evaluate_sets(
-            inputs.setup, state.scorer, inputs.reference, between_rows=self.interruption.poll
-        ):
-            results.append(held_out)
-            evaluation[held_out.name] = result = held_out.record
-            low, high = result["intervals"]["rewards/accuracies"]
-            sentence = (
-                f"reward accuracy {result['rewards/accuracies']:.3f} ({low:.3f} to {high:.3f}), "
-                f"margin {result['rewards/margins']:.4f}, loss {result['loss']:.4f}"
-            )
-            if "held_out_pairs" in result:
-                sentence += f", of {result['pairs']:,} of {result['held_out_pairs']:,} held-out pairs"
-            if result["eval_precision"] != "float32":
-                sentence += f"; {result['eval_precision']} rounds a margin by {result['margin_noise']:.2g}"
-            log.write_evaluation(held_out.name, result, sentence)
-        if results:
-            ranks.only_first_does(lambda: write_held_out_pairs(results, log.run.held_out, step=state.step))
-        with self.interruption.ending_at_once():  # a signal ends it at once; a resumed run repeats it
-            win_rates = [] if win_rate is None else list(win_rate.evaluate())
-        for name, result in win_rates:
-            evaluation[name] = result
-            log.write_evaluation(name, result, win_rate_sentence(result))
-        with self.interruption.ending_at_once():
-            self.sampler.write(state.step)
-        state.evaluation, state.owes_evaluation = evaluation, False
-        if inputs.criterion is not None:
-            state.standing = judge(state.standing, inputs.criterion, evaluation, step=state.step)
-        log.eval_seconds += time.monotonic() - begun
-
-    def conclusions(self) -> Iterator[str]:
-        """Yields that the run has stopped early, and that no evaluation is better than the first one."""
-        state, criterion = self.inputs.state, self.inputs.criterion
-        standing = state.standing
-        if criterion is None:
-            return
-        judged = f"{criterion.metric} of {criterion.eval_set}"
-        if ends_run(criterion, standing):
-            evaluations = f"in {standing.num_since_improvement} evaluations"
-            yield f"Stopped early after step {state.step}: {judged} has not improved {evaluations}"
-        if not standing.best or standing.start is None:
-            return
-        step, value = standing.best[0]
-        if criterion.gain(value, standing.start) <= 0:
-            yield (
-                f"Warning: no evaluation is better than the one before the first step: {judged} was "
-                f"{standing.start:.4g} then, and at best {value:.4g} later, after step {step}. Check that "
-                "chosen and rejected are not swapped, and lower optim.lr"
-            )
+def conclusions(state: TrainState, criterion: Criterion | None) -> Iterator[str]:
+    """Yields that the run has stopped early, and that no evaluation is better than the first one."""
+    standing = state.standing
+    if criterion is None:
+        return
+    judged = f"{criterion.metric} of {criterion.eval_set}"
+    if ends_run(criterion, standing):
+        evaluations = f"in {standing.num_since_improvement} evaluations"
+        yield f"Stopped early after step {state.step}: {judged} has not improved {evaluations}"
+    if not standing.best or standing.start is None:
+        return
+    step, value = standing.best[0]
+    if criterion.gain(value, standing.start) <= 0:
+        yield (
+            f"Warning: no evaluation is better than the one before the first step: {judged} was "
+            f"{standing.start:.4g} then, and at best {value:.4g} later, after step {step}. Check that "
+            "chosen and rejected are not swapped, and lower optim.lr"
+        )
 
 
 # -------------------------------------------------------------------------------- models on the disk
