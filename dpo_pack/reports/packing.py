@@ -41,8 +41,7 @@ def packing_report(
     num_ranks: Sequence[int] = (),
     budgets: Sequence[int] = (4096, 8192, 16384),
 ) -> dict[str, Any]:
-    """Reports how the first epoch of `source` fills rows, for each number of ranks (of none: of this run) and
-    each token budget."""
+    """Reports how the first epoch of `source` fills rows, by ranks (none: this run's) and token budgets."""
     table, sources = data.train, data.report["train"]["sources"]
     names = [entry["name"] for entry in sources]
     left_out = {"removed_pairs": Counter[str](), "truncated": Counter[str]()}

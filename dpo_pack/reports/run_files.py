@@ -182,8 +182,7 @@ def lowest_margins(run: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _texts(run: Mapping[str, Any], keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], dict[str, str]]:
-    """Returns prompt, chosen and rejected by source and row, decoded from the tokens in the cache, if both
-    tokenizer and tokens are at hand."""
+    """Returns prompt, chosen and rejected by source and row, if the tokenizer and the cache are at hand."""
     named = [run["recipe"].get(section, {}).get("path") for section in ("tokenizer", "model")]
     files = (Path(place) / "tokenizer.json" for place in (run["path"] / "model", *named) if place)
     texts: dict[tuple[str, int], dict[str, str]] = {}

@@ -78,8 +78,7 @@ INTERVALS = "In brackets: 95 % intervals, bootstrap over prompts"
 
 
 def render_evaluations(sets: Mapping[str, Mapping[str, Any]], console: Console, *, beta: float) -> None:
-    """Prints a model's record on each held-out set, by name; or the records of models `a` and `b` and their
-    paired `difference`."""
+    """Prints a model's record on each held-out set, or the records `a` and `b` and their `difference`."""
     for name, found in sets.items():
         judged, columns, told = found, {"": found}, what_can_be_told(found)
         if "difference" in found:
@@ -126,8 +125,7 @@ def group_cells(record: Mapping[str, Any]) -> Cells:
 
 
 def estimate(record: Mapping[str, Any], metric: str) -> str:
-    """Returns the mean as text, with its interval if it has one: "0.612 (0.550 to 0.670)"; "" if a number was
-    not finite."""
+    """Returns "0.612 (0.550 to 0.670)", mean and interval if any; "" if a number was not finite."""
     mean, bounds = record.get(metric), record.get("intervals", {}).get(metric) or ()
     if mean is None or None in bounds:
         return ""
@@ -135,8 +133,7 @@ def estimate(record: Mapping[str, Any], metric: str) -> str:
 
 
 def pairs_and_prompts(record: Mapping[str, Any]) -> str:
-    """Returns how many pairs were evaluated: of how many, if not all; and of how many prompts, if pairs share
-    prompts. Online: the number of prompts."""
+    """Returns how many pairs were evaluated, of how many, and of how many prompts, where these differ."""
     pairs, prompts = record.get("pairs"), record.get("prompts")
     if pairs is None:
         return f"{prompts or 0:,} prompts"

@@ -134,8 +134,7 @@ def with_checksum(counters: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_counters(path: Path, shape: Any = dict[str, Any]) -> Any:
-    """Returns the content of `checkpoint.json` without its checksum; None if it is missing or damaged.
-    Raises OSError if the disk cannot be read."""
+    """Returns checkpoint.json without its checksum; None: missing or damaged. Raises OSError of the disk."""
     try:
         counters = parse_json((path / COUNTERS).read_bytes()) or {}
     except FileNotFoundError:

@@ -235,8 +235,7 @@ def length_preference(accuracies: FloatArray, table: PairTable) -> dict[str, flo
 
 
 def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: int) -> None:
-    """Writes the metrics of each pair of all held-out sets to a Parquet file: `row` is the pair's row in the
-    source `row_source`, `source` the name of the set. Raises CacheError."""
+    """Writes the metrics of each pair: `row` is that in `row_source`, `source` the set. Raises CacheError."""
     tables = []
     for result in results:
         table = result.table
@@ -345,8 +344,7 @@ def evaluate_models(
 def compare_models(
     results: Sequence[Mapping[str, HeldOutResult]], models: Sequence[str], *, seed: int
 ) -> dict[str, dict[str, Any]]:
-    """Returns for each held-out set, by name, the metrics of `a`, of `b` and the `difference` b - a: means,
-    intervals and groups of the differences of pairs."""
+    """Returns by held-out set the records of `a` and `b`, and means of the pairs' `difference`, b - a."""
     compared = {}
     for name, one in results[0].items():
         other = results[1][name]

@@ -112,8 +112,8 @@ def write_model(
 
 
 def exported_dtype(setup: Setup, loaded: LoadedModel, console: Console) -> torch.dtype | None:
-    """Returns the type of the exported weights; None: that in which they were trained. Weights beyond float16
-    stay in float32. Every rank must call it."""
+    """Returns the exported weights' type (None: as trained); beyond float16 float32. Every rank must call
+    it."""
     wanted, facts = setup.recipe.export.dtype, setup.policy_facts
     trained: torch.dtype = facts.precision.parameters
     dtype = None if wanted == "auto" else getattr(torch, wanted)

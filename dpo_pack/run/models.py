@@ -93,8 +93,7 @@ def resolve_model(
 
 
 def check_model(model: ModelFacts, device: torch.device, *, is_trained: bool = False) -> None:
-    """Raises ModelError or RecipeError if this machine cannot load the model, run it and (if `is_trained`)
-    train it. Reads no weights."""
+    """Raises ModelError or RecipeError if this machine cannot load, run or (`is_trained`) train the model."""
     if model.adapter is not None:
         require_peft(model.recipe_key)
     if Path(model.settings.path).is_dir():
@@ -131,8 +130,7 @@ def _check_quantised(model: ModelFacts, *, is_trained: bool) -> None:
 
 
 def check_quantised_files(config: PretrainedConfig, path: str, revision: str | None, recipe_key: str) -> str:
-    """Returns, as the beginning of a message, that the weights are quantised; "": they are not. Raises
-    ModelError if they cannot be read as the config says."""
+    """Returns the beginning of a message if the weights are quantised, else "". Raises ModelError."""
     stored = config.to_dict().get("quantization_config")
     if stored is None:
         return ""

@@ -117,8 +117,7 @@ PARTS = {one.name: str(one.default) for one in fields(RunDir) if isinstance(one.
 
 @contextlib.contextmanager
 def only_run(root: Path, what: str = "") -> Iterator[None]:
-    """Holds the lock of `root`. Raises RunError, with `what`, if another run does. Every rank must call
-    it."""
+    """Holds the lock of `root`, or raises RunError with `what`. Every rank must call it."""
     lock = locked(root / LOCK_FILE, what or f"output_dir: {root}")
     with contextlib.ExitStack() as stack:
         ranks.first_does_for_all(lambda: stack.enter_context(lock))
@@ -126,8 +125,7 @@ def only_run(root: Path, what: str = "") -> Iterator[None]:
 
 
 def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
-    """Decides whether the run is new, resumed or finished; raises RunError if the recipe cannot use
-    `output_dir` or `checkpoint.resume`. Writes nothing."""
+    """Decides whether the run is new, resumed or finished, or raises RunError. Writes nothing."""
     root, resume = recipe.output_dir, recipe.checkpoint.resume
     new = RunDir(root=root, checkpoint=None, is_finished=False)
     info = read_json(root / INFO_FILE)
@@ -186,8 +184,8 @@ def way_on(recipe: Recipe) -> str:
 
 
 def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> None:
-    """Sets `run.checkpoint` to the newest checkpoint without damaged files, or None; every rank must call it.
-    Raises RunError if a rank cannot see it, or if `checkpoint.resume` names one that is damaged."""
+    """Sets `run.checkpoint` to the newest without damage, if any. Raises RunError. Every rank must call
+    it."""
     if run.checkpoint is not None and not all(ranks.every_rank_says(run.checkpoint.is_dir())):
         raise RunError(f"output_dir: not every node sees {run.checkpoint}; use a directory that all share")
     while run.checkpoint is not None and (damage := damage_of(run.checkpoint)) is not None:
@@ -266,8 +264,7 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
 
 
 def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> dict[str, str | None]:
-    """Returns a fingerprint of the content at each path that the recipe names (of `keys`, if given), with
-    which a run goes on where a path has changed; None: it has none, as data of the hub."""
+    """Returns fingerprints of the content at the recipe's paths (only of `keys`); None: it has none."""
     cache_dir = recipe.reference.cache_dir or default_cache_directory()
     hashes, weights = cache_dir / "file_hashes.json", cache_dir / "model_hashes.json"
     found: dict[str, str | None] = {}

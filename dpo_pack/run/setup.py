@@ -159,8 +159,7 @@ def prepare_data(
     processor: ImageProcessor | None = None,
     takes_prompts: bool = False,
 ) -> Data:
-    """Returns tokenised pairs, from the cache if it has them, and prints their counts. With `takes_prompts`
-    an online recipe is accepted, and the result has its prompts."""
+    """Returns tokenised pairs, from the cache if it has them; prints counts. `takes_prompts`: also online."""
     if recipe.online is not None and not takes_prompts:
         raise RecipeError(NO_PAIRS)
     begun = time.monotonic()
@@ -303,8 +302,7 @@ def check_data(
     token_budget: int,
     online: OnlineRecipe | None,
 ) -> None:
-    """Raises ModelError if the model cannot read the longest sequence and all token ids, or compute the
-    longest row. `token_budget`: the larger of that for training and that for the reference."""
+    """Raises ModelError if the model cannot read all token ids, or compute the longest sequence and row."""
     longest = longest_sequence(tables) + (0 if online is None else online.max_new_tokens)
     # A prompt with its completions that exceeds the budget gets its own row. Without a shared prompt, the row
     # repeats the prompt for each completion.

@@ -130,8 +130,7 @@ def new_state(
     reference: CompletionLogps | None,
     console: Console,
 ) -> TrainState:
-    """Returns the state at step 0, with a new optimizer and learning-rate schedule. `reference`: see there.
-    Prints a warning if the schedule changes no weight. Raises RecipeError, ModelError."""
+    """Returns the state at step 0, and prints warnings of the schedule. Raises RecipeError, ModelError."""
     if reference is not None:
         check_followable(scorer, reference)
     numbers = settings.model_dump(include={"lr", "betas", "eps", "weight_decay"})
