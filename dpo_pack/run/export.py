@@ -112,8 +112,7 @@ def write_model(
 
 
 def exported_dtype(setup: Setup, loaded: LoadedModel, console: Console) -> torch.dtype | None:
-    """Returns the exported weights' type (None: as trained); beyond float16 float32. Every rank must call
-    it."""
+    """Returns the type of exported weights; None: as trained; float32 beyond float16. All ranks call it."""
     wanted, facts = setup.recipe.export.dtype, setup.policy_facts
     trained: torch.dtype = facts.precision.parameters
     dtype = None if wanted == "auto" else getattr(torch, wanted)

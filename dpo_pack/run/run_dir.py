@@ -184,8 +184,7 @@ def way_on(recipe: Recipe) -> str:
 
 
 def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> None:
-    """Sets `run.checkpoint` to the newest without damage, if any. Raises RunError. Every rank must call
-    it."""
+    """Sets `run.checkpoint` to the newest whole one, or None. Raises RunError. Every rank must call it."""
     if run.checkpoint is not None and not all(ranks.every_rank_says(run.checkpoint.is_dir())):
         raise RunError(f"output_dir: not every node sees {run.checkpoint}; use a directory that all share")
     while run.checkpoint is not None and (damage := damage_of(run.checkpoint)) is not None:
