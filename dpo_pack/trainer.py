@@ -342,12 +342,10 @@ class Trainer:
         """Exports the model, updates run.json, writes the page, and prints totals and what was learned. After
         an error it saves the last step, if it can. Returns what `verify_model` needs, or None."""
         run, state, saver = self.run, self.state, self.saver
-        best = saver.best_evaluation()
-        stopped_early = ends_run(self.inputs.criterion, state.standing)
         for sentence in conclusions(state, self.inputs.criterion):
             self.console.print(sentence)
         try:
-            saved = self.write_results(best, stopped_early=stopped_early)
+            saved = self.write_results()
         except Exception as error:  # the same command goes on after the last step
             saver.save_what_is_done(error, shared=DpoPackError)
             raise
@@ -365,9 +363,10 @@ class Trainer:
         state.optimizer.state.clear()
         return prepare_verification(self.setup, self.inputs.loaded, run.model, saved)
 
-    def write_results(self, best: dict[str, Any] | None, *, stopped_early: bool) -> dict[str, Tensor]:
+    def write_results(self) -> dict[str, Tensor]:
         """Writes samples, model and facts of a finished run. Rank 0 gets the tensors in the model's files."""
         run, state, log, saver = self.run, self.state, self.log, self.saver
+        best, criterion, verify = saver.best_evaluation(), self.inputs.criterion, self.recipe.export.verify
         self.sampler.write(saver.load_exported(), at_end=True)
         with shown(self.console, "Writing the model"):
             saved = saver.export(run.model, self.console)
@@ -384,13 +383,11 @@ class Trainer:
             "totals": log.totals(),
             "evaluation": state.evaluation,
             "model_files": run.model_files(),
-            **({} if best is None else {"best": best, "stopped_early": stopped_early}),
+            **({} if best is None else {"best": best, "stopped_early": ends_run(criterion, state.standing)}),
             "warnings": list(state.health.warned),
             "verified": False,
-            "not_verified": "the process ended before its files were compared",
+            "not_verified": "export.verify: none" if verify == "none" else "the process ended before that",
         }
-        if self.recipe.export.verify == "none":
-            facts["not_verified"] = "export.verify: none"
         ranks.every_rank_does(lambda: run.update(**facts))
         return saved
 
