@@ -124,7 +124,8 @@ def _offline_models(
         moving = load_moving_reference(setup)
         console.print("Reference: follows the policy; a second model runs live, nothing is cached")
     elif run.checkpoint is not None:
-        frozen, seconds = resume_reference(setup, run.resumed_reference, loaded)
+        owner = run.checkpoint.resolve().parents[1]  # the run that wrote it, possibly in another `output_dir`
+        frozen, seconds = resume_reference(setup, owner / run.reference.name, loaded)
     else:
         filled = prepare_reference(setup, loaded)
         frozen, seconds = filled.values, filled.seconds

@@ -88,12 +88,6 @@ class RunDir:
         """Whether the run resumes from a checkpoint in this directory."""
         return self.checkpoint is not None and self.checkpoint.resolve().parent == self.checkpoints.resolve()
 
-    @property
-    def resumed_reference(self) -> Path:
-        """The reference file of the run that wrote the checkpoint, possibly in another `output_dir`."""
-        assert self.checkpoint is not None
-        return self.checkpoint.resolve().parents[1] / self.reference.name
-
     def model_files(self) -> dict[str, dict[str, int]]:
         """Returns size and checksum of each file in model/, except README.md, because users edit it."""
         sums = ranks.first_does_for_all(lambda: file_sums(self.model))
