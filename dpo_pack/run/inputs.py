@@ -138,8 +138,6 @@ def _offline_models(
     if loaded is None:
         release_memory()
         loaded = load_policy(setup)
-    if moving is not None:
-        return loaded, moving, None, 0.0
     if frozen is not None:
         log_probs = ranks.of_node(functools.partial(frozen.of, setup.data.train))
         planned.builder = replace(planned.builder, reference=log_probs)
@@ -148,8 +146,8 @@ def _offline_models(
         if recipe.reference.path is None and run.checkpoint is None:
             first_row = next(row for rows in planned.first_plan.pack_step(0) for row in rows)
             check_start(loaded.scorer, planned.builder, first_row, dtype=dtype)
-    lookup = None if frozen is None else frozen.of
-    return loaded, CachedReference(lookup=lookup, exact=exact), frozen, seconds
+    reference = moving or CachedReference(lookup=None if frozen is None else frozen.of, exact=exact)
+    return loaded, reference, frozen, seconds
 
 
 def prove_and_measure(recipe: Recipe, console: Console) -> tuple[ProofOutcome, dict[str, Any]]:
