@@ -93,6 +93,8 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
         going_on = f"Going on after step {state.step} of {source.num_steps} ({run.checkpoint})"
         for line in (going_on, *notes):
             console.print(line)
+    log = RunLog(setup, run, state, offset=offset, begun=begun)
+    log.reference_seconds = seconds
     release_memory()
     return Inputs(
         setup=setup,
@@ -105,7 +107,7 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
         criterion=criterion,
         state=state,
         identity=identity,
-        log=RunLog(setup, run, state, planned, offset=offset, begun=begun, reference_seconds=seconds),
+        log=log,
     )
 
 

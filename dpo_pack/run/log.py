@@ -69,49 +69,36 @@ _PART = re.compile(r"part-(\d+)-(\d+)\.parquet")
 class RunLog:
     """Writes and prints the results of steps and evaluations."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        run: RunDir,
-        state: TrainState,
-        planned: OfflineSource | None,
-        *,
-        offset: int,
-        begun: float,
-        reference_seconds: float,
-    ) -> None:
+    def __init__(self, setup: Setup, run: RunDir, state: TrainState, *, offset: int, begun: float) -> None:
         """`offset`: the bytes of metrics.jsonl when the checkpoint was written from which the run resumes.
-        `begun`: time.monotonic() at the start of the run. `planned`: None for an online run."""
-        recipe, self.state, self.planned = setup.recipe, state, planned
-        self.setup, self.run, self.begun, self.reference_seconds = setup, run, begun, reference_seconds
+        `begun`: time.monotonic() at the start of the run."""
+        self.setup, self.run, self.state, self.begun = setup, run, state, begun
         # A run that resumes from a checkpoint in another directory begins a new metrics.jsonl.
         self.offset = offset if run.has_own_checkpoint else 0
-        self.sources = source_names(recipe.data.train)
+        recipe, self.sources = setup.recipe, source_names(setup.recipe.data.train)
         self.clock = PhaseClock(device=setup.device)
-        self.startup_seconds = self.eval_seconds = 0.0
+        self.startup_seconds = self.reference_seconds = self.eval_seconds = 0.0
         self.file: MetricsLog | None = None  # in a `writing` block
         self.lines = TrainingLines(setup.console, num_steps=state.source.num_steps)
         self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=setup.device)
         self.pairs: PairLog | None = None
         if recipe.logging.pairs:
-            beta, has_reference = recipe.loss.beta, setup.objective.needs_reference
-            self.pairs = PairLog(
-                run.pairs, setup.data.train, self.sources, beta=beta, has_reference=has_reference
-            )
+            train, beta, has_reference = setup.data.train, recipe.loss.beta, setup.objective.needs_reference
+            self.pairs = PairLog(run.pairs, train, self.sources, beta=beta, has_reference=has_reference)
 
     @functools.cached_property
     def meter(self) -> Meter:
         """Counts FLOPs, but not of an online run: generation and judges take most of its time."""
-        source, scorer = self.planned, self.state.scorer
-        flops = None if source is None else source.row_costs
-        if source is not None and (scorer.adapter is not None or not source.builder.is_packed):
-            shape = self.setup.policy_facts.shape
-            flops = pair_flops(
-                shape,
-                pair_lengths(source.builder.table, shape),
-                share_prompt=source.builder.is_packed and source.builder.share_prompt,
-                passes=TRAINING_PASSES if scorer.adapter is None else ADAPTER_PASSES,
-            )
+        source, scorer, flops = self.state.source, self.state.scorer, None
+        if isinstance(source, OfflineSource):
+            builder, flops, shape = source.builder, source.row_costs, self.setup.policy_facts.shape
+            if scorer.adapter is not None or not builder.is_packed:
+                flops = pair_flops(
+                    shape,
+                    pair_lengths(builder.table, shape),
+                    share_prompt=builder.is_packed and builder.share_prompt,
+                    passes=TRAINING_PASSES if scorer.adapter is None else ADAPTER_PASSES,
+                )
         return Meter(pair_flops=flops, device=self.setup.device, dtype=scorer.compute_dtype)
 
     @functools.cached_property
