@@ -75,7 +75,7 @@ from dpo_pack.run.run_dir import (
     way_on,
 )
 from dpo_pack.run.samples import Sampler
-from dpo_pack.run.state import ends_run, is_multiple
+from dpo_pack.run.state import ends_run
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, keep_log, shown
 from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
@@ -220,7 +220,8 @@ class Trainer:
 
     def take_steps(self, after_step: AfterStep | None) -> None:
         """Runs the training loop until no step is left or early stopping ends the run."""
-        state, log, every_steps = self.state, self.log, self.recipe.train.eval_every_steps
+        state, log = self.state, self.log
+        eval_every_steps = self.recipe.train.eval_every_steps or self.source.num_steps
         batches = iter(self.source)
         self.clock.restart()
         while not ends_run(self.inputs.criterion, state.standing):
@@ -231,7 +232,7 @@ class Trainer:
             self.clock.lap("data")
             if batch is None:
                 break
-            is_logged = is_multiple(state.step + 1, self.recipe.logging.every_steps)
+            is_logged = (state.step + 1) % self.recipe.logging.every_steps == 0
             with state.scorer.measuring(is_logged):
                 outcome = self.train_step(batch)
             if after_step is not None:
@@ -240,7 +241,7 @@ class Trainer:
             self.clock.lap("data")
             is_last = state.step == self.source.num_steps
             # The evaluation resets `owes_evaluation`. If a signal comes first, a resumed run evaluates.
-            state.owes_evaluation = is_last or is_multiple(state.step, every_steps)
+            state.owes_evaluation = is_last or state.step % eval_every_steps == 0
             if is_logged or state.owes_evaluation or self.saver.is_due:  # these wait for the device
                 log.report_nonfinite()  # raises RunError if the recipe stops at such a step
             # `step_record` comes first: it waits for the device, and `end_step` must count that waiting time.

@@ -61,7 +61,6 @@ from dpo_pack.run.state import (
     Identity,
     ResumePoint,
     TrainState,
-    is_multiple,
 )
 from dpo_pack.system import ranks
 from dpo_pack.system.console import make_console, shown
@@ -170,7 +169,8 @@ class Saver:
         """Whether `checkpoint.every_steps` asks for one, or `keep_best`: an evaluation is among the best."""
         step, settings = self.state.step, self.setup.recipe.checkpoint
         is_best = step in dict(self.state.standing.best[: settings.keep_best])
-        return step > 0 and (is_best or is_multiple(step, settings.every_steps))
+        is_multiple = settings.every_steps is not None and step % settings.every_steps == 0
+        return step > 0 and (is_best or is_multiple)
 
     def save(self) -> None:
         """Writes a checkpoint of the full state. A run resumed from it goes on as if it had not stopped."""

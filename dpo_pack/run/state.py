@@ -185,8 +185,3 @@ class Counters:
     versions: dict[str, str]
     ranks: str
     judged_by: str
-
-
-def is_multiple(step: int, every_steps: int | None) -> bool:
-    """Whether `step` is a multiple of `every_steps`; False if `every_steps` is None."""
-    return every_steps is not None and step % every_steps == 0
