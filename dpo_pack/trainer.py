@@ -66,14 +66,7 @@ from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoin
 from dpo_pack.run.evaluate import conclusions, evaluate_run
 from dpo_pack.run.export import prepare_verification, verify_model
 from dpo_pack.run.inputs import Inputs, prepare_run
-from dpo_pack.run.run_dir import (
-    RunDir,
-    begin_run,
-    find_run,
-    input_fingerprints,
-    only_run,
-    way_on,
-)
+from dpo_pack.run.run_dir import RunDir, begin_run, find_run, input_fingerprints, only_run, way_on
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.state import ends_run
 from dpo_pack.system import ranks

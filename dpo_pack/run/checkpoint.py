@@ -54,14 +54,7 @@ from dpo_pack.run.log import RunLog
 from dpo_pack.run.pairs import exact_tables
 from dpo_pack.run.run_dir import PARTS, RunDir, only_run
 from dpo_pack.run.setup import Setup, load_policy, prepare
-from dpo_pack.run.state import (
-    Counters,
-    Criterion,
-    Evaluations,
-    Identity,
-    ResumePoint,
-    TrainState,
-)
+from dpo_pack.run.state import Counters, Criterion, Evaluations, Identity, ResumePoint, TrainState
 from dpo_pack.system import ranks
 from dpo_pack.system.console import make_console, shown
 from dpo_pack.system.errors import CacheError, RunError, first_line
