@@ -94,11 +94,7 @@ AfterStep = Callable[["Trainer"], object]  # called after each update, before th
 
 
 def train(
-    recipe: Recipe,
-    console: Console,
-    *,
-    overwrite: bool = False,
-    after_step: AfterStep | None = None,
+    recipe: Recipe, console: Console, *, overwrite: bool = False, after_step: AfterStep | None = None
 ) -> None:
     """Trains the recipe's policy and writes it to `output_dir`/model; resumes an earlier run if there is one.
     Raises a DpoPackError for an error that the user can correct, Interrupted after Ctrl-C or SIGTERM."""

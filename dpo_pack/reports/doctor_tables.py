@@ -24,11 +24,7 @@ def environment(console: Console) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     usual = AttentionNeeds(  # of nearly all present models
-        head_dim=128,
-        value_head_dim=128,
-        has_window=False,
-        has_softcap=False,
-        has_sinks=False,
+        head_dim=128, value_head_dim=128, has_window=False, has_softcap=False, has_sinks=False
     )
     obstacles = {name: backend_obstacle(name, usual, device=device, dtype=dtype) for name in BACKENDS}
     auto = next(name for name, obstacle in obstacles.items() if obstacle is None)

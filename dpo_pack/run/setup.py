@@ -224,11 +224,7 @@ def _print_data(data: Data, console: Console, scored_turns: str, *, seconds: flo
 
 
 def prepare(
-    recipe: Recipe,
-    console: Console,
-    *,
-    takes_prompts: bool = False,
-    for_device: torch.device | None = None,
+    recipe: Recipe, console: Console, *, takes_prompts: bool = False, for_device: torch.device | None = None
 ) -> Setup:
     """Finds device, models' facts, tokenizer, data; writes only caches. `for_device` need not be here."""
     loss = recipe.loss

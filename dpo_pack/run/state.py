@@ -79,11 +79,7 @@ def ends_run(criterion: Criterion | None, standing: Evaluations) -> bool:
 
 
 def judge(
-    standing: Evaluations,
-    criterion: Criterion,
-    evaluation: Mapping[str, Mapping[str, Any]],
-    *,
-    step: int,
+    standing: Evaluations, criterion: Criterion, evaluation: Mapping[str, Mapping[str, Any]], *, step: int
 ) -> Evaluations:
     """Returns what is known after an evaluation; `evaluation` maps each held-out set to its metrics. A value
     that is not finite or is missing is no improvement, and of two equal values the earlier one is better."""
