@@ -149,6 +149,7 @@ class Trainer:
             self.policy = self.balance.policy
         self.log, self.clock = inputs.log, inputs.log.clock  # the clock measures the phases of a step
         self.sampler = Sampler(setup, self.state.scorer, run.samples)
+        in_background = self.recipe.checkpoint.asynchronous
         self.saver = Saver(
             setup=setup,
             run=run,
@@ -157,9 +158,7 @@ class Trainer:
             identity=inputs.identity,
             criterion=inputs.criterion,
             log=self.log,
-            writer=CheckpointWriter(
-                directory=run.checkpoints, in_background=self.recipe.checkpoint.asynchronous
-            ),
+            writer=CheckpointWriter(directory=run.checkpoints, in_background=in_background),
         )
 
     def write_first_files(self) -> None:

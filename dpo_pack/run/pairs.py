@@ -165,12 +165,9 @@ def prepare_reference(
         )
     if not has_all:
         values = ranks.of_node(lambda: FrozenReference.take(cache, tables))
+    num_cached += todo - num_computed  # with what another run computed meanwhile
     return ReferencePass(
-        cache=cache,
-        values=values,
-        num_computed=num_computed,
-        num_cached=num_cached + todo - num_computed,
-        seconds=seconds,
+        cache=cache, values=values, num_computed=num_computed, num_cached=num_cached, seconds=seconds
     )
 
 

@@ -96,19 +96,16 @@ PROCESSOR_TEMPLATE = "Chat template: the processor's; that of its tokenizer, or 
 def prepare_tokenizer(recipe: Recipe, images: ImageProcessor | None = None) -> PreTrainedTokenizerBase:
     """Loads the recipe's tokenizer; for an adapter without one, that of its base model. Raises ModelError."""
     path, revision, key = recipe.model.path, recipe.model.revision, "model.path"
+    trusts, template = recipe.model.trust_remote_code, recipe.tokenizer.chat_template
     if recipe.tokenizer.path is not None:
         path, revision, key = recipe.tokenizer.path, None, "tokenizer.path"
     elif is_adapter(path) and not has_tokenizer(path):
         base = read_adapter(Path(path), key)
         path, revision, key = base.base, base.base_revision, f"{key} (the base of {path})"
     tokenizer = load_tokenizer(
-        path,
-        revision=revision,
-        trust_remote_code=recipe.model.trust_remote_code,
-        chat_template=recipe.tokenizer.chat_template,
-        recipe_key=key,
+        path, revision=revision, trust_remote_code=trusts, chat_template=template, recipe_key=key
     )
-    if images is not None and recipe.tokenizer.chat_template is None:
+    if images is not None and template is None:
         processor = images.processor
         if tokenizer.chat_template == processor.tokenizer.chat_template:
             tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
