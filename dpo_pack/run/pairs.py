@@ -172,9 +172,8 @@ def prepare_reference(
 
 
 def _compute_missing(
-    setup: Setup, cache: ReferenceCache, facts: ModelFacts, work: ReferenceWork,
-    loaded: LoadedModel | None,
-) -> int:  # fmt: skip
+    setup: Setup, cache: ReferenceCache, facts: ModelFacts, work: ReferenceWork, loaded: LoadedModel | None
+) -> int:
     """Returns how many sequences all ranks have computed."""
     token_budget, is_exact = setup.reference_token_budget, facts.precision != setup.reference_facts.precision
     cache.check_writable()
