@@ -54,26 +54,23 @@ class Row:
     # [B * L] float32: how many sequences contain the token, 0 for padding. If given, the scorer adds up which
     # experts the routers of a mixture of experts choose.
     token_copies: Tensor | None = None
-    # If any group has images: the groups, as often as their contexts are in the row.
-    prompts: tuple[Group, ...] = ()
+    prompts: tuple[Group, ...] = ()  # the groups, as often as their contexts are in the row
 
 
 def packed_row(
     groups: Sequence[Group], device: torch.device, *, share_prompt: bool, counts_copies: bool = False
 ) -> Row:
-    """Puts `groups` one after another into one row, as tensors on `device`.
-
-    Sequences have numbers in order of appearance, over all groups. If a sequence after the first of its group
-    is a prefix of the others, it has no tail and no segment; its hidden states are those of the prefix.
-    """
+    """Puts `groups` one after another into one row, as tensors on `device`. If a sequence after the first of
+    its group is a prefix of the others, it has no tail and no segment; its hidden states are the prefix's."""
     pieces: defaultdict[str, list[AnyIntArray]] = defaultdict(list)
     lengths: list[tuple[int, int, int]] = []  # queries, keys and shared tokens of each segment
+    prompts: list[Group] = []
     num_tokens = 0
     for group in groups:
         sequences = list(_sequences(group))
-        shared = 0
-        if share_prompt and len(sequences) > 1:
-            shared = common_prefix_length([ids for ids, _, _ in sequences])
+        shares = share_prompt and len(sequences) > 1
+        prompts += [group] * (1 if shares else len(sequences))
+        shared = common_prefix_length([ids for ids, _, _ in sequences]) if shares else 0
         shared_start = num_tokens
         for branch, (ids, offsets, targets) in enumerate(sequences):
             # The first sequence adds the shared tokens to the row; every other sequence adds only its tail.
@@ -111,7 +108,7 @@ def packed_row(
         completion_lengths=on_device(np.asarray([len(part) for part in pieces["targets"]]), device),
         num_tokens=num_tokens,
         token_copies=on_device(arrays["copies"].astype(np.float32), device) if counts_copies else None,
-        prompts=_prompts(groups, is_shared=share_prompt),
+        prompts=tuple(prompts),
     )
 
 
@@ -137,7 +134,7 @@ def padded_row(groups: Sequence[Group], *, device: torch.device, counts_copies: 
         completion_lengths=on_device(np.asarray([len(targets) for _, _, targets in sequences]), device),
         num_tokens=int(lengths.sum()),
         token_copies=on_device(is_real.ravel().astype(np.float32), device) if counts_copies else None,
-        prompts=_prompts(groups, is_shared=False),
+        prompts=tuple(group for group in groups for _ in group.completions),
     )
 
 
@@ -149,12 +146,3 @@ def _sequences(group: Group) -> Iterator[tuple[AnyIntArray, IntArray, AnyIntArra
         # The hidden state at offset i predicts token i + 1, for i from the last context token on.
         offsets = np.arange(len(completion)) + len(group.context) - 1
         yield np.concatenate((group.context, completion)), offsets[is_scored], completion[is_scored]
-
-
-def _prompts(groups: Sequence[Group], *, is_shared: bool) -> tuple[Group, ...]:
-    """Returns each group as often as its context is in the row, if any group has images."""
-    if not any(group.images for group in groups):
-        return ()
-    return tuple(
-        group for group in groups for _ in (group.completions[:1] if is_shared else group.completions)
-    )

@@ -159,7 +159,7 @@ class CompletionLogps(nn.Module):
         if segments is not None:
             arguments |= {"row_segments": segments, "row_backend": self.backend}
             arguments |= {"row_recurrence": self.recurrence, "row_kernels": self.recurrent_kernels}
-        if row.prompts:
+        if any(group.images for group in row.prompts):
             assert self.vision is not None
             arguments |= self.vision.of_row(self.model, row.prompts, row.position_ids)
         # Llama 4's `base_model` is the whole model, head included.
