@@ -40,26 +40,9 @@ class RowLogps(NamedTuple):
     num_tokens: Tensor  # [S] int64
     token_logps: Tensor  # [N] fp32, differentiable, sequence by sequence: the terms of `sums`
     statistics: Tensor  # [S, 4] float64, detached: sums of `WantedStatistics`; NaN if not wanted
-    # See `routing_sums`; [0] without `Row.token_copies`.
+    # See `CompletionLogps._routing_sums`; [0] without `Row.token_copies`.
     expert_counts: Tensor  # [R, E] float64
     expert_probs: Tensor  # [E] float64, differentiable
-
-
-def routing_sums(router_logits: Sequence[Tensor], token_copies: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Adds up the choices of R routers for the load-balancing loss, see model/facts.py.
-
-    R tensors [T, E] of logits, [T] times that a token counts -> [R, E] float64, how many times each expert
-    was chosen, and [E] float64, the sums of probabilities over all layers, differentiable.
-    """
-    counts, probabilities = [], []
-    copies = token_copies.double()
-    for logits in router_logits:
-        chances = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)).softmax(dim=-1)
-        chosen = chances.detach().topk(top_k, dim=-1).indices  # [T, top_k]
-        count = copies.new_zeros(chances.shape[-1])
-        counts.append(count.index_add(0, chosen.flatten(), copies.repeat_interleave(top_k)))
-        probabilities.append((chances * token_copies[:, None]).sum(dim=0, dtype=torch.float64))
-    return torch.stack(counts), torch.stack(probabilities).sum(dim=0)
 
 
 class CompletionLogps(nn.Module):
@@ -100,7 +83,9 @@ class CompletionLogps(nn.Module):
             self.adapter.set_dropout(torch.is_grad_enabled())
         with self.autocasting(device):
             outputs = self._run_layers(row)
-            expert_counts, expert_probs = self._routing(outputs, row)
+            expert_counts = expert_probs = torch.zeros(0, dtype=torch.float64, device=device)
+            if row.token_copies is not None:
+                expert_counts, expert_probs = self._routing_sums(outputs.router_logits, row.token_copies)
         hidden: Tensor = outputs.last_hidden_state  # [B, L, D]
         scored = hidden.flatten(0, 1).index_select(0, row.logit_index)  # [N, D]
         head = self.model.get_output_embeddings()
@@ -133,15 +118,26 @@ class CompletionLogps(nn.Module):
     @torch.no_grad()
     def expert_counts(self, row: Row) -> Tensor:
         """Returns how often the row's tokens choose each expert, [R, E] float64. Needs `row.token_copies`."""
+        assert row.token_copies is not None
         with self.autocasting(row.input_ids.device):
-            return self._routing(self._run_layers(row), row)[0]
+            return self._routing_sums(self._run_layers(row).router_logits, row.token_copies)[0]
 
-    def _routing(self, outputs: Any, row: Row) -> tuple[Tensor, Tensor]:
-        if row.token_copies is None:
-            none = torch.zeros(0, dtype=torch.float64, device=row.input_ids.device)
-            return none, none
+    def _routing_sums(self, router_logits: Sequence[Tensor], token_copies: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds up the choices of R routers for the load-balancing loss, see model/facts.py.
+
+        R tensors [T, E] of logits, [T] times that a token counts -> [R, E] float64, how many times each
+        expert was chosen, and [E] float64, the sums of probabilities over all layers, differentiable."""
         top_k: Any = self.model.num_experts_per_tok
-        return routing_sums(outputs.router_logits, row.token_copies, top_k)
+        counts, probabilities = [], []
+        copies = token_copies.double()
+        for logits in router_logits:
+            wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+            chances = wide.softmax(dim=-1)
+            chosen = chances.detach().topk(top_k, dim=-1).indices  # [T, top_k]
+            count = copies.new_zeros(chances.shape[-1])
+            counts.append(count.index_add(0, chosen.flatten(), copies.repeat_interleave(top_k)))
+            probabilities.append((chances * token_copies[:, None]).sum(dim=0, dtype=torch.float64))
+        return torch.stack(counts), torch.stack(probabilities).sum(dim=0)
 
     def _run_layers(self, row: Row) -> Any:
         arguments: dict[str, Any] = {
