@@ -80,7 +80,7 @@ class RunLog:
         self.startup_seconds = self.reference_seconds = self.eval_seconds = 0.0
         self.file: MetricsLog | None = None  # in a `writing` block
         self.lines = TrainingLines(setup.console, num_steps=state.source.num_steps)
-        self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite, device=setup.device)
+        self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite)
         self.pairs: PairLog | None = None
         if recipe.logging.pairs:
             train, beta, has_reference = setup.data.train, recipe.loss.beta, setup.objective.needs_reference

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +133,16 @@ def schedule_warnings(optimizer: Optimizer, *, lr: float, num_steps: int, warmup
         )
 
 
+@dataclass(slots=True, kw_only=True)
 class NonfiniteGuard:
     """Skips the update of a step that is not finite, and reports such steps later. With `stops` it also skips
     all later updates, until the host reads of the first such step."""
 
-    def __init__(self, *, stops: bool, device: torch.device) -> None:
-        self.stops = stops
-        self._is_blocked = torch.zeros((), dtype=torch.float32, device=device)
-        # Of each step until the host reads it: its number, whether it is not finite ([] float32, 0 or 1), the
-        # norm of its gradient, and this rank's pairs with their losses.
-        self._unread: list[tuple[int, Tensor, Tensor, npt.NDArray[np.int64], Tensor]] = []
+    stops: bool
+    _has_skipped: Tensor | None = None  # [] float32, whether the newest step was skipped; None: no step yet
+    # Of each step until the host reads it: its number, whether it is not finite ([] float32, 0 or 1), the
+    # norm of its gradient, and this rank's pairs with their losses.
+    _unread: list[tuple[int, Tensor, Tensor, npt.NDArray[np.int64], Tensor]] = field(default_factory=list)
 
     def skip_if_nonfinite(
         self,
@@ -161,8 +162,9 @@ class NonfiniteGuard:
         # All ranks must update, or all must skip.
         must_skip = sum_over_ranks((~is_finite).float()).clamp(max=1)
         self._unread.append((step, must_skip, grad_norm, pairs, losses))
-        if self.stops:
-            must_skip = self._is_blocked = torch.maximum(self._is_blocked, must_skip)
+        if self.stops and self._has_skipped is not None:
+            must_skip = torch.maximum(self._has_skipped, must_skip)
+        self._has_skipped = must_skip
         if all(group.get("fused") for group in optimizer.param_groups):
             device = optimizer.param_groups[0]["params"][0].device
             optimizer.found_inf = must_skip.to(device)  # type: ignore[attr-defined]

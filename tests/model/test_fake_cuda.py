@@ -161,7 +161,7 @@ def test_no_step_waits(
     recipe = LossRecipe(**LOSSES[loss])
     objective = make_objective(recipe.terms, recipe.options, weighting=recipe.weighting)
     optimizer = build_optimizer("adamw", scorer, lr=1e-6, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-    guard = NonfiniteGuard(stops=True, device=CUDA)
+    guard = NonfiniteGuard(stops=True)
     rows = [pair_row(other) for _ in range(2)]
     batch = GlobalBatch(
         epoch=0.0, num_pairs=6, num_tokens=100, mean_chosen_tokens=5.0, rows=rows, row_pairs=[],

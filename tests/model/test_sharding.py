@@ -442,7 +442,7 @@ def _take_steps_that_are_not_finite(directory: Path, fsdp2: dict[str, Any] | Non
     optimizers = [
         build_optimizer("adamw", s, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1) for s in scorers
     ]
-    guard = NonfiniteGuard(stops=False, device=CPU)
+    guard = NonfiniteGuard(stops=False)
     row, pairs = make_rows()[0], np.zeros(0, dtype=np.int64)
     for poison in ("loss", "gradient", None):
         norms = []

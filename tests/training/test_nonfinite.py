@@ -24,7 +24,7 @@ def new_guard(*, stops: bool, device: torch.device = CPU) -> tuple[nn.Module, Op
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)).to(device)
     optimizer = build_optimizer("adamw", network, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-    return network, optimizer, NonfiniteGuard(stops=stops, device=device)
+    return network, optimizer, NonfiniteGuard(stops=stops)
 
 
 def take_step(
@@ -125,7 +125,7 @@ def test_an_optimizer_that_is_not_fused_skips_the_same_steps(stops: bool, tmp_pa
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     optimizer = build_optimizer("adafactor", network, lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-    guard = NonfiniteGuard(stops=stops, device=CPU)
+    guard = NonfiniteGuard(stops=stops)
     take_step(network, optimizer, guard, 1)
     before = state(network, optimizer)
     for number, bad in ((2, "gradient"), (3, "loss")):
