@@ -236,22 +236,18 @@ class FrozenReference:
     sums: FloatArray  # [U], nats
 
     @staticmethod
-    def find(cache: ReferenceCache, tables: Sequence[PairTable]) -> FrozenReference:
-        """Copies what the cache has of the sequences of the tables; of others the sum is NaN."""
+    def find(cache: ReferenceCache, tables: Sequence[PairTable], *, whole: bool = False) -> FrozenReference:
+        """Copies what the cache has of the sequences of the tables; of others the sum is NaN. With
+        `whole` it raises CacheError if there are others."""
         keys = np.concatenate([keys for t in tables for keys in (t.chosen_keys, t.rejected_keys)])
         keys = keys[distinct_keys(keys)[0]]
-        return FrozenReference(keys=keys, sums=cache.find(keys))
-
-    @staticmethod
-    def take(cache: ReferenceCache, tables: Sequence[PairTable]) -> FrozenReference:
-        """Does what `find` does. Raises CacheError if a value is missing."""
-        found = FrozenReference.find(cache, tables)
-        if num_missing := int(np.isnan(found.sums).sum()):
+        sums = cache.find(keys)
+        if whole and (num_missing := int(np.isnan(sums).sum())):
             raise CacheError(
                 f"{num_missing} reference log-probs are no longer in {cache.directory}, although they were "
                 "computed; run the command again"
             )
-        return found
+        return FrozenReference(keys=keys, sums=sums)
 
     def fingerprint(self, table: PairTable | None = None) -> str:
         """A hash of the sequences and of every bit of their values: of all, or those of a table."""

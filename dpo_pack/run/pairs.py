@@ -164,7 +164,7 @@ def prepare_reference(
             f"Reference pass: {num_computed:,} sequences in {format_seconds(seconds)}, {rate}/s{others}"
         )
     if not has_all:
-        values = ranks.of_node(lambda: FrozenReference.take(cache, tables))
+        values = ranks.of_node(lambda: FrozenReference.find(cache, tables, whole=True))
     num_cached += todo - num_computed  # with what another run computed meanwhile
     return ReferencePass(
         cache=cache, values=values, num_computed=num_computed, num_cached=num_cached, seconds=seconds

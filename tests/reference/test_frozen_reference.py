@@ -22,7 +22,7 @@ def frozen_table(tmp_path: Path) -> Iterator[tuple[FrozenReference, PairTable]]:
     cache = ReferenceCache(tmp_path / "cache", NAMESPACE)
     for keys, factor in ((table.chosen_keys, 1.0), (table.rejected_keys, 10.0)):
         cache.append(sequence_table(keys, -factor * np.arange(1.0, 7.0), np.ones(6, dtype=np.int64)))
-    yield FrozenReference.take(cache, [table, table]), table
+    yield FrozenReference.find(cache, [table, table]), table
 
 
 def test_frozen_values_are_those_of_each_pair_s_sides_before_and_after_a_round_trip(
@@ -47,11 +47,11 @@ def test_what_is_frozen_is_joined_and_taken_apart_again(tmp_path: Path) -> None:
         ):
             sums = -np.arange(1.0, len(lengths) + 1) - number
             cache.append(sequence_table(keys, sums, lengths))
-    first, second = (FrozenReference.take(cache, [table]) for table in tables)
+    first, second = (FrozenReference.find(cache, [table]) for table in tables)
     assert first.covers(tables[0]) and not first.covers(tables[1])
     joined = first.joined(second)
     assert joined.covers(tables[0]) and joined.covers(tables[1])
-    assert joined.fingerprint() == FrozenReference.take(cache, tables).fingerprint()
+    assert joined.fingerprint() == FrozenReference.find(cache, tables).fingerprint()
     assert joined.fingerprint(tables[0]) == first.fingerprint() != joined.fingerprint()
     assert joined.joined(second).fingerprint() == joined.fingerprint()
 

@@ -51,7 +51,7 @@ def test_the_pass_computes_what_each_sequence_has_alone(mode: str, model_path: P
 
     model = tiny_model("llama")
     for table in tables:
-        values = FrozenReference.take(cache, [table]).of(table)
+        values = FrozenReference.find(cache, [table], whole=True).of(table)
         groups = [table.group(pair) for pair in range(table.num_pairs)]
         for side, keys in enumerate((table.chosen_keys, table.rejected_keys)):
             ours = values[:, side]
