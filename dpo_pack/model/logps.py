@@ -93,7 +93,7 @@ def token_logps(
     plan = (transform, compute_dtype, chunk_tokens, kept_chunks, wanted, passes)
     compute: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogps.apply
     with torch.autocast(hidden.device.type, enabled=False):
-        return compute(hidden, weight, bias, targets, *plan)
+        return compute(hidden, weight, bias, targets, plan)
 
 
 def sequence_sums(token_values: Tensor, lengths: Tensor) -> Tensor:
@@ -114,17 +114,13 @@ class _ChunkedLogps(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        transform: HeadTransform,
-        dtype: torch.dtype,
-        chunk_tokens: int,
-        kept_chunks: int,
-        wanted: WantedStatistics,
-        passes: HeadPasses,
+        plan: tuple[HeadTransform, torch.dtype, int, int, WantedStatistics, HeadPasses],
     ) -> tuple[Tensor, Tensor]:
+        transform, dtype, chunk_tokens, kept_chunks, wanted, passes = plan
         trains_head = any(ctx.needs_input_grad[1:3])
         if trains_head:
             ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.plan = (hidden.dtype, transform, dtype, chunk_tokens, passes)
+        ctx.hidden_dtype, ctx.plan = hidden.dtype, plan
         hidden, head_weight = hidden.to(dtype), weight.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         # `logps` must not be a view of another tensor, because FSDP2 puts its backward hook on it.
@@ -159,9 +155,10 @@ class _ChunkedLogps(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logps: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_dtype, transform, dtype, chunk_tokens, passes = ctx.plan
+        transform, dtype, chunk_tokens, _, _, passes = ctx.plan
         if ctx.direction is not None:
-            return ((ctx.direction * grad_logps[:, None].to(dtype)).to(hidden_dtype), *[None] * 9)
+            grad_hidden = ctx.direction * grad_logps[:, None].to(dtype)
+            return grad_hidden.to(ctx.hidden_dtype), None, None, None, None
         hidden, weight, bias, targets = ctx.saved_tensors
         hidden, head_weight = hidden.to(dtype), weight.to(dtype)
         grad_hidden = torch.empty_like(hidden)
@@ -197,10 +194,11 @@ class _ChunkedLogps(torch.autograd.Function):
                 grad_weight += grad_logits.T @ hidden[chunk]
             del grad_logits
         return (
-            grad_hidden.to(hidden_dtype),
+            grad_hidden.to(ctx.hidden_dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 7,
+            None,
+            None,
         )
 
 
