@@ -335,15 +335,11 @@ def make_objective(
 ) -> Objective:
     """Makes the objective of a run from (name, factor) terms; `options` are the fields of `LossOptions`.
     Raises RecipeError if a loss that the user wrote cannot be used."""
-    loss_options = LossOptions(**options)
+    loss_options, functions = LossOptions(**options), []
+    for name, factor in terms:
+        functions.append((_user_loss(name, loss_options) if ":" in name else globals()[name], factor))
     return Objective(
-        terms=tuple(
-            (_user_loss(name, loss_options) if ":" in name else globals()[name], factor)
-            for name, factor in terms
-        ),
-        options=loss_options,
-        needs_reference=needs_reference,
-        weighting=weighting,
+        terms=tuple(functions), options=loss_options, needs_reference=needs_reference, weighting=weighting
     )
 
 

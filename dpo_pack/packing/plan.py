@@ -43,8 +43,7 @@ class PackingPlan:
 
     def pairs(self, step: int) -> IntArray:
         """Returns the pairs of a step on all ranks together. The last step can have fewer pairs."""
-        if not 0 <= step < len(self):
-            raise IndexError(f"step {step} of a plan of {len(self)} steps")
+        assert 0 <= step < len(self), step
         return self.order[step * self.pairs_per_step : (step + 1) * self.pairs_per_step]
 
     def pack_step(self, step: int) -> StepRows:

@@ -107,11 +107,10 @@ class RowBuilder:
         else:
             row = padded_row(groups, device=self.device, counts_copies=self.counts_copies)
         sums = np.zeros((len(pairs), 2)) if self.reference is None else self.reference[pairs]
-        weights = self.table.weights[pairs].astype(np.float64)
         return PairRow(
             row=row,
             reference=on_device(sums, self.device),
-            pair_weights=on_device(weights, self.device),
+            pair_weights=on_device(self.table.weights[pairs].astype(np.float64), self.device),
             pair_indices=pairs,
         )
 

@@ -48,14 +48,14 @@ def build_optimizer(
     # As in transformers' Trainer, names and kinds of modules count too: gpt_oss's experts have matrices of
     # biases, and Cohere's query and key norms have a row for each head.
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED)))
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     matrices: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
     vectors: dict[str, Any] = {"params": [], "weight_decay": 0.0}
-    for name_of, parameter in trained:
-        group = matrices if parameter.ndim >= 2 and name_of in decayed else vectors
-        group["params"].append(parameter)
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = matrices if parameter.ndim >= 2 and path in decayed else vectors
+            group["params"].append(parameter)
     groups = [group for group in (matrices, vectors) if group["params"]]
-    trains_bfloat16 = any(parameter.dtype == torch.bfloat16 for _, parameter in trained)
+    trains_bfloat16 = any(weight.dtype == torch.bfloat16 for group in groups for weight in group["params"])
     if name == "adamw" and trains_bfloat16:
         return SplitAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     if name == "adamw":
