@@ -123,14 +123,8 @@ class OnlineSource:
         return metrics
 
     def _order(self, epoch: int) -> IntArray:
-        return epoch_order(
-            len(self.data.prompts),
-            shuffle=self.recipe.data.shuffle,
-            seed=self.recipe.seed,
-            epoch=epoch,
-            source_indices=self.data.train.source_indices,
-            source_weights=self.data.source_weights,
-        )
+        sources, shuffle, seed = self.data.train.source_indices, self.recipe.data.shuffle, self.recipe.seed
+        return epoch_order(sources, self.data.source_weights, shuffle=shuffle, seed=seed, epoch=epoch)
 
     @cached_property
     def _draws_each_epoch(self) -> int:

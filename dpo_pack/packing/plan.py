@@ -113,13 +113,7 @@ def plan_epoch(
 
 
 def epoch_order(
-    num_pairs: int,
-    *,
-    shuffle: bool,
-    seed: int,
-    epoch: int,
-    source_indices: AnyIntArray | None = None,
-    source_weights: FloatArray | None = None,
+    source_indices: AnyIntArray, source_weights: FloatArray, *, shuffle: bool, seed: int, epoch: int
 ) -> IntArray:
     """Returns the pairs of one epoch in the order in which they are trained, [E].
 
@@ -129,9 +123,9 @@ def epoch_order(
     shuffle_stream, mixture_stream = (  # different for the same seed and epoch
         np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, epoch))) for stream in (0, 1)
     )
-    order = np.arange(num_pairs, dtype=np.int64)
-    if source_indices is not None and source_weights is not None and np.any(np.asarray(source_weights) != 1):
-        keys = mixture_stream.random_raw(num_pairs)
+    order = np.arange(len(source_indices), dtype=np.int64)
+    if np.any(source_weights != 1):
+        keys = mixture_stream.random_raw(len(order))
         order = np.repeat(order, _copies(keys, source_indices, source_weights))
     if shuffle:
         order = order[np.argsort(shuffle_stream.random_raw(len(order)), kind="stable")]

@@ -170,15 +170,8 @@ class OfflineSource:
 
     def plan(self, epoch: int) -> PackingPlan:
         """Returns the plan of an epoch, from 0."""
-        table = self.builder.table
-        order = epoch_order(
-            table.num_pairs,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            epoch=epoch,
-            source_indices=table.source_indices,
-            source_weights=self.source_weights,
-        )
+        sources = self.builder.table.source_indices
+        order = epoch_order(sources, self.source_weights, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
         return plan_epoch(
             self.builder.row_tokens() if epoch == 0 else self.first_plan.sizes.tokens,
             order=order,

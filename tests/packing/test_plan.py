@@ -28,7 +28,7 @@ from dpo_pack.packing.bin_packing import (
     padded_rows,
     split_over_ranks,
 )
-from dpo_pack.packing.lengths import IntArray, PairLengths, pair_flops
+from dpo_pack.packing.lengths import FloatArray, IntArray, PairLengths, pair_flops
 from dpo_pack.packing.plan import epoch_order, plan_epoch
 from dpo_pack.reports.packing import rank_balance
 
@@ -39,6 +39,11 @@ lengths_strategy = st.lists(st.integers(1, 130), max_size=60)
 
 def ints(values: list[int]) -> IntArray:
     return np.array(values, dtype=np.int64)
+
+
+def one_source(num_pairs: int, *, weight: float = 1.0) -> tuple[IntArray, FloatArray]:
+    """Source of each pair and weight of the source, for `epoch_order`."""
+    return np.zeros(num_pairs, dtype=np.int64), np.array([weight])
 
 
 def as_lists(rows: list[IntArray]) -> list[list[int]]:
@@ -148,14 +153,8 @@ def test_longest_first_rows_hold_every_pair_once_and_begin_with_the_largest_row(
 def test_a_pair_comes_as_often_as_the_weight_of_its_source_says(
     sources: list[int], weights: list[float], seed: int, epoch: int, shuffle: bool
 ) -> None:
-    order = epoch_order(
-        len(sources),
-        shuffle=shuffle,
-        seed=seed,
-        epoch=epoch,
-        source_indices=np.array(sources, dtype=np.int16),
-        source_weights=np.array(weights),
-    )
+    indices = np.array(sources, dtype=np.int16)
+    order = epoch_order(indices, np.array(weights), shuffle=shuffle, seed=seed, epoch=epoch)
     copies = Counter(order.tolist())
     for pair, source in enumerate(sources):
         assert np.floor(weights[source]) <= copies[pair] <= np.ceil(weights[source])
@@ -166,14 +165,7 @@ def test_a_pair_comes_as_often_as_the_weight_of_its_source_says(
 
 def test_the_fraction_of_a_source_is_drawn_anew_each_epoch_and_epochs_are_equally_long() -> None:
     def drawn(epoch: int) -> list[int]:
-        order = epoch_order(
-            100,
-            shuffle=False,
-            seed=0,
-            epoch=epoch,
-            source_indices=np.zeros(100, dtype=np.int16),
-            source_weights=np.array([0.5]),
-        )
+        order = epoch_order(*one_source(100, weight=0.5), shuffle=False, seed=0, epoch=epoch)
         return [int(pair) for pair in order]
 
     assert len(drawn(0)) == len(drawn(1)) == 50
@@ -181,29 +173,27 @@ def test_the_fraction_of_a_source_is_drawn_anew_each_epoch_and_epochs_are_equall
 
 
 def test_which_pairs_are_drawn_has_nothing_to_do_with_which_a_shuffle_puts_first() -> None:
-    zeros = np.zeros(1000, dtype=np.int16)
-    drawn = epoch_order(
-        1000, shuffle=False, seed=0, epoch=0, source_indices=zeros, source_weights=np.array([0.5])
-    )
-    shuffled_first = epoch_order(1000, shuffle=True, seed=0, epoch=0)[:500]
+    drawn = epoch_order(*one_source(1000, weight=0.5), shuffle=False, seed=0, epoch=0)
+    shuffled_first = epoch_order(*one_source(1000), shuffle=True, seed=0, epoch=0)[:500]
     # of two independent halves a quarter is in both: 250, standard deviation 8
     assert 200 < len(np.intersect1d(drawn, shuffled_first)) < 300
 
 
 def test_seeds_and_epochs_give_different_permutations_and_the_same_arguments_the_same_one() -> None:
     orders = {
-        tuple(epoch_order(50, shuffle=True, seed=seed, epoch=epoch).tolist())
+        tuple(epoch_order(*one_source(50), shuffle=True, seed=seed, epoch=epoch).tolist())
         for seed in range(3)
         for epoch in range(3)
     }
     assert len(orders) == 9
     assert all(sorted(order) == list(range(50)) for order in orders)
-    assert tuple(epoch_order(50, shuffle=True, seed=2, epoch=1).tolist()) in orders
+    assert tuple(epoch_order(*one_source(50), shuffle=True, seed=2, epoch=1).tolist()) in orders
 
 
 def test_the_shuffled_order_is_the_one_older_runs_had() -> None:
     # A resumed run goes on in this order: where it has to change, raise PLAN_VERSION as well.
-    assert epoch_order(10, shuffle=True, seed=0, epoch=0).tolist() == [9, 7, 2, 0, 4, 3, 5, 6, 1, 8]
+    order = epoch_order(*one_source(10), shuffle=True, seed=0, epoch=0)
+    assert order.tolist() == [9, 7, 2, 0, 4, 3, 5, 6, 1, 8]
 
 
 # ---- Plans
@@ -223,7 +213,7 @@ def test_a_plan_trains_every_pair_once_within_the_budget_in_the_same_steps_on_an
     plan, alone = (
         plan_epoch(
             ints(lengths),
-            order=epoch_order(len(lengths), shuffle=True, seed=1, epoch=0),
+            order=epoch_order(*one_source(len(lengths)), shuffle=True, seed=1, epoch=0),
             token_budget=BUDGET,
             pairs_per_step=pairs_per_step,
             is_packed=is_packed,
@@ -358,7 +348,7 @@ def test_rows_of_hh_are_few_and_the_slowest_rank_is_close_to_the_mean_in_every_f
     tokens = hh.row_tokens(share_prompt=True)
     plan = plan_epoch(
         tokens,
-        order=epoch_order(len(prompt), shuffle=True, seed=0, epoch=0),
+        order=epoch_order(*one_source(len(prompt)), shuffle=True, seed=0, epoch=0),
         token_budget=8192,
         pairs_per_step=pairs_per_step,
         num_ranks=num_ranks,

@@ -177,18 +177,15 @@ def plans() -> dict[str, Any]:
     random = np.random.RandomState(0)
     tokens = random.randint(5, 120, 48)
     costs = tokens * (1.0 + tokens / 64.0)
-    order = epoch_order(48, shuffle=True, seed=3, epoch=1)
+    order = epoch_order(np.zeros(48, dtype=np.int64), np.ones(1), shuffle=True, seed=3, epoch=1)
     variants: dict[str, dict[str, Any]] = {
         "scope step": {},
         "scope step, two ranks": {"num_ranks": 2, "row_costs": costs},
         "scope step, equal rows": {"num_ranks": 2, "row_costs": costs, "equal_rows": True},
         "padded": {"is_packed": False},
     }
-    sources = {"source_indices": np.arange(48) % 2, "source_weights": np.array([0.5, 1.25])}
-    found: dict[str, Any] = {
-        "order": order.tolist(),
-        "order of weighted sources": epoch_order(48, shuffle=True, seed=3, epoch=0, **sources).tolist(),
-    }
+    weighted = epoch_order(np.arange(48) % 2, np.array([0.5, 1.25]), shuffle=True, seed=3, epoch=0)
+    found: dict[str, Any] = {"order": order.tolist(), "order of weighted sources": weighted.tolist()}
     for name, arguments in variants.items():
         made = plan_epoch(tokens, order=order, token_budget=256, pairs_per_step=20, **arguments)
         rows = [[[row.tolist() for row in rows] for rows in ranks] for ranks in made]

@@ -39,7 +39,7 @@ def main() -> None:
     tokens = lengths.row_tokens(share_prompt=True)
     costs = pair_flops(SEVEN_B, lengths, share_prompt=True)
     begun = time.process_time()
-    order = epoch_order(NUM_PAIRS, shuffle=True, seed=0, epoch=0)
+    order = epoch_order(np.zeros(NUM_PAIRS, dtype=np.int16), np.ones(1), shuffle=True, seed=0, epoch=0)
     plan = plan_epoch(
         tokens, order=order, token_budget=8192, pairs_per_step=64, num_ranks=NUM_RANKS, row_costs=costs
     )
