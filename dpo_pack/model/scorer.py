@@ -19,13 +19,7 @@ from dpo_pack.model.attention import BACKENDS, AttentionBackend, BackendChoice
 from dpo_pack.model.config import head_transform
 from dpo_pack.model.fast_layers import outermost_layers
 from dpo_pack.model.layout import Row
-from dpo_pack.model.logps import (
-    HEAD_BOUNDS,
-    HeadPasses,
-    WantedStatistics,
-    sequence_sums,
-    token_logps,
-)
+from dpo_pack.model.logps import HEAD_BOUNDS, HeadPasses, WantedStatistics, sequence_sums, token_logps
 from dpo_pack.model.lora import Adapter
 from dpo_pack.model.recurrence import RecurrentCall, torch_recurrences
 from dpo_pack.model.vision import VisionInputs
@@ -86,8 +80,7 @@ class CompletionLogps(nn.Module):
             expert_counts = expert_probs = torch.zeros(0, dtype=torch.float64, device=device)
             if row.token_copies is not None:
                 expert_counts, expert_probs = self._routing_sums(outputs.router_logits, row.token_copies)
-        hidden: Tensor = outputs.last_hidden_state  # [B, L, D]
-        scored = hidden.flatten(0, 1).index_select(0, row.logit_index)  # [N, D]
+        scored = outputs.last_hidden_state.flatten(0, 1).index_select(0, row.logit_index)  # [N, D]
         head = self.model.get_output_embeddings()
         weight, bias = (head.weight, head.bias) if self.adapter is None else self.adapter.head_weights(head)
         logps, statistics = token_logps(  # [N] each

@@ -30,6 +30,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 AnyIntArray = npt.NDArray[np.integer[Any]]
+Numbers = npt.NDArray[Any]
 Bools = npt.NDArray[np.bool_]
 
 # Forward passes that a training step costs; a frozen model under adapters needs no gradients of its weights.
@@ -163,18 +164,13 @@ def causal_area(lengths: AnyIntArray, window: int | None) -> FloatArray:
 
 
 def sequence_flops(
-    shape: ModelShape,
-    *,
-    tokens: npt.NDArray[Any],
-    scored_tokens: npt.NDArray[Any],
-    areas: Sequence[FloatArray],
-    unread_positions: npt.NDArray[Any] | float = 0.0,
+    shape: ModelShape, tokens: Numbers, scored: Numbers, areas: Sequence[FloatArray], unread: Numbers
 ) -> FloatArray:
-    """Returns the FLOPs of one forward pass over each of n sequences or rows, [n]. tokens, scored_tokens,
-    unread_positions: [n]. areas: one [n] for each kind of attention."""
+    """Returns the FLOPs of one forward pass over each of n sequences or rows, [n]. tokens, scored, unread:
+    [n]. areas: one [n] for each kind of attention."""
     flops: FloatArray = 2.0 * (shape.token_weights + shape.state_products) * tokens
-    flops += 2.0 * shape.head_weights * scored_tokens
-    flops -= 2.0 * shape.last_block_weights * unread_positions
+    flops += 2.0 * shape.head_weights * scored
+    flops -= 2.0 * shape.last_block_weights * unread
     for kind, area in zip(shape.attention, areas, strict=True):
         flops += 2.0 * kind.num_layers * kind.width * area
     return flops
@@ -207,9 +203,7 @@ def pair_flops(
         ]
         # A shared position predicts a token of all completions.
         unread = tokens - scored + repeats * (part.shared - part.prompt + 1)
-        forward = sequence_flops(
-            shape, tokens=tokens, scored_tokens=scored, areas=areas, unread_positions=unread
-        )
+        forward = sequence_flops(shape, tokens, scored, areas, unread)
         flops[block] = passes * forward + part.tower * (is_there.sum(axis=1) - repeats)
     return flops
 
@@ -225,10 +219,7 @@ def padded_flops(
     of each. num_sequences, scored_tokens: [n]; without `scored_tokens` every position runs through the head.
     """
     tokens = longest.astype(np.float64) * num_sequences
-    forward = sequence_flops(
-        shape,
-        tokens=tokens,
-        scored_tokens=tokens if scored_tokens is None else scored_tokens,
-        areas=[num_sequences * causal_area(longest, kind.window) for kind in shape.attention],
-    )
+    scored: Numbers = tokens if scored_tokens is None else scored_tokens
+    areas: list[FloatArray] = [num_sequences * causal_area(longest, kind.window) for kind in shape.attention]
+    forward = sequence_flops(shape, tokens, scored, areas, np.zeros(len(tokens)))
     return TRAINING_PASSES * float(forward.sum())

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,6 +25,7 @@ from transformers import Adafactor, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from dpo_pack.data.store import PairTable
+from dpo_pack.packing.lengths import IntArray
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.files import write_json_atomically
@@ -142,16 +142,10 @@ class NonfiniteGuard:
     _has_skipped: Tensor | None = None  # [] float32, whether the newest step was skipped; None: no step yet
     # Of each step until the host reads it: its number, whether it is not finite ([] float32, 0 or 1), the
     # norm of its gradient, and this rank's pairs with their losses.
-    _unread: list[tuple[int, Tensor, Tensor, npt.NDArray[np.int64], Tensor]] = field(default_factory=list)
+    _unread: list[tuple[int, Tensor, Tensor, IntArray, Tensor]] = field(default_factory=list)
 
     def skip_if_nonfinite(
-        self,
-        optimizer: Optimizer,
-        losses: Tensor,
-        grad_norm: Tensor,
-        *,
-        step: int,
-        pairs: npt.NDArray[np.int64],
+        self, optimizer: Optimizer, losses: Tensor, grad_norm: Tensor, *, step: int, pairs: IntArray
     ) -> None:
         """Makes the next `optimizer.step()` change nothing if a loss or gradient of `step` is not finite.
 
