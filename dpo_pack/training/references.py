@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -192,12 +191,12 @@ def check_start(
     """Compares the policy's log-probs of one row of `pairs`, [P] positions, with the cached reference. Raises
     RunError if they differ by more than ten times the rounding of a sum in `dtype`."""
     row = builder.build(pairs)
-    sums = policy(row.row).sums.view(-1, 2)  # [P, (chosen, rejected)]
-    table = builder.table
-    num_tokens = np.stack((table.chosen_scored[pairs], table.rejected_scored[pairs]), axis=1)
-    noise = ALLOWED_ROUNDING * rounding(sums, torch.from_numpy(num_tokens).to(sums.device), dtype)
+    output = policy(row.row)
+    sums, num_tokens = output.sums.view(-1, 2), output.num_tokens.view(-1, 2)  # [P, (chosen, rejected)]
+    difference = (sums - row.reference).abs()
+    noise = ALLOWED_ROUNDING * rounding(sums, num_tokens.double(), dtype)
     # A sharded policy computes on all ranks or on none, so all ranks continue if one finds a difference.
-    if all(every_rank_says(bool(((sums - row.reference).abs() <= noise).all()))):
+    if all(every_rank_says(bool((difference <= noise).all()))):
         return
     # The row again tells dropout from noise. Because routers can choose other experts, ten times the change
     # when the pairs stand in reverse order is allowed.
@@ -211,7 +210,6 @@ def check_start(
             "config.json"
         )
     noise = torch.maximum(noise, ALLOWED_ROUNDING * (in_reverse - sums).abs().max())
-    difference = (sums - row.reference).abs()
     if not bool((difference <= noise).all()):
         raise RunError(
             f"the policy at step 0 is not its cached reference: a log-prob differs by "
