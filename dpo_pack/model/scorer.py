@@ -103,11 +103,6 @@ class CompletionLogps(nn.Module):
             expert_probs=expert_probs,
         )
 
-    def hidden_states(self, row: Row) -> Tensor:
-        """Returns [B, L, D]: the layers' output for a row, before the output head."""
-        hidden: Tensor = self._run_layers(row).last_hidden_state
-        return hidden
-
     @torch.no_grad()
     def expert_counts(self, row: Row) -> Tensor:
         """Returns how often the row's tokens choose each expert, [R, E] float64. Needs `row.token_copies`."""

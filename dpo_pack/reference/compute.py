@@ -165,6 +165,7 @@ def fill_cache(
             add_to_json(search.memo_path, dict[str, int], {search.key: fitted})
 
 
+@torch.no_grad()
 def _largest_budget(
     work: ReferenceWork,
     scorer: CompletionLogps,
@@ -179,19 +180,15 @@ def _largest_budget(
     plan = plan_pass(work, shape, alone, is_packed=scorer.backend is not None)
     everything = int(plan.row_tokens[work.missing.any(axis=1)].sum())  # no row can be longer
     budget = min(everything, LARGEST_TOKEN_BUDGET)
-    while budget > 1 and not (search.is_exact(budget) and probe_row(plan, scorer, settings, budget)):
+    while budget > 1:
+        groups = np.concatenate(plan.rows)  # the costliest first
+        row = groups[next_fit(plan.row_tokens[groups], budget)[0]]
+        if search.is_exact(budget) and _try_row(work, row, scorer, settings) is not None:
+            break
         budget //= 2
     if budget < everything:  # else memory was not the limit, and a larger budget may fit
         add_to_json(search.memo_path, dict[str, int], {search.key: budget})
     return budget
-
-
-def probe_row(plan: PassPlan, scorer: CompletionLogps, settings: PassSettings, token_budget: int) -> bool:
-    """Returns True if a row of `token_budget` tokens, from the plan's costliest groups, fits in memory."""
-    groups = np.concatenate(plan.rows)
-    row = groups[next_fit(plan.row_tokens[groups], token_budget)[0]]
-    with torch.no_grad():
-        return _try_row(plan.work, row, scorer, settings) is not None
 
 
 @torch.no_grad()

@@ -128,7 +128,7 @@ def test_completions_are_drawn_from_the_policy_s_own_distribution(policy: Comple
             with torch.no_grad():
                 group = Group(context=draw.prompt.ids, completions=(np.array(ids),))
                 row = packed_row([group], torch.device("cpu"), share_prompt=False)
-                hidden = policy.hidden_states(row)[0][row.logit_index]
+                hidden = policy._run_layers(row).last_hidden_state[0][row.logit_index]
                 logits = hidden @ policy.model.get_output_embeddings().weight.T
             expected = draw_tokens(logits, torch.from_numpy(uniforms[: len(ids)]), PLAIN)
             assert expected.tolist() == ids

@@ -95,7 +95,7 @@ def saved_bytes(loaded: LoadedModel, row: Any) -> int:
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         loaded.scorer.autocasting(CPU),
     ):
-        loaded.scorer.hidden_states(row)
+        loaded.scorer._run_layers(row)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
