@@ -75,13 +75,11 @@ def token_logps(
     wanted: WantedStatistics,
     passes: HeadPasses,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the log-prob of each target under the head's softmax.
-
-    hidden [N, D], weight [V, D], bias [V] or None, targets [N] int64 -> [N] fp32 log-probs, differentiable in
-    hidden, weight and bias, and [N, 4] fp32 statistics, see `WantedStatistics`. Matrix products are in
-    `compute_dtype` (autocast has no effect in an autograd Function's backward), the log-softmax in fp32 or
-    float64. The backward pass computes a chunk's logits again, unless its softmax was kept or the head is
-    frozen."""
+    """Computes the log-prob of each target under the head's softmax: hidden [N, D], weight [V, D], bias [V],
+    targets [N] int64 -> [N] fp32 log-probs, differentiable, and [N, 4] fp32 statistics, see
+    `WantedStatistics`. Matrix products are in `compute_dtype` (autocast has no effect in an autograd
+    Function's backward), the log-softmax in fp32 or float64. The backward pass computes a chunk's logits
+    again, unless its softmax was kept or the head is frozen."""
     vocabulary_bytes = weight.shape[0] * max(4, weight.element_size())
     # Compiled passes have two buffers in the products' dtype, and none in fp32.
     buffer_bytes = weight.shape[0] * compute_dtype.itemsize if passes.are_compiled else vocabulary_bytes

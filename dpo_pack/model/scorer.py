@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -169,7 +170,7 @@ class CompletionLogps(nn.Module):
         finally:
             vars(self).update(before)
 
-    def measuring(self, metrics: bool) -> contextlib.AbstractContextManager[None]:
+    def measuring(self, metrics: bool) -> AbstractContextManager[None]:
         """In this context the scorer computes the statistics of the metrics only if `metrics` is true."""
         return self.replaced(wanted=replace(self.wanted, metrics=metrics))
 
@@ -226,9 +227,7 @@ class CompletionLogps(nn.Module):
         """The dtype of matrix products."""
         return self.autocast or self.gather_dtype or next(self.model.parameters()).dtype
 
-    def autocasting(
-        self, device: torch.device, *, keeps_casts: bool = False
-    ) -> contextlib.AbstractContextManager[Any]:
+    def autocasting(self, device: torch.device, *, keeps_casts: bool = False) -> AbstractContextManager[Any]:
         """Context of autocast, if the recipe has it. `keeps_casts`: weights are cast once, for many forwards;
         one forward casts each weight once."""
         if self.autocast is None:

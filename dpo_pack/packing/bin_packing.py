@@ -24,11 +24,9 @@ MAX_SWAPS = 10_000_000
 
 
 def best_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[IntArray]:
-    """Puts each item, longest first, into the fullest row that has room for the item; O(n log n).
-
-    At most 11/9 x the fewest possible rows, plus 4 (Johnson et al. 1974, "Worst-case performance bounds for
-    simple one-dimensional packing algorithms"). Of equal items or rows the earlier one is taken.
-    """
+    """Puts each item, longest first, into the fullest row that has room for the item; O(n log n). At most
+    11/9 x the fewest possible rows, plus 4 (Johnson et al. 1974, "Worst-case performance bounds for simple
+    one-dimensional packing algorithms"). Of equal items or rows the earlier one is taken."""
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (free tokens, row), ascending: the fullest row first
     order = np.argsort(-row_tokens, kind="stable")
@@ -98,12 +96,10 @@ def pack_sequences_longest_first(row_tokens: IntArray, token_budget: int) -> lis
 
 
 def split_over_ranks(costs: FloatArray, num_ranks: int, *, equal_counts: bool = False) -> list[IntArray]:
-    """Assigns n items or rows to ranks; returns the positions in [n] of each rank's, ascending. costs: [n].
-
-    Each item, costliest first, goes to the rank with the least cost so far (longest processing time, Graham
-    1969). Then items move or swap between the slowest rank and another, until the slowest costs at most
-    BALANCE_TOLERANCE times the mean or nothing helps. Every rank has an item if n >= R. With `equal_counts`
-    each rank gets n / R items, rounded up or down."""
+    """Assigns n items or rows to ranks; returns the positions in [n] of each rank's, ascending. Each item,
+    costliest first, goes to the rank with the least cost so far (longest processing time, Graham 1969). Then
+    items move or swap between the slowest rank and another, until the slowest costs at most BALANCE_TOLERANCE
+    x the mean or nothing helps. If n >= R each has one; with `equal_counts` each has n / R, up or down."""
     if num_ranks == 1:
         return [np.arange(len(costs))]
     rank_of = _costliest_first(costs, num_ranks, -(-len(costs) // num_ranks) if equal_counts else len(costs))

@@ -81,13 +81,11 @@ def plan_epoch(
     row_costs: FloatArray | None = None,
     equal_rows: bool = False,
 ) -> PackingPlan:
-    """Makes the plan of an epoch: every entry of `order`, [E] from `epoch_order`, is in one step and in one
-    row. A step has `pairs_per_step` pairs of the order.
-
+    """Makes the plan of an epoch: every entry of `order`, [E] from `epoch_order`, is in one step and one row.
     row_tokens: [P] from `PairLengths.row_tokens`, or `padded_tokens` unless `is_packed`. row_costs: [P]
-    positive, from `pair_flops`; default: `row_tokens`. equal_rows: all ranks have equally many rows. A
-    resumed run may have another number of ranks: neither the pairs of a step nor `fingerprint`, a hash of all
-    that decides steps and rows, depends on it."""
+    positive, from `pair_flops`; default: `row_tokens`. A resumed run may have another number of ranks:
+    neither the pairs of a step nor `fingerprint`, a hash of all that decides steps and rows, depends on it.
+    """
     assert min(token_budget, pairs_per_step, num_ranks) >= 1
     tokens = np.ascontiguousarray(row_tokens, dtype=np.int64)
     costs = np.ascontiguousarray(tokens if row_costs is None else row_costs, dtype=np.float64)
@@ -115,12 +113,11 @@ def plan_epoch(
 def epoch_order(
     source_indices: AnyIntArray, source_weights: FloatArray, *, shuffle: bool, seed: int, epoch: int
 ) -> IntArray:
-    """Returns the pairs of one epoch in the order in which they are trained, [E].
-
-    source_indices: [P] the source of each pair; source_weights: one number per source, not negative. Every
-    pair occurs floor(weight) times. Of a source with n pairs, n x (weight - floor(weight)) pairs, rounded,
-    occur once more, drawn anew each epoch. The raw output of PCG64 is the same in all versions of numpy."""
-    shuffle_stream, mixture_stream = (  # different for the same seed and epoch
+    """Returns the pairs of one epoch in the order in which they are trained, [E]. Every pair occurs
+    floor(weight) times, by the weight of its source. Of a source with n pairs, n x (weight - floor(weight))
+    pairs, rounded, occur once more, drawn anew each epoch. source_indices: [P] the source of each pair."""
+    # Different for the same seed and epoch. PCG64's raw output is the same in all versions of numpy.
+    shuffle_stream, mixture_stream = (
         np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, epoch))) for stream in (0, 1)
     )
     order = np.arange(len(source_indices), dtype=np.int64)

@@ -134,11 +134,9 @@ def averages(
 
 
 def mean_intervals(values: FloatArray, *, seed: int, prompts: IntArray | None = None) -> FloatArray:
-    """Returns 95 % intervals of means: [P, M] values of P pairs -> [M, 2], lower and upper bound.
-
-    The bootstrap's percentile interval (Efron & Tibshirani 1993, chapter 13). A resample draws prompts, each
-    with all its pairs, because these resemble each other. prompts: [P] numbers; None: each pair has its own.
-    """
+    """Returns 95 % intervals of means: [P, M] values of P pairs -> [M, 2], lower and upper bound, by the
+    bootstrap (percentiles; Efron & Tibshirani 1993, chapter 13). A resample draws prompts, [P] numbers (None:
+    each pair has its own), each with all its pairs, because these resemble each other."""
     prompts = np.arange(len(values)) if prompts is None else prompts
     _, prompts, sizes = np.unique(prompts, return_inverse=True, return_counts=True)
     num_prompts, rng = len(sizes), np.random.default_rng(seed)

@@ -39,12 +39,10 @@ _NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_n
 def build_optimizer(
     name: str, model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> Optimizer:
-    """Builds the optimizer that a recipe's `optim.name` names, for the parameters that are trained.
-
-    adamw (Loshchilov & Hutter 2017, arXiv 1711.05101) computes in fp32 for any dtype. adamw_8bit has moments
-    of 8 bits (Dettmers et al. 2021, arXiv 2110.02861). adafactor (Shazeer & Stern 2018, arXiv 1804.04235)
-    ignores `betas` and `eps`; its rate is absolute, as in transformers' Trainer. Raises RecipeError if these
-    two would train bfloat16 parameters."""
+    """Builds the optimizer that a recipe's `optim.name` names. adamw (Loshchilov & Hutter 2017, arXiv
+    1711.05101) computes in fp32 for any dtype. adamw_8bit has moments of 8 bits (Dettmers et al. 2021, arXiv
+    2110.02861). adafactor (Shazeer & Stern 2018, arXiv 1804.04235) ignores `betas` and `eps`; its rate is
+    absolute, as in transformers' Trainer. Raises RecipeError if these two would train bfloat16 parameters."""
     # As in transformers' Trainer, names and kinds of modules count too: gpt_oss's experts have matrices of
     # biases, and Cohere's query and key norms have a row for each head.
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED)))
