@@ -79,24 +79,20 @@ class PairLengths:
         own = {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected, "shared": self.shared}
         return PairLengths(tower=tower[pairs], **{name: values[pairs] for name, values in own.items()})
 
-    def row_tokens(self, *, share_prompt: bool, sides: Bools | None = None) -> IntArray:
+    def row_tokens(
+        self, *, share_prompt: bool = False, pads: bool = False, sides: Bools | None = None
+    ) -> IntArray:
         """Returns each pair's tokens in a packed row, [P]. With `share_prompt`, common prefixes count once.
-        sides: [P, (chosen, rejected)] whether the row has this sequence of the pair; default: it has both."""
-        chosen, rejected = self._sequences(sides)
-        tokens = chosen + rejected
-        if share_prompt:
-            tokens -= self.shared if sides is None else self.shared * sides.all(axis=1)
-        return tokens
-
-    def padded_tokens(self, *, sides: Bools | None = None) -> IntArray:
-        """Returns each pair's tokens when it is alone in a padded row, [P]: twice its longest sequence."""
-        longest: IntArray = np.maximum(*self._sequences(sides))
-        return 2 * longest
-
-    def _sequences(self, sides: Bools | None) -> tuple[IntArray, IntArray]:
+        pads: alone in a padded row, twice its longest sequence. sides: [P, (chosen, rejected)] whether the
+        row has this sequence of the pair; default: it has both."""
         chosen = self.chosen.astype(np.int64) + self.prompt
         rejected = self.rejected.astype(np.int64) + self.prompt
-        return (chosen, rejected) if sides is None else (chosen * sides[:, 0], rejected * sides[:, 1])
+        if sides is not None:
+            chosen, rejected = chosen * sides[:, 0], rejected * sides[:, 1]
+        tokens: IntArray = 2 * np.maximum(chosen, rejected) if pads else chosen + rejected
+        if share_prompt and not pads:
+            tokens -= self.shared if sides is None else self.shared * sides.all(axis=1)
+        return tokens
 
     def completion_tokens(self) -> IntArray:
         """Returns each pair's scored tokens, [P]."""

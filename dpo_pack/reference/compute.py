@@ -106,7 +106,7 @@ def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *,
     a rank with one row less than others computes an idle one, the cheapest of all."""
     lengths, shares = pair_lengths(work.table, shape), settings.share_prompt and is_packed
     flops = pair_flops(shape, lengths, share_prompt=shares, passes=1.0, sides=work.missing)
-    measure = partial(lengths.row_tokens, share_prompt=shares) if is_packed else lengths.padded_tokens
+    measure = partial(lengths.row_tokens, share_prompt=shares, pads=not is_packed)
     whole, missing = measure(sides=work.sides), measure(sides=work.missing)
     build_rows = pack_sequences_longest_first if is_packed else padded_rows
     is_open = np.asarray(work.missing.any(axis=1))

@@ -100,7 +100,7 @@ def _statistics(
         flops = padded_flops(shape, longest, num_sequences, scored_tokens=scored) * scale
         flops += float(towers[np.concatenate(rows)].sum()) * scale
     by_sharing = 0 if sizes.pads else unshared - computed
-    padded, alone = [], lengths.padded_tokens()[plan.order]
+    padded, alone = [], lengths.row_tokens(pads=True)[plan.order]
     for microbatch_pairs in PADDED_MICROBATCH_PAIRS:
         begins = np.arange(0, len(alone), microbatch_pairs)
         num_pairs = np.diff(np.append(begins, len(alone)))

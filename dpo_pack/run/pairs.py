@@ -46,7 +46,7 @@ def offline_source(setup: Setup) -> OfflineSource:
     """Returns the source of global batches. Its first epoch is planned; it has no reference log-probs yet."""
     recipe, data, facts = setup.recipe, setup.data, setup.policy_facts
     lengths = pair_lengths(data.train, facts.shape)
-    row_costs = lengths.padded_tokens().astype(np.float64)
+    row_costs = lengths.row_tokens(pads=True).astype(np.float64)
     if facts.is_packed:
         row_costs = pair_flops(facts.shape, lengths, share_prompt=recipe.shares_prompts)
     return OfflineSource(

@@ -328,7 +328,7 @@ def _packed_row(
     places, order, fitted = list(pairs), np.arange(len(pairs)), [pair.fitted for pair in pairs.values()]
     lengths = pair_lengths(PairTable.of([join_pairs(fitted, [1.0] * len(pairs), order.tolist())]))
     is_padded = packing.mode == "padded"
-    tokens = lengths.padded_tokens() if is_padded else lengths.row_tokens(share_prompt=share_prompt)
+    tokens = lengths.row_tokens(share_prompt=share_prompt, pads=is_padded)
     plan = plan_epoch(
         tokens,
         order=order,

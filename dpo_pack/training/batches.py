@@ -92,10 +92,7 @@ class RowBuilder:
 
     def row_tokens(self) -> npt.NDArray[np.int64]:
         """Returns [all pairs of the table] how many tokens each pair takes in a row; plans use these."""
-        lengths = pair_lengths(self.table)
-        if not self.is_packed:
-            return lengths.padded_tokens()
-        return lengths.row_tokens(share_prompt=self.share_prompt)
+        return pair_lengths(self.table).row_tokens(share_prompt=self.share_prompt, pads=not self.is_packed)
 
     def build(self, pairs: npt.NDArray[np.int64]) -> PairRow:
         """Builds the row of `pairs`, [P] positions in the table."""

@@ -62,14 +62,14 @@ def test_a_shared_pair_takes_the_common_prefix_once_and_an_unshared_one_takes_it
     lengths = PairLengths(prompt=ints([5]), chosen=ints([4]), rejected=ints([3]), shared=ints([6]))
     assert lengths.row_tokens(share_prompt=True).tolist() == [6 + 3 + 2]
     assert lengths.row_tokens(share_prompt=False).tolist() == [9 + 8]
-    assert lengths.padded_tokens().tolist() == [2 * 9]
+    assert lengths.row_tokens(pads=True).tolist() == [2 * 9]
 
 
 def test_row_tokens_of_int32_lengths_do_not_overflow() -> None:
     long = np.array([2**30], dtype=np.int32)
     lengths = PairLengths(prompt=long, chosen=long, rejected=long, shared=long)
     assert lengths.row_tokens(share_prompt=False).tolist() == [4 * 2**30]
-    assert lengths.padded_tokens().tolist() == [4 * 2**30]
+    assert lengths.row_tokens(pads=True).tolist() == [4 * 2**30]
 
 
 # ---- Bin packers

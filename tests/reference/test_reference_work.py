@@ -109,7 +109,7 @@ def test_rows_stay_within_the_budget_and_hold_every_missing_group_once() -> None
     assert sorted(np.concatenate(rows).tolist()) == list(range(200))
     assert max(tokens[row].sum() for row in rows) <= 100
     for row in plan(work, is_packed=False).rows:
-        longest = pair_lengths(work.table).padded_tokens(sides=work.missing)[row].max()
+        longest = pair_lengths(work.table).row_tokens(pads=True, sides=work.missing)[row].max()
         assert len(row) * longest <= max(100, longest)
 
 

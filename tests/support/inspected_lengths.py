@@ -40,7 +40,7 @@ def inspect(
     order: IntArray | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    tokens, costs = lengths.padded_tokens(), lengths.padded_tokens().astype(np.float64)
+    tokens, costs = lengths.row_tokens(pads=True), lengths.row_tokens(pads=True).astype(np.float64)
     if is_packed:
         tokens = lengths.row_tokens(share_prompt=share_prompt)
         costs = pair_flops(shape, lengths, share_prompt=share_prompt)
