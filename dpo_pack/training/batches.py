@@ -117,7 +117,7 @@ def global_batch(builder: RowBuilder, plan: PackingPlan, step: int, *, epoch: fl
     of_ranks, pairs = plan.pack_step(step), plan.pairs(step)
     num_tokens = plan.sizes.tokens[pairs]
     if not builder.is_packed:  # padding does not count
-        num_tokens = pair_lengths(builder.table).select(pairs).row_tokens(share_prompt=False)
+        num_tokens = pair_lengths(builder.table).select(pairs).row_tokens()
     least_passes = max(map(len, of_ranks)) if plan.equal_rows else 1
     # A smaller row fits into the previous row's memory. Ranks that compute rows together wait less.
     own = of_ranks[ranks.rank()]

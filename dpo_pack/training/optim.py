@@ -83,11 +83,10 @@ def check_optimizer(name: str, device: torch.device) -> None:
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scales gradients down to the L2 norm `max_norm` if their norm is larger; returns the earlier norm, [],
     over all shards and in fp32. The host does not wait."""
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norms = torch._foreach_norm(grads, 2.0, dtype=torch.float32)
     norm = torch.linalg.vector_norm(torch.stack(list(norms)))
-    nn.utils.clip_grads_with_norm_(parameters, math.inf if max_norm is None else max_norm, norm)
+    nn.utils.clip_grads_with_norm_(model.parameters(), math.inf if max_norm is None else max_norm, norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
