@@ -291,12 +291,7 @@ class Precision:
 
 
 def resolve_precision(
-    dtype: str,
-    autocast: str,
-    device: torch.device,
-    *,
-    gather_dtype: str | None = None,
-    trains_adapter: bool = False,
+    dtype: str, autocast: str, device: torch.device, *, gather_dtype: str | None, trains_adapter: bool
 ) -> Precision:
     """Resolves `model.dtype` (auto: fp32) and `model.autocast` (auto: bf16 on CUDA, if parameters are fp32
     and the GPU has bf16). Adapters are always fp32. `gather_dtype` (`distributed.gather_dtype`) replaces

@@ -205,17 +205,12 @@ def pair_flops(
 
 
 def padded_flops(
-    shape: ModelShape,
-    longest: AnyIntArray,
-    num_sequences: AnyIntArray,
-    *,
-    scored_tokens: IntArray | None = None,
+    shape: ModelShape, longest: AnyIntArray, num_sequences: AnyIntArray, *, scored: IntArray | None = None
 ) -> float:
     """Returns the FLOPs of training n right-padded batches, all together. longest: [n] the longest sequence
-    of each. num_sequences, scored_tokens: [n]; without `scored_tokens` every position runs through the head.
-    """
+    of each. num_sequences, scored: [n]; scored None: every position runs through the head."""
     tokens = longest.astype(np.float64) * num_sequences
-    scored: Numbers = tokens if scored_tokens is None else scored_tokens
+    read: Numbers = tokens if scored is None else scored
     areas: list[FloatArray] = [num_sequences * causal_area(longest, kind.window) for kind in shape.attention]
-    forward = sequence_flops(shape, tokens, scored, areas, np.zeros(len(tokens)))
+    forward = sequence_flops(shape, tokens, read, areas, np.zeros(len(tokens)))
     return TRAINING_PASSES * float(forward.sum())

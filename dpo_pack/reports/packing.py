@@ -97,7 +97,7 @@ def _statistics(
         longest = np.array([sizes.tokens[row].max() // 2 for row in rows])
         scored = np.array([lengths.completion_tokens()[row].sum() for row in rows])
         num_sequences = np.array([2 * len(row) for row in rows])
-        flops = padded_flops(shape, longest, num_sequences, scored_tokens=scored) * scale
+        flops = padded_flops(shape, longest, num_sequences, scored=scored) * scale
         flops += float(towers[np.concatenate(rows)].sum()) * scale
     by_sharing = 0 if sizes.pads else unshared - computed
     padded, alone = [], lengths.row_tokens(pads=True)[plan.order]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,9 @@ def test_hybrid_shards_within_nodes(two: None, directory: Path, monkeypatch: pyt
 
 
 def test_the_dtype_of_gathered_shards_takes_the_place_of_autocast() -> None:
-    precision = resolve_precision("auto", "auto", torch.device("cuda"), gather_dtype="bfloat16")
+    precision = resolve_precision(
+        "auto", "auto", torch.device("cuda"), gather_dtype="bfloat16", trains_adapter=False
+    )
     assert (precision.parameters, precision.autocast) == (torch.float32, None)
     assert precision.gathered == precision.activations == torch.bfloat16
 
@@ -135,12 +138,10 @@ def test_the_dtype_of_gathered_shards_takes_the_place_of_autocast() -> None:
 def test_only_parameters_in_fp32_on_a_gpu_get_autocast_by_themselves(
     dtype: str, device: str, autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert resolve_precision(dtype, "auto", torch.device(device)).autocast == autocast
+    resolve = partial(resolve_precision, dtype, "auto", torch.device(device), gather_dtype=None)
+    assert resolve(trains_adapter=False).autocast == autocast
     # Adapters are fp32, and products in fp32 are slow on a GPU.
-    with_adapter = torch.bfloat16 if device == "cuda" else None
-    assert (
-        resolve_precision(dtype, "auto", torch.device(device), trains_adapter=True).autocast == with_adapter
-    )
+    assert resolve(trains_adapter=True).autocast == (torch.bfloat16 if device == "cuda" else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-    assert resolve_precision(dtype, "auto", torch.device(device)).autocast is None
+    assert resolve(trains_adapter=False).autocast is None

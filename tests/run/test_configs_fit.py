@@ -48,7 +48,9 @@ def test_the_run_of_a_recipe_fits_on_its_gpus(name: str) -> None:
         row_keys=2 * tokens,
         row_scored=tokens,  # the worst: everything is scored
         device=device,
-        precision=resolve_precision(recipe.model.dtype, recipe.model.autocast, device, gather_dtype=None),
+        precision=resolve_precision(
+            recipe.model.dtype, recipe.model.autocast, device, gather_dtype=None, trains_adapter=False
+        ),
         model=recipe.model,
         lora_rank=None if lora is None else lora.r,
         bits=bits_per_weight(quantization_settings("nf4").to_dict()) if recipe.model.quantize else None,
