@@ -95,7 +95,7 @@ class Endpoint:
         import httpx2
         from openai import DefaultHttpxClient, OpenAI
 
-        seconds = self.settings.timeout_seconds
+        settings, seconds = self.settings, self.settings.timeout_seconds
         # All headers of a request. Those that the package takes from variables OPENAI_* are not among them.
         key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         headers = {"Content-Type": "application/json", **key}
@@ -134,13 +134,10 @@ class Endpoint:
         http = Bounded(timeout=seconds)
         try:
             return OpenAI(
-                base_url=self.settings.url,
-                api_key="unused",
-                max_retries=self.settings.retries,
-                http_client=http,
+                base_url=settings.url, api_key="unused", max_retries=settings.retries, http_client=http
             )
         except httpx2.InvalidURL as error:
-            raise RunError(f"{self.recipe_key}.url: {error}; correct {self.settings.url}") from error
+            raise RunError(f"{self.recipe_key}.url: {error}; correct {settings.url}") from error
 
     def _quoted(self, text: str) -> str:
         """Returns the beginning of a server's text. The API key is replaced, also with backslashes in it."""

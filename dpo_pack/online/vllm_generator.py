@@ -16,12 +16,12 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from dpo_pack.data.store import TokenIds
 from dpo_pack.model.lora import plain_name
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.online.interface import Completion, Draw, Failure, SamplingSettings
@@ -55,9 +55,7 @@ class VllmEngine:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache, although it has no request")
 
-    def answer(
-        self, prompts: Sequence[npt.NDArray[np.int32]], options: Sequence[dict[str, Any]]
-    ) -> list[Any]:
+    def answer(self, prompts: Sequence[TokenIds], options: Sequence[dict[str, Any]]) -> list[Any]:
         """Returns vLLM's CompletionOutput for each prompt. options: arguments of SamplingParams."""
         from vllm import SamplingParams
 
@@ -215,12 +213,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def prove_agreement(
-    engine: VllmEngine,
-    scorer: CompletionLogps,
-    prompt: npt.NDArray[np.int32],
-    *,
-    max_new_tokens: int,
-    dtype: torch.dtype,
+    engine: VllmEngine, scorer: CompletionLogps, prompt: TokenIds, *, max_new_tokens: int, dtype: torch.dtype
 ) -> float:
     """Proves that vLLM computes the policy's log-probs: only this finds a tensor that vLLM did not load.
     Returns the mean difference in nats. Raises ModelError if rounding in `dtype`, that of activations, cannot

@@ -85,8 +85,8 @@ class PairLengths:
         """Returns each pair's tokens in a packed row, [P]. With `share_prompt`, common prefixes count once.
         pads: alone in a padded row, twice its longest sequence. sides: [P, (chosen, rejected)] whether the
         row has this sequence of the pair; default: it has both."""
-        chosen = self.chosen.astype(np.int64) + self.prompt
-        rejected = self.rejected.astype(np.int64) + self.prompt
+        chosen: IntArray = self.chosen.astype(np.int64) + self.prompt
+        rejected: IntArray = self.rejected.astype(np.int64) + self.prompt
         if sides is not None:
             chosen, rejected = chosen * sides[:, 0], rejected * sides[:, 1]
         tokens: IntArray = 2 * np.maximum(chosen, rejected) if pads else chosen + rejected
