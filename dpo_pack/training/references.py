@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,39 +29,14 @@ from dpo_pack.training.batches import GlobalBatch, PairRow, RowBuilder
 from dpo_pack.training.metrics import rounding
 
 
-class Reference(Protocol):
-    """What the training loop and the evaluation need of a reference, whatever its kind."""
-
-    @property
-    def moving(self) -> CompletionLogps | None:
-        """The reference model, for checkpoints, if its weights follow the policy; None if they do not."""
-
-    @property
-    def exact(self) -> Reference | None:
-        """The reference of an evaluation in fp32, if the run computes in less and can do it; else None."""
-
-    def known(self, table: PairTable) -> FloatArray | None:
-        """Returns [P, (chosen, rejected)] sums of held-out or online pairs, in nats; None: `score` adds them,
-        or none are needed. (The builder of offline training rows has them from the beginning.)"""
-
-    def score(self, row: PairRow) -> PairRow:
-        """Returns the row with the reference's log-probs in it."""
-
-    def score_batch(self, batch: GlobalBatch) -> GlobalBatch:
-        """Returns the batch with the reference's log-probs in all rows. Every rank must call this method."""
-
-    def follow(self, policy: CompletionLogps, *, step: int) -> None:
-        """Updates the reference's weights with the policy's weights, if an update is due after `step`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedReference:
-    """A reference whose log-probs the run has before its first step."""
+    """A reference whose log-probs the run has before its first step; with the methods of LiveReference."""
 
     # The log-probs of a table's pairs; raises CacheError if one is missing. None: no loss needs them.
     lookup: Callable[[PairTable], FloatArray] | None
     moving: None = None
-    exact: Reference | None = None
+    exact: Reference | None = None  # the reference of an evaluation in fp32, if the run computes in less
 
     def known(self, table: PairTable) -> FloatArray | None:
         return None if self.lookup is None else self.lookup(table)
@@ -89,6 +63,7 @@ class LiveReference:
 
     @property
     def moving(self) -> CompletionLogps | None:
+        """The model, for checkpoints, if its weights follow the policy; None if they do not."""
         return None if self.follow_every is None else self.model.scorer
 
     @property
@@ -96,16 +71,20 @@ class LiveReference:
         scorer = self.model.scorer
         return None if scorer.compute_dtype == torch.float32 or is_sharded(scorer.model) else self
 
-    def known(self, table: PairTable) -> None:
+    def known(self, table: PairTable) -> FloatArray | None:
+        """Returns [P, (chosen, rejected)] sums of held-out or online pairs, in nats; None: `score` adds them,
+        or none are needed. (The builder of offline training rows has them from the beginning.)"""
         return None
 
     @torch.no_grad()
     def score(self, row: PairRow) -> PairRow:
+        """Returns the row with the reference's log-probs in it."""
         with self.model.as_reference():
             return replace(row, reference=self.model.scorer(row.row).sums.view(-1, 2))
 
     @torch.no_grad()
     def score_batch(self, batch: GlobalBatch) -> GlobalBatch:
+        """Returns the batch with the reference's log-probs in all rows. Every rank must call this method."""
         if self.is_offloaded:
             self.model.scorer.to(self.device)
         rows = [self.score(row) for row in batch.rows]
@@ -118,11 +97,15 @@ class LiveReference:
 
     @torch.no_grad()
     def follow(self, policy: CompletionLogps, *, step: int) -> None:
+        """Updates the reference's weights with the policy's, if an update is due after `step`."""
         if self.follow_every is None or step % self.follow_every:
             return
         weights = dict(self.model.scorer.model.named_parameters())
         for name, weight in merged_weights(policy):
             weights[name].lerp_(weight.to(weights[name].dtype), self.mixup)
+
+
+Reference = CachedReference | LiveReference
 
 
 def merged_weights(policy: CompletionLogps) -> Iterator[tuple[str, Tensor]]:
