@@ -295,9 +295,9 @@ def _refuse_to_replace(recipe: Recipe, *, is_ours: bool, overwrite: bool) -> Non
         what = f"{info} cannot be read, so it is unknown which run is there; repair it"
         ways_out = "name one of its checkpoints with checkpoint.resume, or start again with --overwrite"
         raise RunError(f"output_dir: {what}, use another output_dir, {ways_out}")
-    for path in () if info.exists() else written:
-        is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    for file in () if info.exists() else written:
+        is_empty = not file.exists() or (file.is_dir() and not any(file.iterdir()))
         # A process that is killed right after its start leaves its recipe alone, without run.json.
-        if not is_empty and not (path.name == RECIPE_FILE and text_of(path) == dump_recipe(recipe)):
-            what = f"this run would replace {path}, and there is no {INFO_FILE} to show that a run wrote it"
+        if not is_empty and not (file.name == RECIPE_FILE and text_of(file) == dump_recipe(recipe)):
+            what = f"this run would replace {file}, and there is no {INFO_FILE} to show that a run wrote it"
             raise RunError(f"output_dir: {what}; move it away, or use another output_dir")
