@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from dpo_pack.reports import packing, pair_views, run_files, tables
+from dpo_pack.reports import pair_views, run_files, tables
 from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.process import printable
 
@@ -26,6 +26,8 @@ _ENVIRONMENT = Environment(
 
 def packing_page(report: dict[str, Any]) -> str:
     """Returns the page that `inspect-packing --html` writes."""
+    from dpo_pack.reports import packing  # imports torch
+
     return render_page("packing.html.jinja", report=report, text=packing)
 
 
