@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, RowField, SourceRecipe, as_sources, source_names
+from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, RowField, SourceRecipe, as_eval, as_sources, source_names
 from dpo_pack.recipe.peers.peer_tables import PEERS, our_words, read_table, rows_of
 from dpo_pack.recipe.schema import EvalFraction, Recipe
 from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml
@@ -124,7 +124,8 @@ def _without_shorthands(tree: Tree) -> Tree:
     full = {name: dict(part) if isinstance(part, dict) else part for name, part in full.items()}
     if isinstance(data := full["data"], dict):
         for part in data.keys() & {"train", "eval"}:
-            data[part] = [] if part == "eval" and data[part] is None else as_sources(data[part])
+            value = [] if part == "eval" and data[part] is None else data[part]
+            data[part] = as_eval(value) if part == "eval" else as_sources(value)
     return full
 
 
