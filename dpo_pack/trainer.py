@@ -2,7 +2,7 @@
 
     train -> find_run               finds an earlier run in `output_dir`, which goes on
           -> prepare_run            data, plan, model, proof, reference, checkpoint (run/inputs.py)
-          -> begin_output           writes the first files
+          -> write_first_files      what describes the run
           -> run_steps -> take_steps -> train_step                computes the gradient, clips it, updates
                                          -> accumulate_gradients  one forward and one backward for each row
                                      -> close_step                evaluates and saves, if these are due
@@ -71,7 +71,7 @@ from dpo_pack.run.samples import Sampler
 from dpo_pack.run.state import ends_run
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, keep_log, shown
-from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
+from dpo_pack.system.errors import DpoPackError, RunError, first_line
 from dpo_pack.system.files import write_json_atomically
 from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
@@ -118,7 +118,7 @@ def train(
                 job = trainer.finish()
         except BaseException as error:
             status = "interrupted" if isinstance(error, Interrupted) else "failed"
-            with contextlib.suppress(CacheError):  # the user must see the error that ended the run
+            with contextlib.suppress(Exception):  # the user must see the error that ended the run
                 if run.info.get("status") != "finished":  # else only the terminal or the page failed
                     run.update(status=status, totals=trainer.log.totals())
             raise
@@ -375,7 +375,9 @@ class Trainer:
             **({} if best is None else {"best": best, "stopped_early": ends_run(criterion, state.standing)}),
             "warnings": list(state.health.warned),
             "verified": False,
-            "not_verified": "export.verify: none" if verify == "none" else "the process ended before that",
+            "not_verified": "export.verify: none"
+            if verify == "none"
+            else "the process ended before its files were compared",
         }
         ranks.every_rank_does(lambda: run.update(**facts))
         return saved

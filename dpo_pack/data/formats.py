@@ -201,7 +201,8 @@ def ranked(row: Row) -> Answers:
         raise BadRow("too_few_answers", f"answers has {len(answers)} entries, but a pair needs two")
     ranks = [_as_float(_value(answer, "rank")) for answer in answers]
     if not all(map(math.isfinite, ranks)):
-        raise BadRow("wrong_type", "a rank of answers is not a number")
+        wrong = next(answer["rank"] for answer in answers if not math.isfinite(_as_float(answer["rank"])))
+        raise BadRow("wrong_type", f"rank is {str(wrong)[:40]!r}, not a number")
     if min(ranks) == max(ranks):
         raise BadRow("tie", "all answers have the same rank")
     best, worst = (answers[ranks.index(rank)] for rank in (min(ranks), max(ranks)))

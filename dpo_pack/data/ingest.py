@@ -335,8 +335,9 @@ class Ingestion:
     # ---- Rows that stop a run, and what mends them
 
     def check(self, *, is_end: bool = True) -> None:
-        """Raises DataError if the source has changed, bad rows stop the run or, at its end, none is kept."""
-        self.located.check_unchanged()
+        """Raises DataError if bad rows stop the run or, at its end, none is kept or the source changed."""
+        if is_end:
+            self.located.check_unchanged()
         if self.num_rows == 0:
             raise DataError(f"{self.located.label} has no rows; correct or remove {self.located.key}")
         which = "" if is_end and self.num_rows != self.max_rows else "the first "

@@ -107,7 +107,7 @@ def parse_recipe(
     try:
         return Recipe.model_validate(tree, context=context)
     except ValidationError:
-        removed = _drop_removed(tree)
+        removed = _drop_removed(tree)  # the schema refuses all that it finds
     if removed and not lenient:
         _refuse(removed)
     try:
@@ -251,7 +251,8 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     # The weights of an adapter are always fp32, whatever the type of its base model.
     if recipe.optim.name != "adamw" and not trains_adapter:
-        yield "optim.name", f"{recipe.optim.name} has no fp32 master weights; set adamw, or dtype: float32"
+        what = f"{recipe.optim.name} keeps no fp32 master weights for bfloat16 parameters"
+        yield "optim.name", f"{what}; set optim.name: adamw or model.dtype: float32"
     # In bfloat16, a mix of two models, or base plus adapter, may round to the old reference. A copy is exact.
     if recipe.reference.sync is not None and (recipe.reference.sync.mixup < 1.0 or trains_adapter):
         remedy = "set model.dtype: float32, or mixup: 1 without an adapter"

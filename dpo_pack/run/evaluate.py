@@ -277,10 +277,11 @@ def evaluate_run(inputs: Inputs, sampler: Sampler, interruption: Interruption) -
         ranks.only_first_does(lambda: write_held_out_pairs(results, log.run.held_out, step=state.step))
     with interruption.ending_at_once():  # a signal ends it at once; a resumed run repeats it
         win_rates = [] if inputs.win_rate is None else list(inputs.win_rate.evaluate())
-        sampler.write(state.step)
     for name, result in win_rates:
         evaluation[name] = result
         log.write_evaluation(name, result, win_rate_sentence(result))
+    with interruption.ending_at_once():
+        sampler.write(state.step)
     state.evaluation, state.owes_evaluation = evaluation, False
     if inputs.criterion is not None:
         state.standing = judge(state.standing, inputs.criterion, evaluation, step=state.step)

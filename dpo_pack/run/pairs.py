@@ -98,7 +98,7 @@ def exact_tables(setup: Setup) -> dict[str, PairTable] | None:
     else None. It returns the same pairs every time."""
     recipe, held_out = setup.recipe, setup.data.eval
     is_exact = setup.policy_facts.precision.activations.itemsize >= 4
-    if is_exact or setup.strategy.shards or recipe.train.eval_precision == "training":
+    if is_exact or not held_out or setup.strategy.shards or recipe.train.eval_precision == "training":
         return None
     if recipe.train.eval_precision == "float32":
         return dict(held_out)

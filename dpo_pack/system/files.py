@@ -69,7 +69,8 @@ def path_aside(path: Path) -> Path:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Syncs a file or directory and renames it to `path`, or copies it where renames are refused."""
+    """Syncs a file or directory and renames it to `path`, or copies it where renames are refused; replaces an
+    old `path`. Raises OSError."""
     if path.is_dir() and not temporary.is_dir():  # else the directory would be taken for an old file
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     for part in (*temporary.rglob("*"), temporary):
@@ -187,7 +188,8 @@ def leaves(tree: Mapping[str, Any], *, separator: str) -> Iterator[tuple[str, An
 
 @contextlib.contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Holds a lock on a file in this block. Raises RunError, with `what`, if another process holds it."""
+    """Holds a lock on a file in this block, and removes it. Raises RunError, with `what`, if another process
+    holds it. Where the file system has no locks, it says so."""
     has_parent = path.parent.exists()
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -86,7 +86,7 @@ def first_host(node_list: str) -> str:
     """Returns the first host of SLURM's compressed list: gpu003 for `gpu[003-006,010],big1`."""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", node_list)
     if first is None:
-        raise RecipeError(f"{KEY}: SLURM's list of nodes is '{node_list}'; set MASTER_ADDR to rank 0's host")
+        raise RecipeError(f"{KEY}: cannot read SLURM's nodes '{node_list}'; set MASTER_ADDR to rank 0's host")
     return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", first[0])
 
 

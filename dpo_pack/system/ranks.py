@@ -105,7 +105,7 @@ def first_does_for_all(work: Callable[[], Value]) -> Value:
 
 def of_node(work: Callable[[], Value]) -> Value:
     """Runs `work` on rank 0, then on the first rank of each other node; returns its value on every rank.
-    Nobody may write to large arrays in it."""
+    Nobody may write to large arrays in it, which ranks of a node share. Raises DpoPackError on all ranks."""
     return work() if num_ranks() == 1 else _on_nodes(work)
 
 
@@ -162,7 +162,7 @@ def only_first_does(work: Callable[[], Value]) -> Value | None:
 
 def share_out(items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Value]]) -> list[Value]:
     """Splits `items` over ranks; returns `work`'s values, one for each item, in their order, on every rank.
-    All ranks raise the DpoPackError of one."""
+    All ranks raise the DpoPackError of one. A rank without items does not call `work`."""
     own = items[rank() :: num_ranks()]
     results: list[Any] = [None] * len(items)
     for other, values in enumerate(every_rank_does(lambda: list(work(own)) if own else [])):
@@ -177,7 +177,8 @@ def wait_for_all() -> None:
 
 @contextlib.contextmanager
 def first_goes_first() -> Iterator[None]:
-    """Rank 0 runs the block first; then the others run it, or raise rank 0's error, as a DpoPackError."""
+    """Rank 0 runs the block first; then the others run it, or raise rank 0's error, as a DpoPackError.
+    Rank 0's own, if it is another one, gets `on_all_ranks`."""
     if not is_first() and (failure := first_says(None)) is not None:
         raise failure
     outcome: DpoPackError | None = None

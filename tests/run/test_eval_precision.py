@@ -57,6 +57,12 @@ def test_a_run_in_bfloat16_evaluates_some_pairs_in_float32_or_all_or_none(
         assert results["heldout"].record[name] == pytest.approx(exact[name], abs=1e-6)
 
 
+def test_a_run_in_bfloat16_may_have_no_held_out_pairs(assets: Path, tmp_path: Path) -> None:
+    overrides = (f"output_dir={tmp_path}", "model.autocast=bfloat16", "data.eval=[]", "train.max_steps=1")
+    train(load_recipe(assets / "recipe.yaml", overrides), QUIET)
+    assert timeless(tmp_path, "eval") == []
+
+
 def test_auto_evaluates_as_many_pairs_in_float32_as_add_a_tenth_to_the_run(
     assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
