@@ -83,9 +83,8 @@ def plan_epoch(
 ) -> PackingPlan:
     """Makes the plan of an epoch: every entry of `order`, [E] from `epoch_order`, is in one step and one row.
     row_tokens: [P] from `PairLengths.row_tokens`. row_costs: [P] positive, from `pair_flops`; default:
-    `row_tokens`. equal_rows: ranks have as many rows each. A resumed run may have another number of
-    ranks: neither the pairs of a step nor `fingerprint`, a hash of all that decides steps and rows, depends on
-    it."""
+    `row_tokens`. equal_rows: ranks have as many rows each. A resumed run may have other ranks: neither a
+    step's pairs nor `fingerprint`, a hash of all that decides steps and rows, depends on their number."""
     assert min(token_budget, pairs_per_step, num_ranks) >= 1
     tokens = np.ascontiguousarray(row_tokens, dtype=np.int64)
     costs = np.ascontiguousarray(tokens if row_costs is None else row_costs, dtype=np.float64)
