@@ -212,8 +212,9 @@ def distance_of_row(
     are small enough). A mixture of experts leaves out the worst sequence. In fp32, rounding is measured only
     above `FLOAT32_BOUND`."""
     tokens = torch.tensor([len(ids) for group in groups for ids in group.completions], device=device)  # [S]
+    in_row = pair_sums(scorer, groups, device).flatten()  # first: its errors about images say what to do
     alone = _logps_alone(scorer, groups, device)
-    errors = (pair_sums(scorer, groups, device).flatten() - alone).abs()
+    errors = (in_row - alone).abs()
     by_token = (errors / tokens).sort().values
     if routes_tokens(scorer.model.config):
         by_token = by_token[:-1]
