@@ -101,8 +101,18 @@ def apply_chat_template(pair: Pair, completions: Sequence[Any], tokenizer: Token
     end = {"continue_final_message": True} if goes_on else {"add_generation_prompt": True}
     wholes = [_joined(prompt, part) if goes_on and part else prompt + part for part in completions]
     render: Any = tokenizer.apply_chat_template
-    with rendering():
-        return render(prompt, **end, **options), *(render(messages, **options) for messages in wholes)
+    try:
+        with rendering():
+            return render(prompt, **end, **options), *(render(messages, **options) for messages in wholes)
+    except BadRow as bad:
+        messages = [message for part in (prompt, *completions) for message in part]
+        if "content" not in bad.detail or all(m.get("content") is not None for m in messages):
+            raise
+        detail = (
+            f"{bad.detail}: null does not reach the template, because transformers drops keys that are null; "
+            "a template that tests `message.content`, not `message.content is not none`, can render the row"
+        )
+        raise BadRow(bad.reason, detail) from bad
 
 
 def _joined(prompt: list[Message], completion: list[Message]) -> list[Message]:

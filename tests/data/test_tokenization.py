@@ -210,6 +210,26 @@ def test_a_row_that_cannot_be_tokenised_is_dropped_with_its_reason_and_the_other
     assert batch.pairs.records["row_number"].tolist() == ([1, 3] if reason else [1, 2, 3])
 
 
+def test_a_template_that_tests_for_null_content_is_told_why_it_fails() -> None:
+    tokenizer = tiny_tokenizer(chat_template=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+    }
+    ((_, bad),) = tokenize([{**CHAT_ROWS[0], "chosen": [call]}], "conversational", tokenizer).dropped
+    assert bad.reason == "template_error" and "null does not reach the template" in bad.detail
+
+
+def test_a_template_that_never_ends_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpo_pack.data.tokenizer._TEMPLATE_SECONDS", 0.1)
+    tokenizer = tiny_tokenizer(chat_template=True)
+    tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ModelError, match="the chat template does not end within"):
+        tokenize([CHAT_ROWS[0]], "conversational", tokenizer)
+
+
 def test_a_tokenizer_must_have_what_the_format_needs() -> None:
     with pytest.raises(ModelError, match="no chat template.*tokenizer.chat_template"):
         check_tokenizer(tokenization_settings("conversational", TOKENIZER), "pairs.jsonl")
