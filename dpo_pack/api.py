@@ -7,7 +7,8 @@ arguments set keys, as KEY=VALUE does on the command line. Where a function take
 Errors that the user can mend are DpoPackErrors with a message of one line.
 
 Functions print what the commands print, unless they are `quiet`, which is the default of `show` and
-`inspect_packing`. What they return is what the commands write as JSON. They run in this process, on one
+`inspect_packing`. What they return is what the commands write as JSON; `train` returns a Run,
+`show` a ShownRecipe. They run in this process, on one
 device; under torchrun or accelerate launch each process uses its own. If the recipe needs several processes
 and `dpopack` gives a `command`, each process runs the command.
 """

@@ -14,12 +14,12 @@ The pairs come from data, and a plan says which are in which step (*offline*), o
 policy generates and judges compare (*online*, online/phases.py). The proof shows, on made-up pairs, that rows
 with several sequences give the log-probs of each sequence alone on this model and machine (proofs/).
 
-A step trains on one global batch: a fixed number of preference pairs. They are packed into rows of up to
-`packing.token_budget` tokens, which the ranks divide among them. A row has no padding: its sequences lie one
-behind the other, and each token has the number of its sequence, its *segment*. transformers calls our
-attention in place of its own (model/attention/), which lets a token see earlier tokens of its own segment
-only, and of the prompt that the segments of a pair share. The loss is the exact mean over the step's pairs,
-for any number of rows and ranks:
+A step trains on one global batch of `packing.pairs_per_step` preference pairs; the last one of an epoch may
+have fewer. They are packed into rows of up to `packing.token_budget` tokens, which the ranks divide among
+them. Unless `packing.mode` is padded, a row has no padding: its sequences lie one behind the other, and each
+token has the number of its sequence, its *segment*. transformers calls our attention in place of its own
+(model/attention/), which lets a token see earlier tokens of its own segment only, and of the prompt that the
+segments of a pair share. The loss is the exact mean over the step's pairs, for any number of rows and ranks:
 
     loss = sum over the step's pairs of weight * l(pair) / number of pairs
 
@@ -42,8 +42,9 @@ still have rows.
 
 A run can resume after any step that has a checkpoint: `prepare_run` takes the newest undamaged one and fills
 the state from it, and what an earlier process wrote after it is removed before the first step. A stop signal
-(Ctrl-C, SIGTERM) acts at the next `poll`, which all ranks reach together; a second one acts at once, and
-nothing is saved. Legend: P pairs of a row.
+(Ctrl-C, SIGTERM) acts at once while a run is prepared. From the first step on it acts at the next `poll`,
+which all ranks reach together, or at once where nothing can be lost (`ending_at_once`). A second one acts at
+once everywhere, and nothing is saved. Legend: P pairs of a row.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def train(
             status = "interrupted" if isinstance(error, Interrupted) else "failed"
             with contextlib.suppress(Exception):  # the user must see the error that ended the run
                 if run.info.get("status") != "finished":  # else only the terminal or the page failed
-                    run.update(status=status, totals=trainer.log.totals())
+                    run.update(status=status)
+                    run.update(totals=trainer.log.totals())
             raise
         # The run is finished and stays so, whatever follows. A model that is not what was trained ends the
         # command before the upload. The ranks that do not verify wait in `push_model`, or end.
@@ -276,9 +278,10 @@ class Trainer:
         return StepOutcome(values=values, grad_norm=grad_norm, learning_rate=learning_rate)
 
     def accumulate_gradients(self, batch: GlobalBatch) -> Tensor:
-        """Runs one forward and one backward pass for each row, which add the step's gradient to `.grad`. The
-        ranks exchange gradients in the last pass only. Returns the values of this rank's pairs, of which
-        metrics are averages (training/metrics.py)."""
+        """Runs one forward and one backward pass for each row, which add the step's gradient to `.grad`.
+        Copies (DDP) exchange gradients in the last pass only, shards (FSDP2) in each, unless
+        `distributed.accumulate_unsharded` is set. Returns the values of this rank's pairs, of which metrics
+        are averages (training/metrics.py)."""
         values: list[Tensor] = []
         passes = batch.passes
         for number, row in enumerate(passes, start=1):

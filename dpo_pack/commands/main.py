@@ -118,7 +118,8 @@ def main() -> None:
 
 
 def _is_first() -> bool:
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    place = placement(os.environ)
+    return place is None or place.rank == 0
 
 
 def _load(file: Path, overrides: list[str] | None, *, lenient: bool = False) -> Recipe:
@@ -184,7 +185,7 @@ def train(
     and writes the model to output_dir/model. Run the same command again to resume an interrupted run.
     """
     loaded = _load(recipe, overrides)
-    if _is_first():
+    if placement(os.environ) is None:  # a rank's parent has said it
         say(f"dpo-pack {dpo_pack.__version__} starts: its imports take some seconds")
     api.train(loaded, overwrite=overwrite, verbose=verbose, command=_own_command())
 
@@ -226,7 +227,7 @@ def inspect_packing(
     )
     from dpo_pack.reports.pages import packing_page
 
-    _write(json_file, _json(report), html_file, packing_page(report))
+    _write(json_file, _json(report), html_file, packing_page(report) if html_file else "")
 
 
 @app.command()

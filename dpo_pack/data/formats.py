@@ -65,7 +65,7 @@ class Format:
 
 @dataclass(eq=False)
 class BadRow(Exception):
-    """A row cannot become a pair or prompt. All arguments must be positional, for pickle."""
+    """A row cannot become a pair or prompt. Give all arguments by position: pickle loses others."""
 
     reason: str  # a snake_case word, by which reports count rows
     detail: str  # a clause, which messages quote

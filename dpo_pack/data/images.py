@@ -135,7 +135,8 @@ class ImageReader:
     max_pixels: int | None
 
     def of_pair(self, pair: Pair, given: Sequence[Any]) -> tuple[Pair, tuple[ReadImage, ...]]:
-        """Returns the pair with parts {type: image}, and all images; `given`: those beside the messages."""
+        """Returns the pair with parts {type: image}, and the images in order; `given`: those beside the
+        messages. Raises BadRow."""
         for completion in (pair.chosen, pair.rejected):
             if any(_holds_image(part) for message in completion for part in _parts(message)):
                 raise BadRow("media", "a completion has images, video or audio; only prompts may")
@@ -143,7 +144,8 @@ class ImageReader:
         return replace(pair, prompt=prompt), tuple(map(self.read, images))
 
     def expanded(self, texts: Sequence[str], images: Sequence[ReadImage]) -> tuple[str, ...]:
-        """Returns the rendered texts with what stands for the images in place of their placeholders."""
+        """Returns the rendered texts with what stands for the images in place of their placeholders. Raises
+        BadRow if their numbers differ."""
         sizes, token = [(image.width, image.height) for image in images], self.processor.token
         counts = [text.count(token) for text in texts]
         if counts[0] != len(images):

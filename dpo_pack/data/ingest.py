@@ -11,6 +11,7 @@ and to tokenise those of missing ranges.
 import hashlib
 import os
 import pickle
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -258,8 +259,8 @@ class Ingestion:
     def batches(
         self, rows: Iterator[NumberedRow], part: "Ingestion | None" = None
     ) -> Iterator[TokenizedBatch]:
-        """Yields rows of `start` as tokens, no more than the missing pairs, and counts them here; of a range
-        also in `part`. Raises DataError, see `check`; of a range not at its end."""
+        """Yields rows of `start` as tokens, no more than the missing pairs, and counts them here, those of a
+        range in `part`, too. Raises DataError if rows stop the run, without `part` as `check` at the end."""
         origin = Origin(self.located.key, self.settings)
         most_pairs = self.source.max_pairs and self.source.max_pairs - self.num_kept
         rows = islice(rows, self.max_rows)
@@ -386,13 +387,18 @@ class Ingestion:
             bad.reason == "missing_column" and not self._is_in_most_rows(bad.reason)
         ):
             return ""
-        template = "name another template in tokenizer.chat_template"
-        return _REMEDIES.get(bad.reason, "").replace("KEY", self.located.key).replace("TEMPLATE", template)
+        if bad.reason == "wrong_type" and not bad.detail.startswith(
+            ("prompt is", "chosen is", "rejected is")
+        ):
+            return ""
+        names = {"KEY": self.located.key, "PROMPT": self.source.columns.get("prompt") or "prompt"}
+        names["TEMPLATE"] = "name another template in tokenizer.chat_template"
+        return re.sub("KEY|PROMPT|TEMPLATE", lambda word: names[word[0]], _REMEDIES.get(bad.reason, ""))
 
 
 _OTHER_COLUMNS = (
-    "mend the rows, or set KEY.columns: {messages: prompt} if it is a list and the answers are texts, "
-    "{instruction: prompt} if it is a question and the answers are lists, {prompt: prompt.messages} if it is "
+    "mend the rows, or set KEY.columns: {messages: PROMPT} if PROMPT is a list and the answers are texts, "
+    "{instruction: PROMPT} if it is a question and the answers are lists, {prompt: PROMPT.messages} if it is "
     "an object with messages"
 )
 _REMEDIES = {

@@ -39,8 +39,7 @@ from dpo_pack.data.store import (
 )
 from dpo_pack.data.tokenization import BEGINNINGS, TOKENIZATION_VERSION, Prompt, tokenizer_fingerprint
 from dpo_pack.data.tokenizer import Tokenizer
-from dpo_pack.recipe.data import DATA_FILE_SUFFIXES
-from dpo_pack.recipe.load import source_names
+from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
 

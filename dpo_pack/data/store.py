@@ -119,6 +119,7 @@ class TokenStore:
 
     @staticmethod
     def of_ranges(ranges: Iterable["TokenStore"], summary: Mapping[str, Any], **more: Any) -> "TokenStore":
+        """Joins stores, which become the `ranges` of one; `more`: its other fields."""
         empty = np.zeros(0, dtype=RECORD_DTYPE)
         return TokenStore(tokens=NO_TOKENS, records=empty, summary=summary, ranges=tuple(ranges), **more)
 

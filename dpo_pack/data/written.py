@@ -119,7 +119,7 @@ CHANGES: dict[str, Callable[[Message], Message]] = {
 def suited(pair: Pair, tokenizer: Tokenizer) -> Suited:
     """Returns the pair with the CHANGES with which the chat template writes more of it; mostly none."""
     of_shape = dict(pair.template_options)
-    if tools := of_shape.get("tools"):
+    if isinstance(tools := of_shape.get("tools"), list) and tools:
         has_function = isinstance(tools[0], dict) and "function" in tools[0]
         of_shape["tools"] = [{"type": "function", "function": _TOOL} if has_function else _TOOL]
     options = json.dumps(of_shape, default=str)

@@ -12,7 +12,13 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dpo_pack.model.attention import ATTENTION_NAME, BACKENDS, BackendChoice, select_backend
+from dpo_pack.model.attention import (
+    ATTENTION_NAME,
+    BACKENDS,
+    BackendChoice,
+    register_attention,
+    select_backend,
+)
 from dpo_pack.model.config import (
     attention_needs,
     check_packs,
@@ -90,6 +96,7 @@ def _load(
     config, settings, precision = copy.deepcopy(facts.config), facts.settings, facts.precision
     if facts.is_packed:
         check_packs(config)
+        register_attention()
         needs, dtype = attention_needs(config), precision.activations
         choice = select_backend(settings.attention, needs, device=device, dtype=dtype)
     else:  # the name is part of the key of cached log-probs

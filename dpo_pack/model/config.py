@@ -142,8 +142,8 @@ def rotary_kinds(config: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def known_positions(config: PretrainedConfig) -> int | None:
-    """Returns how many positions a model computes exactly; None if its config does not say. Where rotary
-    frequencies change with a batch's longest position, these end at the original maximum, if it has one."""
+    """Returns how many positions a model computes exactly; None if its config does not say. If its rotary
+    frequencies change with a batch's longest position, that is the original maximum, if it has one."""
     values = config.get_text_config().to_dict()
     names = ("max_position_embeddings", "n_positions", "max_seq_len")  # the last two: GPT-2, MPT
     known = next((values[name] for name in names if values.get(name) is not None), None)

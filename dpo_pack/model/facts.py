@@ -234,7 +234,8 @@ def router_sentence(facts: ModelFacts) -> str:
     source = "the model config's own" if given is None else "loss.router_aux_coef"
     if balance is None:
         own = _own_coefficient(facts.config) if given is None else given
-        reason = f"transformers' {facts.config.model_type} models have none" if own else f"0 is {source}"
+        zero = "the model's config has no coefficient" if given is None else "loss.router_aux_coef: 0"
+        reason = f"transformers' {facts.config.model_type} models have none" if own else zero
         return f"Router: no load-balancing loss ({reason})"
     return (
         f"Router: load-balancing loss x {balance.coefficient:g} ({source}), "

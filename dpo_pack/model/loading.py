@@ -159,7 +159,7 @@ def quiet_transformers() -> Iterator[list[str]]:
             if package := re.search(r"/(peft|transformers)/", each.filename):
                 said.append(f"{package[1]}: {each.message}")
             else:
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+                warnings.showwarning(each.message, each.category, each.filename, each.lineno)
         for text in dict.fromkeys(" ".join(text.split()) for text in said):
             # We check ourselves what the report and the warning about tied weights say.
             if not re.search("LOAD REPORT|tie_word_embeddings", text):

@@ -31,13 +31,11 @@ class HeadTransform:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedStatistics:
-    """Which statistics of each token's logits the head computes beside its log-prob; others are NaN. Each of
-    the two reads all logits once more."""
+    """Which of a token's four statistics the head computes beside its log-prob; the others are NaN. Each of
+    the two fields costs one more read of all logits."""
 
-    # The first three: entropy in nats, 1.0 where the target has the largest logit, mean over the vocabulary.
-    metrics: bool = True
-    # The fourth: log sum_v p(v)^2, nats, the log of the expected probability of a sampled token.
-    squares: bool = False
+    metrics: bool = True  # 0-2: entropy (nats), 1.0 if the target has the largest logit, mean logit
+    squares: bool = False  # 3: log sum_v p(v)^2 (nats), the log of a sampled token's expected probability
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,7 @@ class HeadBounds:
 
     chunk_tokens: int  # tokens of one chunk
     chunk_bytes: int  # size of a chunk's two [C, V] buffers; but a chunk has at least one token
-    kept_bytes: int  # size of the softmax weights that are kept for the backward pass
+    kept_bytes: int  # size of the [C, V] tensors of chunks that are kept for the backward pass
 
 
 # Each chunk reads the head's whole weight, and in the backward pass reads and writes its gradient. If a chunk
@@ -75,11 +73,11 @@ def token_logps(
     wanted: WantedStatistics,
     passes: HeadPasses,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the log-prob of each target under the head's softmax: hidden [N, D], weight [V, D], bias [V],
-    targets [N] int64 -> [N] fp32 log-probs, differentiable, and [N, 4] fp32 statistics, see
+    """Computes the log-prob of each target under the head's softmax: hidden [N, D], weight [V, D], bias [V]
+    or None, targets [N] int64 -> [N] fp32 log-probs, differentiable, and [N, 4] fp32 statistics, see
     `WantedStatistics`. Matrix products are in `compute_dtype` (autocast has no effect in an autograd
     Function's backward), the log-softmax in fp32 or float64. The backward pass computes a chunk's logits
-    again, unless its softmax was kept or the head is frozen."""
+    again, unless their part of the gradient was kept or the head is frozen."""
     vocabulary_bytes = weight.shape[0] * max(4, weight.element_size())
     # Compiled passes have two buffers in the products' dtype, and none in fp32.
     buffer_bytes = weight.shape[0] * compute_dtype.itemsize if passes.are_compiled else vocabulary_bytes

@@ -65,7 +65,7 @@ ALONE = Strategy(name="none", reason="one process")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedPolicy:
-    """The policy that all ranks train. Every forward that needs gradients must be its own."""
+    """The policy that all ranks train. Every pass that needs gradients must call its `forward`."""
 
     forward: Callable[[Row], RowLogps]
     # Makes a context in which each rank adds up its own gradients, and ranks do not exchange them.
@@ -279,8 +279,9 @@ def _check_same_tensors(model: nn.Module) -> None:
         parameter.requires_grad_(is_trained)
     buffers = [buffer for _, buffer in model.named_buffers(remove_duplicate=False)]
     sizes = ranks.first_says([(buffer.shape, buffer.dtype) for buffer in buffers])
-    for buffer, (shape, dtype) in zip(buffers, sizes, strict=True):  # can depend on the weights' files
-        buffer.data = buffer if ranks.is_first() else buffer.new_empty(shape, dtype=dtype)
+    if not ranks.is_first():
+        for buffer, (shape, dtype) in zip(buffers, sizes, strict=True):  # can depend on the weights' files
+            buffer.data = buffer.new_empty(shape, dtype=dtype)
 
 
 @torch.no_grad()

@@ -58,8 +58,9 @@ def next_fit(row_tokens: IntArray, token_budget: int) -> list[IntArray]:
 def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[IntArray]:
     """Cuts pairs into right-padded batches that together compute the fewest tokens; O(n x pairs in a row).
 
-    padded_tokens: [n], from `PairLengths.row_tokens`. A row of k pairs costs k x the largest of their values,
-    plus ROW_OVERHEAD_TOKENS. Some best solution cuts the list of pairs, sorted by length, into pieces."""
+    padded_tokens: [n], from `PairLengths.row_tokens(pads=True)`. A row of k pairs costs k x the largest of
+    their values, plus ROW_OVERHEAD_TOKENS. Some best solution cuts the list of pairs, sorted by length, into
+    pieces."""
     order = np.argsort(-padded_tokens, kind="stable")
     tokens = padded_tokens[order]
     num_pairs = len(order)
@@ -95,10 +96,11 @@ def pack_sequences_longest_first(row_tokens: IntArray, token_budget: int) -> lis
 
 
 def split_over_ranks(costs: FloatArray, num_ranks: int, *, equal_counts: bool = False) -> list[IntArray]:
-    """Assigns n items or rows to ranks; returns the positions in [n] of each rank's, ascending. Each item,
-    costliest first, goes to the rank with the least cost so far (longest processing time, Graham 1969). Then
-    items move or swap between the slowest rank and another, until the slowest costs at most BALANCE_TOLERANCE
-    x the mean or nothing helps. If n >= R each has one; `equal_counts`: n / R each, rounded up or down."""
+    """Assigns n items or rows of `costs` [n] to ranks; returns the positions in [n] of each rank's,
+    ascending. Each item, costliest first, goes to the rank with the least cost so far (longest processing
+    time, Graham 1969). Then items move or swap between the slowest rank and another, until the slowest costs
+    at most BALANCE_TOLERANCE x the mean or nothing helps. If n >= R each has one; `equal_counts`: n / R items
+    each, rounded up or down."""
     if num_ranks == 1:
         return [np.arange(len(costs))]
     rank_of = _costliest_first(costs, num_ranks, -(-len(costs) // num_ranks) if equal_counts else len(costs))

@@ -82,9 +82,10 @@ def plan_epoch(
     equal_rows: bool = False,
 ) -> PackingPlan:
     """Makes the plan of an epoch: every entry of `order`, [E] from `epoch_order`, is in one step and one row.
-    row_tokens: [P] from `PairLengths.row_tokens`. row_costs: [P] positive, from `pair_flops`; default:
-    `row_tokens`. equal_rows: ranks have as many rows each. A resumed run may have other ranks: neither a
-    step's pairs nor `fingerprint`, a hash of all that decides steps and rows, depends on their number."""
+    row_tokens: [P] from `PairLengths.row_tokens`, with `pads` unless `is_packed`. row_costs: [P] positive,
+    from `pair_flops`; default: `row_tokens`. equal_rows: ranks have as many rows each. A resumed run may have
+    other ranks: neither a step's pairs nor `fingerprint`, a hash of all that decides steps and rows, depends
+    on their number."""
     assert min(token_budget, pairs_per_step, num_ranks) >= 1
     tokens = np.ascontiguousarray(row_tokens, dtype=np.int64)
     costs = np.ascontiguousarray(tokens if row_costs is None else row_costs, dtype=np.float64)
@@ -114,7 +115,8 @@ def epoch_order(
 ) -> IntArray:
     """Returns the pairs of one epoch in the order in which they are trained, [E]. Every pair occurs
     floor(weight) times, by the weight of its source. Of a source with n pairs, n x (weight - floor(weight))
-    pairs, rounded, occur once more, drawn anew each epoch. source_indices: [P] the source of each pair."""
+    pairs, rounded, occur once more, drawn anew each epoch. source_indices: [P] the source of each pair.
+    source_weights: [sources], not negative."""
     # Different for the same seed and epoch. PCG64's raw output is the same in all versions of numpy.
     shuffle_stream, mixture_stream = (
         np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, epoch))) for stream in (0, 1)

@@ -64,7 +64,7 @@ def prove_layers(scorer: CompletionLogps, groups: Sequence[Group], device: torch
             _, error, bound = max(measured)
             proof = Proof(
                 name=name,
-                passed=error <= bound,
+                passed=error <= bound < math.inf,
                 numbers={"relative error": error},
                 bound=f"relative error of outputs and gradients {where} <= {bound:.1e}",
                 remedy=remedy,
@@ -101,7 +101,7 @@ def _take_kernel(scorer: CompletionLogps, calls: Sequence[RecurrentCall], device
     except Exception as raised:  # a kernel for another GPU, dtype or size can raise anything
         return first_line(raised) or type(raised).__name__
     _, error, bound = max(errors)
-    if not error <= bound:
+    if not error <= bound < math.inf:
         return f"its relative error is {error:.1e}, and {bound:.1e} is allowed"
     scorer.recurrent_kernels[calls[0].name] = function
     return None
@@ -211,9 +211,12 @@ def _trial(
     is_low = any(tensor.dtype != torch.float32 for tensor in given)
     for compute in (ours, plain) if is_low else (ours,):
         ratios = [(one - other).norm() / other.norm() for one, other in zip(run(compute), right, strict=True)]
-        errors.append([float(ratio.nan_to_num(nan=math.inf)) for ratio in ratios])
+        errors.append([math.inf if math.isnan(ratio) else ratio for ratio in map(float, ratios)])
     bounds = [max(least, proofs.PLAIN_ERRORS * error) if is_low else least for error in errors[-1]]
-    return max((error / bound, error, bound) for error, bound in zip(errors[0], bounds, strict=True))
+    return max(  # a bound that is not finite proves nothing
+        (error / bound if math.isfinite(bound) else math.inf, error, bound)
+        for error, bound in zip(errors[0], bounds, strict=True)
+    )
 
 
 def attention_error(

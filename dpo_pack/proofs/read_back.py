@@ -1,8 +1,8 @@
 """Reads an exported model as its users do, and compares it with what was trained. Imports no dpo_pack.
 
-A run starts this file as a program, with a JSON object on stdin (`reader_job` in run/export.py). The last
-line on stdout is a JSON object: `failure` is null or a sentence, `tensors` is how many the files hold, and
-`error` is that of the log-probs, in nats a token.
+A run starts this file as a program, with a JSON object on stdin (`prepare_verification` in run/export.py).
+The last line on stdout is a JSON object: `failure` is null or a sentence, `tensors` is how many the files
+hold, and `error` is that of the log-probs, in nats a token.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, RowField, SourceRecipe, as_eval, as_sources, source_names
+from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, RowField, SourceRecipe, as_eval, as_sources
 from dpo_pack.recipe.peers.peer_tables import PEERS, our_words, read_table, rows_of
 from dpo_pack.recipe.schema import EvalFraction, Recipe
 from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml
@@ -22,7 +22,7 @@ from dpo_pack.recipe.types import Problem, allowed_values, nested_sections
 from dpo_pack.system.hub import HUB_ID, is_adapter
 from dpo_pack.system.machine import install_command
 
-__all__ = ["Recipe", "source_names"]  # besides what is defined here
+__all__ = ["Recipe"]  # besides what is defined here
 
 MAX_RECIPE_BYTES = 1 << 17  # PyYAML takes some seconds for so many bytes
 RECIPE_FILE, INFO_FILE = "recipe.yaml", "run.json"  # of a run, in its output_dir
@@ -69,7 +69,8 @@ def has_tokenizer(directory: str | Path) -> bool:
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, lenient: bool = False) -> Recipe:
-    """Reads a recipe file, or that of a run's directory, and applies `key=value` overrides.
+    """Reads a recipe file, or that of a run's directory, and applies `key=value` overrides, the last one of a
+    key. Raises RecipeError.
 
     lenient: nothing is trained, so values of a run that no longer exist are dropped (`Recipe.dropped`).
     """

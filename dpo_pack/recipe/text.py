@@ -36,6 +36,12 @@ class _RecipeLoader(yaml.SafeLoader):
 
     yaml_implicit_resolvers = {}
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (AttributeError, LookupError, ValueError):  # of a tag, as in !!int x
+            _fail_at(node, f"cannot be read as {node.tag.rsplit(':', 1)[-1]}")
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
         lines: dict[str, int] = {}
         for key_node, _ in node.value:
@@ -51,6 +57,13 @@ class _RecipeLoader(yaml.SafeLoader):
 class _RecipeDumper(yaml.SafeDumper):
     """Quotes text that YAML 1.1 or YAML 1.2 would read as another type."""
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """YAML 1.1 reads these characters as line breaks, unless they are escapes in double quotes."""
+        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_RecipeDumper.add_representer(str, _RecipeDumper.represent_text)
 
 # The types of unquoted values in YAML 1.2; all others are text. PyYAML follows YAML 1.1, which reads 5e-7 as
 # text, 010 as 8, 1:30 as 90 and no as false.
@@ -72,7 +85,7 @@ def _fail_at(node: yaml.Node, problem: str) -> NoReturn:
 
 
 def read_yaml(text: str, *, where: str) -> Any:
-    """Returns the value of a YAML text. Raises RecipeError that begins with `where` and its line."""
+    """Returns the value of a YAML text. Raises RecipeError that names `where` and, if known, the line."""
     try:
         value = yaml.load(text, _RecipeLoader)
         values = [value]
@@ -85,12 +98,7 @@ def read_yaml(text: str, *, where: str) -> Any:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         fail(f"{where}{place}: invalid YAML: {error.problem or error.context}")
-    except (
-        yaml.reader.ReaderError,
-        AttributeError,
-        LookupError,
-        ValueError,
-    ) as error:  # !!int x
+    except (yaml.reader.ReaderError, ValueError) as error:  # ValueError: !!map x
         fail(f"{where}: invalid YAML: {' '.join(str(error).split())}")
     except RecursionError:
         fail(f"{where}: invalid YAML: nested too deeply")
@@ -100,8 +108,6 @@ def to_yaml(value: object, *, one_line: bool = False) -> str:
     """Returns a value as YAML. YAML 1.1 and YAML 1.2 read the same value from it."""
     options: Any = {"sort_keys": False, "width": 10**6, "default_flow_style": one_line}
     text: str = yaml.dump(value, Dumper=_RecipeDumper, allow_unicode=True, **options)
-    if re.search("[\x85\u2028\u2029]", text):  # YAML 1.1 reads them as line breaks, unless they are escapes
-        text = yaml.dump(value, Dumper=_RecipeDumper, **options)
     return text.removesuffix("...\n").strip() if one_line else text
 
 

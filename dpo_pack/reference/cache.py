@@ -67,8 +67,8 @@ _LEFTOVER_AFTER_SECONDS = 24 * 3600.0
 KEY, SUM, NUM_TOKENS = "key", "logps_sum", "num_tokens"
 # Hashes and log-probs cannot be compressed, and trying takes most of the time of a write or a read.
 UNPACKED: dict[str, Any] = {"use_dictionary": False, "compression": "none"}
-# A part must be small, because the check of its sha256 reads the whole part into memory.
 _AT_ONCE = 2**16  # sequences that a hash copies
+# A part must be small, because the check of its sha256 reads the whole part into memory.
 MAX_PART_SEQUENCES = 200_000
 UsedTimes = dict[str, float]  # path of a model -> seconds since 1970
 Keys = npt.NDArray[np.uint8]  # [n, 16]
@@ -233,7 +233,7 @@ class FrozenReference:
     the shared cache cannot change the run, even after a resume."""
 
     keys: Keys  # [U, 16], each key once, in ascending order
-    sums: FloatArray  # [U], nats
+    sums: FloatArray  # [U], nats; NaN: the cache that `find` copied has none
 
     @staticmethod
     def find(cache: ReferenceCache, tables: Sequence[PairTable], *, whole: bool = False) -> FrozenReference:
@@ -275,9 +275,11 @@ class FrozenReference:
         return self.sums[places]
 
     def _places(self, table: PairTable) -> IntArray:
-        """Returns the positions in `keys` of each pair's (chosen, rejected), [P, 2]; -1: it is not there."""
+        """Returns the positions in `keys` of each pair's (chosen, rejected), [P, 2]; -1: it has no value."""
         sides = (table.chosen_keys, table.rejected_keys)
-        return np.stack([find_keys(self.keys, keys) for keys in sides], axis=1)
+        places = np.stack([find_keys(self.keys, keys) for keys in sides], axis=1)
+        places[np.isnan(self.sums[places])] = -1  # a place of -1 reads any sum, and stays -1
+        return places
 
     def joined(self, other: FrozenReference) -> FrozenReference:
         """Returns the values of both references. If both have a sequence, this reference's value is used."""

@@ -227,7 +227,7 @@ def compute_missing(
                 cache.append(pa.concat_tables(finished), settings.metadata)
                 finished, written = [], time.monotonic()
                 if settings.num_ranks == 1 and rows:
-                    rows = _still_missing(cache, plan, rows, settings, progress)
+                    rows = _still_missing(cache, plan, rows, progress)
         for members in plan.idle_rows:
             if _try_row(plan.work, members, scorer, settings) is None:
                 _halved(budget, members, plan, settings)
@@ -238,11 +238,7 @@ def compute_missing(
 
 
 def _still_missing(
-    cache: ReferenceCache,
-    plan: PassPlan,
-    rows: deque[IntArray],
-    settings: PassSettings,
-    progress: Callable[[IntArray], None],
+    cache: ReferenceCache, plan: PassPlan, rows: deque[IntArray], progress: Callable[[IntArray], None]
 ) -> deque[IntArray]:
     """Returns the rows that no other run on this cache has computed in the meantime, whole, because their
     last bits depend on that. If there is another run, they are shuffled, so that the two seldom compute the

@@ -27,7 +27,8 @@ from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.phases import win_rate_sentence
 from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.packing.lengths import FloatArray, IntArray
-from dpo_pack.recipe.load import Recipe, source_names
+from dpo_pack.recipe.data import source_names
+from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.run.inputs import Inputs
 from dpo_pack.run.models import check_model, resolve_model
@@ -96,9 +97,9 @@ def evaluate_sets(
     for name, pairs in (all_pairs if exact is None else exact).items():
         found = []
         with shown(setup.console, f"Evaluating {name}", "pairs", pairs.num_pairs * len(passes)) as bar:
-            for used in passes:
+            for used, in_float32 in zip(passes, (exact is not None, False), strict=False):
                 with contextlib.ExitStack() as stack:
-                    for model in {scorer, used.moving or scorer} if used is reference.exact else ():
+                    for model in {scorer, used.moving or scorer} if in_float32 else ():
                         stack.enter_context(model.in_float32())
                     values = evaluate_pairs(
                         scorer,

@@ -2,7 +2,7 @@
 
 Four words for the model. Its `facts` are what is known without weights. A `LoadedModel` has the weights, and
 the `scorer` in it computes the log-probs of a row with them. The `policy` is the scorer of the model that is
-trained, as all ranks run it together.
+trained, as all ranks run it together. `dpopack doctor` does a part of this: `prove_and_measure`.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ class Inputs:
     criterion: Criterion | None  # how evaluations are compared; None if nothing is held out
     state: TrainState  # of step 0, or of the checkpoint from which the run resumes
     identity: Identity
-    log: RunLog  # of its lines and totals
+    log: RunLog  # writes the run's lines, pairs and totals
 
 
 def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
-    """Gets a run ready for its next step. It writes into caches only, and sets `run.checkpoint` to the newest
-    checkpoint that is not damaged. Every rank must call it. Raises a DpoPackError."""
+    """Gets a run ready for its next step. It writes into caches only, sets `run.checkpoint` to the newest
+    checkpoint that is not damaged, and `run.info["totals"]` to what the reference pass computed. Every rank
+    must call it. Raises a DpoPackError."""
     begun = time.monotonic()
     set_seed(recipe.seed)
     setup = prepare(recipe, console, takes_prompts=True)  # models' facts, tokenizer, data
@@ -93,8 +94,7 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
         going_on = f"Going on after step {state.step} of {source.num_steps} ({run.checkpoint})"
         for line in (going_on, *notes):
             console.print(line)
-    log = RunLog(setup, run, state, offset=offset, begun=begun)
-    log.reference_seconds = seconds
+    log = RunLog(setup, run, state, offset=offset, begun=begun, reference_seconds=seconds)
     release_memory()
     return Inputs(
         setup=setup,

@@ -39,7 +39,7 @@ from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.facts import router_sentence
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, pair_flops
-from dpo_pack.recipe.load import source_names
+from dpo_pack.recipe.data import source_names
 from dpo_pack.recipe.training import LOSSES
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.setup import Setup
@@ -52,7 +52,7 @@ from dpo_pack.training.batches import GlobalBatch, OfflineSource
 from dpo_pack.training.health import RunFacts, examine
 from dpo_pack.training.metrics import NAMES
 from dpo_pack.training.optim import NonfiniteGuard
-from dpo_pack.training.throughput import Meter, PhaseClock
+from dpo_pack.training.throughput import Meter, PhaseClock, device_peak
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,16 @@ _PART = re.compile(r"part-(\d+)-(\d+)\.parquet")
 class RunLog:
     """Writes and prints the results of steps and evaluations."""
 
-    def __init__(self, setup: Setup, run: RunDir, state: TrainState, *, offset: int, begun: float) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        run: RunDir,
+        state: TrainState,
+        *,
+        offset: int,
+        begun: float,
+        reference_seconds: float,
+    ) -> None:
         """`offset`: the bytes of metrics.jsonl when the checkpoint was written from which the run resumes.
         `begun`: time.monotonic() at the start of the run."""
         self.setup, self.run, self.state, self.begun = setup, run, state, begun
@@ -77,17 +86,17 @@ class RunLog:
         self.offset = offset if run.has_own_checkpoint else 0
         recipe, self.sources = setup.recipe, source_names(setup.recipe.data.train)
         self.clock = PhaseClock(device=setup.device)
-        self.startup_seconds = self.reference_seconds = self.eval_seconds = 0.0
+        self.startup_seconds, self.reference_seconds, self.eval_seconds = 0.0, reference_seconds, 0.0
         self.file: MetricsLog | None = None  # in a `writing` block
         self.lines = TrainingLines(setup.console, num_steps=state.source.num_steps)
+        self.meter = self._meter()
         self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite)
         self.pairs: PairLog | None = None
         if recipe.logging.pairs:
             train, beta, has_reference = setup.data.train, recipe.loss.beta, setup.objective.needs_reference
             self.pairs = PairLog(run.pairs, train, self.sources, beta=beta, has_reference=has_reference)
 
-    @functools.cached_property
-    def meter(self) -> Meter:
+    def _meter(self) -> Meter:
         """Counts FLOPs, but not of an online run: generation and judges take most of its time."""
         source, scorer, flops = self.state.source, self.state.scorer, None
         if isinstance(source, OfflineSource):
@@ -99,7 +108,8 @@ class RunLog:
                     share_prompt=builder.is_packed and builder.share_prompt,
                     passes=TRAINING_PASSES if scorer.adapter is None else ADAPTER_PASSES,
                 )
-        return Meter(pair_flops=flops, device=self.setup.device, dtype=scorer.compute_dtype)
+        peak = None if flops is None else device_peak(self.setup.device, scorer.compute_dtype)
+        return Meter(pair_flops=flops, peak_flops=peak)
 
     @functools.cached_property
     def facts(self) -> RunFacts:

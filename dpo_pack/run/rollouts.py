@@ -164,7 +164,8 @@ def _endpoint(setup: Setup, settings: EndpointRecipe, key: str) -> Endpoint:
 
 
 def online_reference(setup: Setup, loaded: LoadedModel) -> Reference:
-    """Returns the policy without its new adapter, or a second model, frozen or following the policy."""
+    """Returns none if the loss needs none, else the policy without its new adapter, or a second model, which
+    is frozen or follows the policy."""
     recipe, online = setup.recipe, _section(setup)
     if not setup.objective.needs_reference:
         setup.console.print("Reference: none, the loss needs no reference")

@@ -181,6 +181,8 @@ def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> N
     """Sets `run.checkpoint` to the newest whole one, or None. Raises RunError. Every rank must call it."""
     if run.checkpoint is not None and not all(ranks.every_rank_says(run.checkpoint.is_dir())):
         raise RunError(f"output_dir: not every node sees {run.checkpoint}; use a directory that all share")
+    if run.checkpoint is None and run.info.get("status") is not None:
+        say("Beginning anew: the earlier run here ended without a checkpoint")
     while run.checkpoint is not None and (damage := damage_of(run.checkpoint)) is not None:
         path = run.checkpoint
         if resume != "auto":
@@ -191,8 +193,6 @@ def choose_checkpoint(run: RunDir, resume: str, say: Callable[[str], None]) -> N
         run.checkpoint = older[-1] if older else None
         instead = f"going on from {run.checkpoint}" if older else "none is older, so the run begins at step 0"
         say(f"Warning: {path} is damaged: {damage}; {instead}")
-    if run.checkpoint is None and run.info.get("status") is not None:
-        say("Beginning anew: the earlier run here ended without a checkpoint")
     if run.checkpoint is not None and run.has_own_checkpoint:
         ranks.first_does_for_all(functools.partial(_require_metrics, run.metrics, run.checkpoint))
 
@@ -276,8 +276,9 @@ def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> d
 
 
 def _refuse_to_replace(recipe: Recipe, *, is_ours: bool, overwrite: bool) -> None:
-    """Raises RunError if the run would replace a file that the recipe reads; also any other file, unless the
-    directory `is_ours`: a valid run.json shows that a run wrote there, or its checkpoint is named."""
+    """Raises RunError if the run would replace a file that the recipe reads. Also if it would replace
+    any other file, unless the directory `is_ours` (a valid run.json shows that a run wrote there, or its
+    checkpoint is named), or its run.json is damaged and `overwrite` is set."""
     info, named = recipe.output_dir / INFO_FILE, dict(recipe.inputs)
     written = [recipe.output_dir / name for name in (*PARTS.values(), RECIPE_FILE)]
     for key, path in recipe.inputs.items():

@@ -36,8 +36,8 @@ from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.lora import read_adapter, unknown_settings
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.recipe.data import SourceRecipe
-from dpo_pack.recipe.load import Recipe, has_tokenizer, source_names
+from dpo_pack.recipe.data import SourceRecipe, source_names
+from dpo_pack.recipe.load import Recipe, has_tokenizer
 from dpo_pack.recipe.online import OnlineRecipe
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.reference.cache import default_cache_directory, find_leftovers
@@ -77,9 +77,13 @@ class Setup:
     reference_facts: ModelFacts  # the same object as `policy_facts`, unless the recipe names another model
     tokenizer: PreTrainedTokenizerBase
     data: Data
-    tables: Sequence[PairTable]  # the training pairs, then those of each held-out set
     strategy: Strategy
     reference_token_budget: int  # the most tokens of a row without gradients
+
+    @property
+    def tables(self) -> list[PairTable]:
+        """The training pairs, then those of each held-out set."""
+        return [self.data.train, *self.data.eval.values()]
 
 
 def reference_token_budget(budget: int | str, trained: int, device: torch.device) -> int:
@@ -264,7 +268,6 @@ def prepare(
         reference_facts=models[-1],
         tokenizer=tokenizer,
         data=data,
-        tables=tables,
         strategy=strategy,
         reference_token_budget=budget,
     )

@@ -30,8 +30,8 @@ from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
 from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows
 from dpo_pack.packing.lengths import AnyIntArray, common_prefix_length
 from dpo_pack.packing.plan import plan_epoch
-from dpo_pack.recipe.data import PackingRecipe
-from dpo_pack.recipe.load import Recipe, source_names
+from dpo_pack.recipe.data import PackingRecipe, source_names
+from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.models import CPU, resolve_model
 from dpo_pack.run.setup import NO_PAIRS, prepare_tokenizer
 from dpo_pack.system.errors import DataError, RecipeError

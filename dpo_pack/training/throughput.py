@@ -58,14 +58,8 @@ class Meter:
     """Adds up the steps since the newest logged line; time of evaluations and checkpoints is left out."""
 
     pair_flops: FloatArray | None  # [pairs] of the training set; None: unknown, so there is no `mfu`
-    device: torch.device
-    dtype: torch.dtype
+    peak_flops: float | None  # FLOPs a second that the device can do; None: unknown
     _steps: list[tuple[int, int, float, float]] = field(default_factory=list)  # pairs, tokens, FLOPs, seconds
-
-    @property
-    def peak_flops(self) -> float | None:
-        """The FLOPs a second that the device can do, if `mfu` can be told."""
-        return None if self.pair_flops is None else device_peak(self.device, self.dtype)
 
     def add(self, rows: Iterable[IntArray], *, pairs: int, tokens: int, seconds: float) -> float:
         """Counts a step. rows: the pairs of each row of all ranks. Returns the step's FLOPs on one device, a
@@ -84,8 +78,8 @@ class Meter:
             "pairs_per_second": pairs / max(seconds, 1e-9),
             "seconds": seconds / len(self._steps),
         }
-        if (peak := self.peak_flops) is not None:
-            rates["mfu"] = flops / max(seconds, 1e-9) / peak
+        if self.peak_flops is not None:
+            rates["mfu"] = flops / max(seconds, 1e-9) / self.peak_flops
         self._steps = []
         return rates
 

@@ -189,6 +189,7 @@ def test_token_ids_of_the_user_are_kept() -> None:
         ("conversational", {"chosen": [said("tool", "\udc00")]}, "invalid_unicode"),
         ("conversational", {"chat_template_kwargs": {"thinking": True}}, None),
         ("conversational", {"chat_template_kwargs": {"tokenize": True}}, "unknown_option"),
+        ("conversational", {"chat_template_kwargs": {"tools": {"a": 1}}}, "template_error"),
         ("conversational", {"chat_template_kwargs": {"continue_final_message": True}}, "unknown_option"),
         ("tokenized", {"rejected_ids": [-1]}, "token_id_out_of_range"),
         ("tokenized", {"rejected_ids": [VOCABULARY_SIZE]}, "token_id_out_of_range"),

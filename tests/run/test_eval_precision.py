@@ -14,7 +14,7 @@ from support.marks import slow
 from support.run_files import timeless, weights
 
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.evaluate import evaluate_models
+from dpo_pack.run.evaluate import evaluate_models, evaluate_pairs
 from dpo_pack.run.pairs import exact_tables
 from dpo_pack.run.setup import prepare
 from dpo_pack.trainer import train
@@ -61,6 +61,29 @@ def test_a_run_in_bfloat16_may_have_no_held_out_pairs(assets: Path, tmp_path: Pa
     overrides = (f"output_dir={tmp_path}", "model.autocast=bfloat16", "data.eval=[]", "train.max_steps=1")
     train(load_recipe(assets / "recipe.yaml", overrides), QUIET)
     assert timeless(tmp_path, "eval") == []
+
+
+@pytest.mark.parametrize(("how", "expected"), [("training", [False] * 2), ("float32", [True, False] * 2)])
+def test_with_a_moving_reference_a_pass_is_in_float32_only_where_it_says_so(
+    assets: Path, tmp_path: Path, how: str, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = []
+
+    def watched(scorer: Any, *arguments: Any, **options: Any) -> Any:
+        passes.append(scorer.compute_dtype == torch.float32)
+        return evaluate_pairs(scorer, *arguments, **options)
+
+    monkeypatch.setattr("dpo_pack.run.evaluate.evaluate_pairs", watched)
+    overrides = (
+        "model.autocast=bfloat16",
+        "reference.sync={every_steps: 9, mixup: 0.5}",
+        "train.max_steps=3",
+    )
+    recipe = load_recipe(
+        assets / "recipe.yaml", (f"output_dir={tmp_path}", f"train.eval_precision={how}", *overrides)
+    )
+    train(recipe, QUIET)
+    assert passes == expected and timeless(tmp_path, "eval")[-1]["margin_noise"] > 0
 
 
 def test_auto_evaluates_as_many_pairs_in_float32_as_add_a_tenth_to_the_run(

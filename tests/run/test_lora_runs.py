@@ -76,6 +76,11 @@ def logits(model: Any) -> Tensor:
 # ------------------------------------------------------------------------------------------- the reference
 
 
+def test_a_lora_run_and_a_full_run_on_the_same_base_share_their_reference(assets: Path) -> None:
+    both = (prepare(recipe_in(assets, *overrides), Console(quiet=True)) for overrides in ((), (LORA,)))
+    assert len({setup.reference_facts.namespace for setup in both}) == 1
+
+
 def test_the_base_is_loaded_once_and_its_log_probs_are_bitwise_those_of_the_base_alone(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,13 @@ def test_weights_are_rounded_once_after_they_are_merged(dtype: str, trained: Pat
         assert torch.equal(ours, theirs.to(ours.dtype))
 
 
+def test_auto_is_the_type_of_the_base(trained: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    merge(trained / "run", tmp_path / "merged", base=str(tmp_path / "base"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == torch.bfloat16
+
+
 def test_what_a_family_keeps_in_fp32_is_not_rounded(trained: Path, tmp_path: Path) -> None:
     base: Any = tiny_model("deepseek_v3")
     bias = base.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")

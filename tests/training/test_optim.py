@@ -61,7 +61,7 @@ FLOOR: dict[str, Any] = {"min_lr_ratio": 0.2}
         ("linear", {"warmup_steps": 2}, [0.0, 0.5, 1.0, 0.5, 0.0]),
         ("linear", {"warmup_steps": 2, **FLOOR}, [0.0, 0.5, 1.0, 0.6, 0.2]),
         ("linear", {"warmup_steps": 4}, [0.0, 0.25, 0.5, 0.75, 0.0]),  # all warm-up
-        ("linear", {"warmup_steps": 4, **FLOOR}, [0.0, 0.25, 0.5, 0.75, 1.0]),
+        ("linear", {"warmup_steps": 4, **FLOOR}, [0.0, 0.25, 0.5, 0.75, 1.0]),  # the last is never used
         ("polynomial", {"warmup_steps": 4}, [0.0, 0.25, 0.5, 0.75, 1.0]),
         ("cosine", {}, WAVE),
         ("cosine", FLOOR, [0.2 + 0.8 * part for part in WAVE]),

@@ -65,8 +65,7 @@ def test_on_cuda_phases_are_what_the_device_took() -> None:
 
 
 def test_rates_are_of_all_steps_since_the_last_logged_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "device_peak", lambda device, dtype: 100.0)
-    meters = Meter(pair_flops=np.array([10.0, 20.0, 30.0, 40.0]), device=CPU, dtype=torch.float32)
+    meters = Meter(pair_flops=np.array([10.0, 20.0, 30.0, 40.0]), peak_flops=100.0)
     assert meters.add([np.array([0, 1]), np.array([3])], pairs=3, tokens=30, seconds=0.5) == 70.0
     meters.add([np.array([2])], pairs=1, tokens=10, seconds=1.5)
     assert meters.take() == {

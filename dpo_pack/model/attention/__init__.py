@@ -132,7 +132,6 @@ def select_backend(
 ) -> BackendChoice:
     """Returns the requested backend, or for "auto" the first of `BACKENDS` that computes the model exactly in
     activations of `dtype`. Raises UnsupportedModelError when the requested backend cannot."""
-    register_attention()
     obstacles: list[str] = []
     for name in BACKENDS if requested == "auto" else (requested,):
         obstacle = backend_obstacle(name, needs, device=device, dtype=dtype)
