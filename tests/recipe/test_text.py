@@ -107,7 +107,7 @@ ALIAS_BOMB = "a0: &a0 [x]\n" + "".join(
         ("? [a]\n: 1\n", "line 1, column 3: ", "must be text"),
         ("seed: !!python/object:os.system x\n", "line 1, column 7: ", "python/object"),
         ("seed: !!int x\n", "line 1, column 7: ", "int"),
-        ("seed: !!bool 3\n", "line 1, column 7: ", "3"),
+        ("seed: !!bool 3\n", "line 1, column 7: ", "bool"),
         (f"seed: {'9' * 5000}\n", "line 1, column 7: ", "int"),
         ("seed: 1\nmodel: \x07\n", "recipe.yaml: ", "character"),
         ("seed: *nowhere\n", "line 1, column 7: ", "nowhere"),
