@@ -252,6 +252,11 @@ def show(
     share, which are scored, EOS, which were cut. Shows rows that are left out, and one packed row. Reads only
     the first rows of the data, and no model weights.
     """
+    words = [
+        word for word in (str(recipe), *(overrides or ())) if word.isdecimal() and not Path(word).exists()
+    ]
+    if pair and words:
+        raise RecipeError(f"--pair takes one word; write --pair {','.join([*pair, *words])}")
     rows = {row for text in pair or () for row in parse_numbers(text, "--pair", "3,8")}
     loaded = _load(recipe, overrides)
     shown = api.show(loaded, pairs=sorted(rows), dropped=dropped, quiet=json_file == Path("-"))

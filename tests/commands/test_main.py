@@ -215,6 +215,8 @@ REFUSED: list[tuple[str, str]] = [
     ("recipe --all --schema", r"--all .* --defaults"),
     ("show RECIPE --pair 17", r"--pair 17: no such line was read of pairs"),
     ("show RECIPE --pair 0", r"--pair '0': not positive whole numbers"),
+    ("show RECIPE --pair 3 8", r"--pair takes one word; write --pair 3,8$"),
+    ("show --pair 3 8 RECIPE", r"--pair takes one word; write --pair 3,8$"),
     ("show RECIPE --pair x", r"--pair 'x': not positive whole numbers"),
     ("show RECIPE 3", r"'3': write it as key=value"),
     ("show RECIPE data.train=absent.jsonl", r"data\.train\.0\.path: no such file"),
