@@ -370,12 +370,15 @@ def test_values_that_a_recipe_may_not_have_are_listed_and_left_out(tmp_path: Pat
     content = {
         **BASE["trl"], "learning_rate": "fast", "warmup_steps": "some", "beta": -1, "no_such_key": 3,
         "optim": "lion", "simpo_gamma": 1.3, "lr_scheduler_kwargs": {"num_cycles": 2},
+        "loss_type": ["aot", "sft"],
     }  # fmt: skip
     text, recipe = translated(tmp_path, "trl", content)
-    assert recipe.loss.beta == 0.1 and recipe.optim.lr == 5e-7 and recipe.optim.name == "adamw"
+    assert recipe.loss.type == "sigmoid" and recipe.loss.beta == 0.1
+    assert recipe.optim.lr == 5e-7 and recipe.optim.name == "adamw"
     for line in (
         "beta - loss.beta: must be", "no_such_key: 3", "warmup_steps: some", "num_cycles",
-        "learning_rate - optim.lr: must be", "optim - optim.name: must be one of adamw,",
+        "[aot, sft] - aot is not here; set loss.type", "learning_rate - optim.lr: must be",
+        "optim - optim.name: must be one of adamw,",
     ):  # fmt: skip
         assert line in text.partition("output_dir:")[0]
 
@@ -384,7 +387,6 @@ def test_values_that_a_recipe_may_not_have_are_listed_and_left_out(tmp_path: Pat
     ("peer", "content", "message"),
     [
         ("trl", {"loss_type": "nonsense"}, "loss.type.*'nonsense'"),
-        ("trl", {"loss_type": "aot"}, "loss.type.*aot"),
         ("trl", {"use_peft": "oft"}, "use_peft: oft"),
         ("axolotl", {"rl": "dpo", "dpo_loss_type": ["nonsense"]}, "loss.type.*'nonsense'"),
         ("axolotl", {"base_model": "a/b"}, "rl: .*dpo or ipo or simpo or orpo"),

@@ -149,6 +149,10 @@ def dtype(value: Any, settings: Settings) -> str:
 
 def trl_loss(value: Any, settings: Settings) -> Any:
     names, known = _listed(value), read_table("transformers")["losses"]
+    if gone := [name for name in names if known.get(name, name) is None]:
+        return Outcome(
+            absent=f"{' and '.join(gone)} is not here; set loss.type, which is sigmoid as it stands"
+        )
     weights = settings.get("loss_weights") or [1.0] * len(names)
     weighted = [*zip(names, weights, strict=False), ("sft", settings.get("rpo_alpha"))]
     terms = [{"type": known.get(name, name), "weight": float(part)} for name, part in weighted if part]
@@ -158,7 +162,7 @@ def trl_loss(value: Any, settings: Settings) -> Any:
 def smoothing(value: Any, settings: Settings) -> Any:
     """Reads TRL's label_smoothing, which sigmoid ignores there and not here."""
     names = _listed(settings["loss_type"])
-    if value and not {"robust", "exo_pair"}.intersection(names):
+    if value and not {"robust", "exo_pair", "aot", "aot_pair", "aot_unpaired"}.intersection(names):
         return Outcome(absent=f"TRL's {' and '.join(names)} ignores it; for cDPO set loss.label_smoothing")
     remark = "TRL's sigmoid ignores it; here it has it, too" if value and "sigmoid" in names else ""
     return Outcome(values={"": value}, remark=remark)
