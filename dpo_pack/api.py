@@ -194,7 +194,8 @@ def evaluate(
         raise RecipeError("evaluate: give --model or --compare, not both")
     with _on_every_rank(recipe, overrides, command, quiet=quiet, lenient=True) as (loaded, console):
         for line in loaded.dropped:
-            console.print(f"Note: evaluated without {line}")
+            effect = ", so no loss is shown" if line.startswith("loss.") else ""
+            console.print(f"Note: evaluated without {line}{effect}")
         from dpo_pack.reports.tables import render_evaluations
         from dpo_pack.run.checkpoint import model_of
         from dpo_pack.run.evaluate import compare_models, evaluate_models

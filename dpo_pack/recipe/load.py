@@ -72,7 +72,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, lenient: bool = Fa
     """Reads a recipe file, or that of a run's directory, and applies `key=value` overrides, the last one of a
     key. Raises RecipeError.
 
-    lenient: nothing is trained, so values of a run that no longer exist are dropped (`Recipe.dropped`).
+    lenient: nothing is trained, so values of a run (or of its recipe.yaml) that no longer exist are dropped
+    (`Recipe.dropped`).
     """
     begin, run, is_run = "'dpopack recipe --defaults' prints one to begin with", path, path.is_dir()
     if is_run:
@@ -95,7 +96,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, lenient: bool = Fa
         tree["checkpoint"]["resume"] = "auto"  # another value was for the start that wrote this file
     if is_run and run.resolve() != Path(str(tree.get("output_dir"))).resolve():
         tree["output_dir"] = str(run)
-    return parse_recipe(tree, overrides, recipe_dir=path.parent, lenient=lenient and is_run)
+    is_of_run = is_run or (path.name == RECIPE_FILE and (path.parent / INFO_FILE).is_file())
+    recipe = parse_recipe(tree, overrides, recipe_dir=path.parent, lenient=is_of_run)
+    if recipe.dropped and not lenient:
+        remedy = f"copy its {RECIPE_FILE}, change this and output_dir in the copy, and give the copy"
+        fail(f"{path.parent}: this run has {'; '.join(recipe.dropped)}, so it does not go on; {remedy}")
+    return recipe
 
 
 def parse_recipe(
@@ -109,13 +115,15 @@ def parse_recipe(
         return Recipe.model_validate(tree, context=context)
     except ValidationError:
         removed = _drop_removed(tree)  # the schema refuses all that it finds
-    if removed and not lenient:
-        _refuse(removed)
+    problems = [] if lenient else [(key, what) for key, (_, what) in removed.items()]
     try:
         recipe = Recipe.model_validate(tree, context=context)
     except ValidationError as invalid:
-        _refuse(_problems(invalid.errors(include_url=False), tree))
-    recipe.dropped.extend(f"{key}: {what}" for key, what in removed)
+        problems += _problems(invalid.errors(include_url=False), tree)
+    if problems:
+        _refuse(problems)
+    for key, (value, _) in removed.items():
+        recipe.dropped.append(f"{key} {value}, which dpo-pack no longer has")
     return recipe
 
 
@@ -130,25 +138,28 @@ def _without_shorthands(tree: Tree) -> Tree:
     return full
 
 
-def _drop_removed(tree: Tree) -> list[Problem]:
-    """Drops what earlier releases had. Returns a problem for each value that made another training."""
-    problems: list[Problem] = []
+def _drop_removed(tree: Tree) -> dict[str, tuple[str, str]]:
+    """Drops what earlier releases had. Returns by key each value that made another training, and an error."""
+    removed: dict[str, tuple[str, str]] = {}
     for key, (harmless, remedy) in REMOVED_KEYS.items():
         section, _, name = key.partition(".")
         if isinstance(tree[section], dict) and name in tree[section]:
             value = tree[section].pop(name)
             if harmless is not None and value not in harmless:
-                problems.append((key, f"dpo-pack no longer has it, and it is {show(value)} here; {remedy}"))
+                what = f"dpo-pack no longer has it, and it is {show(value)} here; {remedy}"
+                removed[key] = (show(value), what)
     loss = tree["loss"]
     if isinstance(loss, dict) and "type" in loss:
         terms = loss["type"] if isinstance(loss["type"], list) else [{"type": loss["type"]}]
-        gone = [t["type"] for t in terms if isinstance(t, dict) and t.get("type") in REMOVED_LOSSES]
-        kept = [t for t in terms if not isinstance(t, dict) or t.get("type") not in gone]
-        if gone:
-            what = f"dpo-pack no longer has {' and '.join(gone)}; take another, or one of your own"
-            problems.append(("loss.type", what))
-            loss["type"] = kept or "sigmoid"
-    return problems
+        types = [term.get("type") if isinstance(term, dict) else None for term in terms]
+        if gone := [name for name in types if name in REMOVED_LOSSES]:
+            names = " and ".join(gone)
+            what = f"dpo-pack no longer has {names}; take another, or one of your own"
+            removed["loss.type"] = (names, what)
+            # sigmoid takes what these losses take: a reference, label_smoothing.
+            kept = [term for term, name in zip(terms, types, strict=True) if name not in gone]
+            loss["type"] = kept + [{"type": "sigmoid"}] * ("sigmoid" not in types)
+    return removed
 
 
 def _refuse(problems: Sequence[Problem]) -> NoReturn:

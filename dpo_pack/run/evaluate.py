@@ -113,7 +113,14 @@ def evaluate_sets(
                 found.append(values)
         named = sources or (name,)
         result = held_out_result(
-            name, found[0], pairs, setup.objective, source_names=named, dtype=dtype, seed=recipe.seed
+            name,
+            found[0],
+            pairs,
+            setup.objective,
+            source_names=named,
+            dtype=dtype,
+            seed=recipe.seed,
+            has_loss=recipe.has_its_loss,
         )
         if exact is not None:
             margins = pair_metrics(found[1], beta=recipe.loss.beta, dtype=dtype)["rewards/margins"]
@@ -169,14 +176,16 @@ def held_out_result(
     source_names: Sequence[str],
     dtype: torch.dtype,
     seed: int,
+    has_loss: bool = True,
 ) -> HeldOutResult:
-    """Returns averages, intervals and groups of `evaluate_pairs`' values, from matrix products in `dtype`."""
+    """Returns averages, intervals and groups of `evaluate_pairs`' values, from matrix products in `dtype`;
+    without `has_loss`, none of the loss."""
     beta, has_reference = objective.options.beta, objective.needs_reference
     columns = pair_metrics(values, beta=beta, dtype=dtype)
     metrics = {
         metric: columns[metric].cpu().numpy()
         for metric in METRICS_WITH_INTERVALS
-        if has_reference or not metric.startswith("kl/")
+        if (has_reference or not metric.startswith("kl/")) and (has_loss or metric != "loss")
     }
     noise = margin_rounding(values, beta=beta, dtype=dtype)
     record = {
@@ -187,6 +196,8 @@ def held_out_result(
         "eval_precision": str(dtype).removeprefix("torch."),
         "margin_noise": float(noise.square().mean().sqrt()),
     }
+    if not has_loss:
+        del record["loss"]
     return HeldOutResult(name=name, table=table, source_names=source_names, metrics=metrics, record=record)
 
 

@@ -236,10 +236,13 @@ def begin_run(run: RunDir, recipe_text: str, device: str) -> None:
 def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
     """Raises RunError, which names the keys, if the run in `root` had a recipe that trains otherwise."""
     try:
-        changed = changed_values(load_recipe(root / RECIPE_FILE), recipe)
+        earlier = load_recipe(root / RECIPE_FILE, lenient=True)
     except RecipeError as error:
         what = f"the recipe of the run in {root} cannot be read ({error})"
         raise RunError(f"output_dir: {what}; {ways_out}") from error
+    if earlier.dropped:
+        raise RunError(f"output_dir: {root} holds a run with {'; '.join(earlier.dropped)}; {ways_out}")
+    changed = changed_values(earlier, recipe)
     if moved := [key for key in changed if key in recipe.inputs]:  # their content may be the same
         written, read = (read_json(root / INFO_FILE) or {}).get("inputs"), input_fingerprints(recipe, moved)
         for key in moved:

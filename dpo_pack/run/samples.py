@@ -241,7 +241,7 @@ def _models_and_recipe(
     files = [name for name in names if name.endswith((".yaml", ".yml")) or Path(name).is_file()]
     if len(files) > 1 or len(files) == len(names):
         raise RecipeError("sample: give one or several runs or models, and at most one recipe")
-    recipe = load_recipe(Path(files[0])) if files else None
+    recipe = load_recipe(Path(files[0]), lenient=True) if files else None
     models: dict[str, tuple[Recipe, str | None]] = {}
     for name in (name for name in names if name not in files):
         run = Path(name)

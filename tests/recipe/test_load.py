@@ -162,45 +162,56 @@ def test_the_reference_in_docs_is_up_to_date() -> None:
 # --------------------------------------------------------------------------------------- earlier releases
 
 
-@pytest.fixture
-def removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands for a release that lacks these keys and this loss."""
-    gone = {"packing.shape": (("flat", None), "leave it out"), "logging.colours": (None, "")}
-    monkeypatch.setattr(loading, "REMOVED_KEYS", gone)
-    monkeypatch.setattr(loading, "REMOVED_LOSSES", ("ot",))
+# Of a key or value that went: values that changed no step, others, and what to do about these.
+GONE = [
+    ("model.kernels", ("none", "liger"), (), ""),
+    ("logging.breakdowns", ("true", "false"), (), ""),
+    ("loss.ld_alpha", ("null",), ("0.5",), "take sigmoid_norm"),
+    ("loss.type", (), ("aot", "aot_unpaired", "[{type: sft}, {type: aot}]"), "take another"),
+    ("packing.scope", ("step",), ("epoch",), "take more packing.pairs_per_step"),
+    ("packing.rows_per_step", ("null",), ("2",), "set packing.pairs_per_step"),
+    ("packing.window_pairs", ("16384", "64"), (), ""),
+    ("packing.algorithm", ("best_fit_decreasing", "first_fit"), (), ""),
+    ("packing.merge_prompts", ("true", "false"), (), ""),
+]
 
 
-def test_nothing_that_was_removed_is_a_key_or_a_loss() -> None:
+def test_the_table_has_all_that_went_and_nothing_of_it_is_a_key_or_a_loss() -> None:
+    assert {key for key, *_ in GONE} == {*loading.REMOVED_KEYS, "loss.type"}
     assert not loading.REMOVED_KEYS.keys() & set(KEYS)
     assert not LOSSES.keys() & set(loading.REMOVED_LOSSES)
 
 
-@pytest.mark.usefixtures("removed")
-def test_a_removed_key_is_dropped_where_it_changed_no_step_and_refused_else() -> None:
-    assert load("packing.shape=flat", "logging.colours=[1]", "packing={shape: null}") == load()
-    assert load(text=SMALLEST + "packing: {shape: flat}\nlogging: {colours: 3}\n") == load()
-    text = SMALLEST + "packing: {shape: round}\n"
-    for refused in (lambda: load(text=text), lambda: load("packing.shape=round")):
-        message = message_of(refused)
-        assert message.startswith("packing.shape: ") and "leave it out" in message
-    assert load("packing.shape=flat", text=text) == load()
-    for loss in ("ot", "[{type: sigmoid}, {type: ot}]"):
-        message = message_of(functools.partial(load, f"loss.type={loss}"))
-        assert message.startswith("loss.type: ") and "no longer has ot" in message
+@pytest.mark.parametrize(("key", "harmless", "harmful", "remedy"), GONE)
+def test_what_went_is_dropped_where_it_changed_no_step_and_refused_else(
+    key: str, harmless: tuple[str, ...], harmful: tuple[str, ...], remedy: str
+) -> None:
+    for value in harmless:
+        assert load(f"{key}={value}") == load()
+    for value in harmful:
+        message = message_of(functools.partial(load, f"{key}={value}", "optim.lr=fast"))
+        assert message.startswith(f"{key}: dpo-pack no longer has ") and remedy in message
+        assert "(and 1 more: optim.lr: must be" in message
+        section, name = key.split(".")
+        text = f"{SMALLEST}{section}: {{{name}: {value}}}\n"
+        assert remedy in message_of(functools.partial(load, text=text))
+        assert load(f"{key}={(*harmless, 'sigmoid')[0]}", text=text) == load()
 
 
-@pytest.mark.usefixtures("removed")
-def test_of_a_run_that_is_only_read_removed_values_are_dropped_and_named(tmp_path: Path) -> None:
-    loss = "loss: {type: [{type: ot}, {type: sft, weight: 2}]}\n"
-    (tmp_path / "recipe.yaml").write_text(SMALLEST + loss + "packing: {shape: round}\n")
+@pytest.mark.parametrize("name", ["", "recipe.yaml"])
+def test_of_a_run_that_is_only_read_removed_values_are_dropped_and_named(name: str, tmp_path: Path) -> None:
+    loss = "loss: {type: [{type: aot}, {type: aot_unpaired}, {type: sft, weight: 2}], label_smoothing: 0.1}\n"
+    (tmp_path / "recipe.yaml").write_text(SMALLEST + loss + "packing: {scope: epoch}\n")
+    message_of(lambda: load_recipe(tmp_path / "recipe.yaml", lenient=True))  # not yet of a run
     (tmp_path / "run.json").write_text("{}")
-    recipe = load_recipe(tmp_path, lenient=True)
-    assert recipe.loss.terms == (("sft", 2.0),)
-    assert [line.partition(":")[0] for line in recipe.dropped] == ["packing.shape", "loss.type"]
-    message_of(lambda: load_recipe(tmp_path))
-    message_of(lambda: load_recipe(tmp_path / "recipe.yaml", lenient=True))
-    (tmp_path / "recipe.yaml").write_text(SMALLEST + "loss: {type: ot}\n")
-    assert load_recipe(tmp_path, lenient=True).loss.type == "sigmoid"
+    recipe = load_recipe(tmp_path / name, lenient=True)
+    assert recipe.loss.terms == (("sft", 2.0), ("sigmoid", 1.0))  # which has a reference, as they had
+    assert [line.partition(", which")[0] for line in recipe.dropped] == [
+        "packing.scope 'epoch'",
+        "loss.type aot and aot_unpaired",
+    ]
+    message = message_of(lambda: load_recipe(tmp_path / name))
+    assert message.startswith(f"{tmp_path}: this run has packing.scope 'epoch', ") and "copy its" in message
 
 
 # ----------------------------------------------------------------------------------------- running again
