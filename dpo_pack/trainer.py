@@ -284,25 +284,25 @@ class Trainer:
         are averages (training/metrics.py)."""
         values: list[Tensor] = []
         passes = batch.passes
-        for number, row in enumerate(passes, start=1):
+        for number, tokens in enumerate(passes, start=1):
             # A poll needs all ranks, and all have these passes. Before a later one, other ranks can be in a
             # backward pass already, and a poll would wait for them forever.
             if number <= batch.common_passes:
                 self.interruption.poll(at_once=False)
             with self.policy.accumulating(is_last=number == len(passes)):
                 if number > len(batch.rows):
-                    self.policy.idle(row)
+                    self.policy.idle(tokens)
                     self.clock.lap("backward")
                     continue
-                pairs = batch.rows[number - 1]
-                output = self.policy.forward(row)  # log-probs summed over each completion
-                losses = pair_losses(self.objective, output, pairs, batch.mean_chosen_tokens)  # [P]
+                row = batch.rows[number - 1]
+                output = self.policy.forward(tokens)  # log-probs summed over each completion
+                losses = pair_losses(self.objective, output, row, batch.mean_chosen_tokens)  # [P]
                 # R ranks average their gradients, so each divides the sum of its losses by num_pairs / R.
                 share = losses.sum() / (batch.num_pairs / ranks.num_ranks())
                 self.clock.lap("forward")
                 share.backward()
                 self.clock.lap("backward")
-            values.append(pair_values(output, pairs, losses))
+            values.append(pair_values(output, row, losses))
         return join_values(values, self.setup.device)
 
     def step_record(self, batch: GlobalBatch, outcome: StepOutcome) -> dict[str, Any]:

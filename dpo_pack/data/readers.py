@@ -243,7 +243,7 @@ def _has_json_lines(path: Path) -> bool:
         return not file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def check_start(path: Path, label: str) -> None:
+def check_first_bytes(path: Path, label: str) -> None:
     """Raises DataError if a file is not what its name says."""
     start = b""
     with suppress(*_FILE_ERRORS):  # whoever reads the rows says so

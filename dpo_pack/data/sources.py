@@ -23,7 +23,7 @@ from dpo_pack.data.readers import (
     ColumnNames,
     NumberedRow,
     OpenRows,
-    check_start,
+    check_first_bytes,
     data_suffix,
     open_files,
     open_tables,
@@ -405,7 +405,7 @@ def locate_source(
             if data_suffix(path) not in DATA_FILE_SUFFIXES:
                 known = ", ".join(DATA_FILE_SUFFIXES)
                 raise DataError(f"{label}: no reader for this kind of file; there are: {known}")
-            check_start(path, label)
+            check_first_bytes(path, label)
             open_source = partial(open_files, [path], names)
         hash_source: Callable[[], str] = str if hash_memo is None else partial(path_hash, path, hash_memo)
         return LocatedSource(
@@ -450,7 +450,7 @@ def _find_directory(path: Path, names: ColumnNames) -> tuple[Path, Callable[[], 
         is_saved = False
         files, unread = _files_of_split(path, split)
         for file in files:
-            check_start(file, str(file))
+            check_first_bytes(file, str(file))
     else:
         raise DataError(
             f"{label}: no data files in it ({', '.join(DATA_FILE_SUFFIXES)}); correct {names.key}.path"

@@ -397,8 +397,9 @@ def _with_scored(ids: Group, row: ReadRow) -> Group:
 
 
 def truncate(pair: Group, limits: DataRecipe, bos_token_id: int | None) -> Group:
-    """Returns the pair, cut to the limits: the oldest prompt tokens after BOS, but not all, or the ends of
-    completions. Raises BadRow if it does not fit, or if what is left of these is equal or not scored."""
+    """Cuts a pair that is too long, as `data.truncation` says: the oldest tokens of its prompt (BOS and at
+    least one token stay) or the ends of its completions. Raises BadRow if the pair may not be cut or is
+    still too long, or if the completions are then equal or have no scored token."""
     cuts_prompt = limits.truncation == "prompt_left"
     prompt_limit, max_length = limits.max_prompt_length, limits.max_length
     if prompt_limit is not None and len(pair.context) > prompt_limit:

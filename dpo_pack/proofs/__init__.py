@@ -107,7 +107,8 @@ def proof_groups(vocabulary: int) -> list[Group]:
 
 @contextlib.contextmanager
 def random_groups(scorer: CompletionLogps, device: torch.device) -> Iterator[list[Group]]:
-    """In this context torch draws from seed 0. Yields `proof_groups` for the scorer's model."""
+    """Yields `proof_groups` for the scorer's model. In the `with` block torch's random numbers are those of
+    seed 0; after it they go on as if there had been no block."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         yield proof_groups(int(scorer.model.config.get_text_config().vocab_size))

@@ -133,9 +133,10 @@ def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: to
 def _leak(
     scorer: CompletionLogps, changes: Tensor, noise: Tensor, moved: float, others: str, own: str
 ) -> dict[str, Any]:
-    """Returns fields of the Proof that log-probs of `others` do not change, whose changes are given, but that
-    of `own` does. What is measured is the largest change, or in a mixture of experts the mean without the
-    largest tenth: rounding can send a token to other experts."""
+    """Returns fields of a Proof: when a token was replaced, the log-probs of `others` moved by `changes`,
+    which must be 0, and that of `own` by `moved`, which must not. In a mixture of experts rounding can send a
+    token to other experts: there the mean of `changes` without the largest tenth must be small beside
+    `noise`."""
     leaks, bound, keeps = float(changes.max()), 0.0, "nothing"
     if routes_tokens(scorer.model.config):
         eps = torch.finfo(scorer.compute_dtype).eps

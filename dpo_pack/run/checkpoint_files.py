@@ -250,8 +250,9 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits for the checkpoint in the background, but not after a second stop signal. An interrupted run
-        says that it can resume from it, so a failure is raised, but not beside another error."""
+        """Waits until the background has written its checkpoint; after a second stop signal it does not wait.
+        An interrupted run says that it can resume from that checkpoint. So an error of the write is raised,
+        unless the run has ended with an error of its own."""
         if isinstance(error, Interrupted) and error.is_urgent:
             return
         has_cause = error is not None and not isinstance(error, Interrupted)

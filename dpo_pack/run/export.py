@@ -175,9 +175,10 @@ def prepare_verification(
 ) -> dict[str, Any]:
     """Computes what proofs/read_back.py needs to compare the export with the policy; every rank must call it.
 
-    Log-probs are compared as `export.verify` says (auto: where the weights fit into memory once more), but
-    not on a quantised base: of the start-up proof's pairs, within three times what rounding changes in them.
-    For that the policy's own weights are rounded to the exported values: its training is over.
+    `export.verify` says whether log-probs are compared, too (auto: if the weights fit into memory a second
+    time); on a quantised base they are not. The pairs are those of the start-up proof, which measures how far
+    rounding moves a log-prob; the model in the files may differ by three times that. First the policy's own
+    weights are rounded to the exported values: they are not trained any more.
     """
     facts, scorer, device = setup.policy_facts, loaded.scorer, setup.device
     wanted, trained = setup.recipe.export.verify, facts.precision.parameters

@@ -79,8 +79,8 @@ class RunLog:
         begun: float,
         reference_seconds: float,
     ) -> None:
-        """`offset`: the bytes of metrics.jsonl when the checkpoint was written from which the run resumes.
-        `begun`: time.monotonic() at the start of the run."""
+        """`offset`: so many bytes of metrics.jsonl are kept; those behind were written after the checkpoint
+        from which the run resumes, and are written again. `begun`: time.monotonic() at the run's start."""
         self.setup, self.run, self.state, self.begun = setup, run, state, begun
         # A run that resumes from a checkpoint in another directory begins a new metrics.jsonl.
         self.offset = offset if run.has_own_checkpoint else 0
