@@ -53,7 +53,6 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from torch import Tensor
@@ -73,7 +72,7 @@ from dpo_pack.run.state import ends_run
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, keep_log, shown
 from dpo_pack.system.errors import DpoPackError, RunError, first_line
-from dpo_pack.system.files import write_json_atomically
+from dpo_pack.system.files import Json, write_json_atomically
 from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
 from dpo_pack.training.batches import GlobalBatch
@@ -305,7 +304,7 @@ class Trainer:
             values.append(pair_values(output, row, losses))
         return join_values(values, self.setup.device)
 
-    def step_record(self, batch: GlobalBatch, outcome: StepOutcome) -> dict[str, Any]:
+    def step_record(self, batch: GlobalBatch, outcome: StepOutcome) -> Json:
         """Returns the step's line of metrics.jsonl without rates. Waits for the device."""
         means = averages(
             ranks.gather_over_ranks(outcome.values),
@@ -330,7 +329,7 @@ class Trainer:
 
     # --------------------------------------------------------------------------------------- after the steps
 
-    def finish(self) -> dict[str, Any] | None:
+    def finish(self) -> Json | None:
         """Exports the model, updates run.json, writes the page, and prints totals and what was learned. After
         an error it saves the last step, if it can. Returns what `verify_model` needs, or None."""
         run, state, saver = self.run, self.state, self.saver
@@ -370,7 +369,7 @@ class Trainer:
                     run.packing_report, packing_report(planned, data, shape, model=model)
                 )
             )
-        facts: dict[str, Any] = {
+        facts: Json = {
             "status": "finished",
             "totals": log.totals(),
             "evaluation": state.evaluation,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dpo_pack.data.images import ImageProcessor
 from dpo_pack.data.ingest import SMALLEST_RANGE, Ingestion, LocatedSource, Progress, write_ranges
@@ -29,6 +28,7 @@ from dpo_pack.data.readers import (
     open_tables,
 )
 from dpo_pack.data.store import (
+    Keys,
     PairTable,
     TokenStore,
     content_key,
@@ -39,13 +39,14 @@ from dpo_pack.data.store import (
 )
 from dpo_pack.data.tokenization import BEGINNINGS, TOKENIZATION_VERSION, Prompt, tokenizer_fingerprint
 from dpo_pack.data.tokenizer import Tokenizer
+from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
+from dpo_pack.system.files import Json
 
 HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
 DEFAULT_SPLIT = "train"
-Positions = NDArray[np.int64]
 _HUB_KEYS = ("config", "data_dir", "revision")
 
 # The recipe keys that do not change a source's tokens. A store's name is a hash of the other keys, so a key
@@ -79,8 +80,8 @@ class Data:
 
     train: PairTable  # of an online run: pairs that have a prompt and empty completions
     eval: dict[str, PairTable]  # the held-out sets by their names in metrics; empty if rows are prompts
-    source_weights: NDArray[np.float64]  # [training sources] how often an epoch has their pairs
-    report: dict[str, Any]  # the content of data_report.json
+    source_weights: FloatArray  # [training sources] how often an epoch has their pairs
+    report: Json  # the content of data_report.json
     fingerprint: str  # a hash of the training pairs and source weights
     eval_fingerprint: str  # a hash of the eval sets' names and pairs
     prompts: tuple[Prompt, ...] = ()  # only of an online run, which generates its pairs later
@@ -141,7 +142,7 @@ def _divided(
         raise DataError(
             "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
         )
-    report: dict[str, Any] = {"train": _describe(train, is_pairs), "eval": {}, "held_out_by": held_out_by}
+    report: Json = {"train": _describe(train, is_pairs), "eval": {}, "held_out_by": held_out_by}
     report["train"]["sources"] = [_of_source(name, one, is_pairs) for name, one in sources.items()]
     for name, table in evals.items():
         report["eval"][name] = _describe(table, is_pairs) if is_pairs else {"prompts": table.num_pairs}
@@ -169,7 +170,7 @@ def _divided(
 
 def _split(
     train: PairTable, sources: dict[str, LoadedSource], fraction: float, seed: int
-) -> tuple[Positions, Positions, str]:
+) -> tuple[IntArray, IntArray, str]:
     """Returns the training pairs, the held-out pairs, and what pairs have in common that stay together."""
     if any(part.images is not None for part in train.parts):
         return *split_by_prompt(keys_by_image(train), fraction, seed), "image"
@@ -190,7 +191,7 @@ def _split(
     )
 
 
-def keys_by_image(pairs: PairTable) -> NDArray[np.uint8]:
+def keys_by_image(pairs: PairTable) -> Keys:
     """Returns [P, 16] keys: pairs that share an image, also by way of other pairs, have one key, because many
     ask "What is in this image?". A pair without images has the key of its prompt."""
     owners, images = [], []
@@ -213,9 +214,7 @@ def keys_by_image(pairs: PairTable) -> NDArray[np.uint8]:
     return keys
 
 
-def split_by_prompt(
-    prompt_keys: NDArray[np.uint8], fraction: float, seed: int
-) -> tuple[Positions, Positions]:
+def split_by_prompt(prompt_keys: Keys, fraction: float, seed: int) -> tuple[IntArray, IntArray]:
     """Returns the indices of the training pairs and of the held-out pairs, at least `fraction` of all,
     whatever their order. Pairs of one prompt stay together. Raises DataError if none is left to train on."""
     prompts, prompt_of_pair = distinct_keys(prompt_keys)
@@ -256,24 +255,24 @@ def _repeated(train: PairTable, evals: Sequence[PairTable]) -> dict[str, int]:
     }
 
 
-def _pair_keys(chosen: NDArray[np.uint8], rejected: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _pair_keys(chosen: Keys, rejected: Keys) -> Keys:
     """Returns [P, 16] keys: sums of hashes, which are as seldom equal by chance."""
     first, second = (np.ascontiguousarray(keys).view("<u8") for keys in (chosen, rejected))
-    keys: NDArray[np.uint8] = (first + 3 * second).view(np.uint8)
+    keys: Keys = (first + 3 * second).view(np.uint8)
     return keys
 
 
-def _of_source(name: str, source: LoadedSource, is_pairs: bool) -> dict[str, Any]:
+def _of_source(name: str, source: LoadedSource, is_pairs: bool) -> Json:
     store = source.store
     settings = source.recipe.model_dump(include={"path", "split", "weight"})
-    counts: dict[str, Any] = {"name": name, **settings, **store.summary}
+    counts: Json = {"name": name, **settings, **store.summary}
     if is_pairs:
         counts |= _describe(PairTable.of([store]), is_pairs)
         counts |= {"token_store": str(store.directory), "token_store_reused": source.rows_tokenized == 0}
     return counts
 
 
-def _describe(pairs: PairTable, is_pairs: bool) -> dict[str, Any]:
+def _describe(pairs: PairTable, is_pairs: bool) -> Json:
     """Returns counts and percentiles of lengths."""
     num_prompts = len(distinct_keys(pairs.whole_prompt_keys)[0])
     counts = {"prompts": pairs.num_pairs, "distinct_prompts": num_prompts}
@@ -356,10 +355,10 @@ def _read_source(ingestion: Ingestion, rows: Iterator[NumberedRow]) -> LoadedSou
     )
 
 
-def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> dict[str, Any]:
+def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> Json:
     """Returns all that decides the token ids of given rows; a store's name is a hash of this and of rows."""
     data, settings = ingestion.data, ingestion.settings
-    facts: dict[str, Any] = {
+    facts: Json = {
         "version": TOKENIZATION_VERSION,
         "tokenizer": tokenizer_key,
         **ingestion.source.model_dump(mode="json", exclude=_SOURCE_KEYS_BESIDE_TOKENS),

@@ -20,12 +20,22 @@ from numpy.typing import NDArray
 
 from dpo_pack.data.formats import BadRow
 from dpo_pack.data.images import CONTENT, ImageJoiner, Pixels, ReadImage, StoredImages
-from dpo_pack.packing.lengths import AnyIntArray, Bools, Group, ModelShape, PairLengths, common_prefix_length
+from dpo_pack.packing.lengths import (
+    AnyIntArray,
+    Bools,
+    FloatArray,
+    Group,
+    IntArray,
+    ModelShape,
+    PairLengths,
+    common_prefix_length,
+)
 from dpo_pack.system.errors import CacheError, DataError
-from dpo_pack.system.files import add_to_json, read_json, write_json_atomically, writing, written_aside
+from dpo_pack.system.files import Json, add_to_json, read_json, write_json_atomically, writing, written_aside
 
 KEY_BYTES = 16
 TokenIds = NDArray[np.int32]
+Keys = NDArray[np.uint8]  # [n, 16], hashes
 TOKEN_DTYPE = np.dtype("<i4")
 RECORD_DTYPE = np.dtype(
     [
@@ -175,20 +185,20 @@ class PairTable:
     parts: tuple[TokenStore, ...]  # the sources' stores, or their ranges
     part_indices: NDArray[np.int32]  # [P] position in `parts`
     source_indices: NDArray[np.int16]  # [P]
-    offsets: NDArray[np.int64]  # [P] position of the pair's first token in its part
+    offsets: IntArray  # [P] position of the pair's first token in its part
     prompt_lengths: NDArray[np.int32]  # [P]
     chosen_lengths: NDArray[np.int32]  # [P] EOS included
     rejected_lengths: NDArray[np.int32]  # [P]
     shared_lengths: NDArray[np.int32]  # [P] common prefix of both sequences, at least the prompt
     weights: NDArray[np.float32]  # [P] a factor of the pair's loss
     # [P] the scored tokens of the completions. Losses and metrics that divide by a length divide by these.
-    chosen_scored: NDArray[np.float64]
-    rejected_scored: NDArray[np.float64]
-    row_numbers: NDArray[np.int64]  # [P] position in the source, from 1
-    prompt_keys: NDArray[np.uint8]  # [P, 16]
-    chosen_keys: NDArray[np.uint8]  # [P, 16] sequence_key of prompt and chosen
-    rejected_keys: NDArray[np.uint8]  # [P, 16]
-    whole_prompt_keys: NDArray[np.uint8]  # [P, 16] of the prompts in the source, before tokens were cut
+    chosen_scored: FloatArray
+    rejected_scored: FloatArray
+    row_numbers: IntArray  # [P] position in the source, from 1
+    prompt_keys: Keys  # [P, 16]
+    chosen_keys: Keys  # [P, 16] sequence_key of prompt and chosen
+    rejected_keys: Keys  # [P, 16]
+    whole_prompt_keys: Keys  # [P, 16] of the prompts in the source, before tokens were cut
 
     @staticmethod
     def of(stores: Sequence[TokenStore]) -> "PairTable":
@@ -247,7 +257,7 @@ class PairTable:
             images=tuple(partial(store.read_image, number) for number in numbers),
         )
 
-    def select(self, indices: NDArray[np.int64]) -> "PairTable":
+    def select(self, indices: IntArray) -> "PairTable":
         """Returns a table of the pairs at `indices`, in the order of `indices`."""
         columns = (column.name for column in fields(self) if column.name != "parts")
         return replace(self, **{name: getattr(self, name)[indices] for name in columns})
@@ -293,7 +303,7 @@ class _NotNeeded(Exception):
 
 
 def write_store(
-    directory: Path, batches: Iterable[TokenStore], summarize: Callable[[], dict[str, Any]]
+    directory: Path, batches: Iterable[TokenStore], summarize: Callable[[], Json]
 ) -> TokenStore | None:
     """Writes each batch when `batches` yields it, then `summarize()`, and opens the store; None: there is no
     pair. If `batches` raises an error, no file stays on the disk. Raises CacheError."""
@@ -333,7 +343,7 @@ def write_store(
     return store
 
 
-def write_ranged_store(directory: Path, ranges: Sequence[TokenStore], summary: dict[str, Any]) -> TokenStore:
+def write_ranged_store(directory: Path, ranges: Sequence[TokenStore], summary: Json) -> TokenStore:
     """Writes the store of a source that has these ranges, if nobody else has done so. Raises CacheError."""
     summary = {**summary, _LARGEST: max(one.largest_token_id for one in ranges)}
     names = [[one.directory.name, one.rows_before] for one in ranges if one.directory is not None]
@@ -369,12 +379,12 @@ def open_store(directory: Path) -> TokenStore | None:
     return store if manifest.get("checksum") == checksum else None
 
 
-def key_heads(keys: NDArray[np.uint8]) -> NDArray[np.uint64]:
+def key_heads(keys: Keys) -> NDArray[np.uint64]:
     """Turns the first 8 bytes of [P, bytes] keys into [P] numbers of the same order, which sort faster."""
     return np.ascontiguousarray(keys[:, :8]).view(">u8").ravel().astype(np.uint64)
 
 
-def distinct_keys(keys: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def distinct_keys(keys: Keys) -> tuple[IntArray, IntArray]:
     """Returns of [P, bytes] keys the first position of each different one, [U], in the order of their bytes,
     and each key's position among those, [P]."""
     if len(keys) and keys.shape[1] == KEY_BYTES:
@@ -410,7 +420,7 @@ def _measure_tokens(store: TokenStore) -> tuple[NDArray[Any], ...]:
     return offsets, sums[0::3], sums[1::3]
 
 
-def _map_files(directory: Path, summary: dict[str, Any]) -> tuple[TokenStore, str]:
+def _map_files(directory: Path, summary: Json) -> tuple[TokenStore, str]:
     """Returns a store and its checksum. Of the tokens only the count is hashed: records have their hashes."""
     tokens = np.asarray(np.memmap(directory / _TOKENS, dtype=TOKEN_DTYPE, mode="r"))
     records = np.asarray(np.memmap(directory / _RECORDS, dtype=RECORD_DTYPE, mode="r"))
@@ -440,7 +450,7 @@ def pair_lengths(table: PairTable, shape: ModelShape | None = None) -> PairLengt
     )
 
 
-def _tower_flops(table: PairTable, shape: ModelShape) -> NDArray[np.float64]:
+def _tower_flops(table: PairTable, shape: ModelShape) -> FloatArray:
     flops = np.zeros(table.num_pairs)
     for pair, begin in enumerate(table.offsets):
         tokens = table.parts[table.part_indices[pair]].tokens

@@ -165,18 +165,15 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
         "versions": [version("tokenizers"), version("transformers")],
     }
     if not tokenizer.is_fast:
-        return content_key([settings, _file_hashes(tokenizer)])
+        with tempfile.TemporaryDirectory() as directory:
+            tokenizer.save_pretrained(directory)
+            files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+            hashes = [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files]
+        return content_key([settings, hashes])
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # Every call of the tokenizer sets and unsets these two entries. Our calls neither truncate nor pad.
     del backend["truncation"], backend["padding"]
     return content_key([settings, backend])
-
-
-def _file_hashes(tokenizer: Tokenizer) -> list[list[str]]:
-    with tempfile.TemporaryDirectory() as directory:
-        tokenizer.save_pretrained(directory)
-        files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
-        return [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files]
 
 
 def check_tokenizer(settings: TokenizationSettings, label: str) -> None:
@@ -254,7 +251,11 @@ def read_row(number: int, row: Mapping[str, Any] | BadRow, settings: Tokenizatio
     elif settings.images is not None and row["images"]:
         raise BadRow("media", f"rows of format {settings.format} have no place for images")
     elif settings.content == "token_ids":
-        _check_vocabulary(pair, len(tokenizer))
+        for part in ("prompt", "chosen", "rejected"):
+            if wrong := [token for token in getattr(pair, part) if not 0 <= token < len(tokenizer)]:
+                last = len(tokenizer) - 1
+                detail = f"{part}_ids has the token id {wrong[0]}; the tokenizer's ids are 0 to {last}"
+                raise BadRow("token_id_out_of_range", detail)
         return ReadRow(number, pair, pair, (), {})
     else:  # each completion ends with one EOS
         prompt, eos = str(pair.prompt), tokenizer.eos_token or ""
@@ -310,14 +311,6 @@ def _read_messages(
         counts = {**counts, "images": len(images), "images_scaled": scaled}
     other_turns = any(map(is_dialogue, sides))
     return ReadRow(number, pair, written, texts, counts, contents, other_turns, (), images)
-
-
-def _check_vocabulary(pair: Pair, vocabulary_size: int) -> None:
-    for part in ("prompt", "chosen", "rejected"):
-        if wrong := [token for token in getattr(pair, part) if not 0 <= token < vocabulary_size]:
-            last = vocabulary_size - 1
-            detail = f"{part}_ids has the token id {wrong[0]}; the tokenizer's ids are 0 to {last}"
-            raise BadRow("token_id_out_of_range", detail)
 
 
 def _whole_prompt_key(row: ReadRow) -> bytes:

@@ -22,7 +22,7 @@ from dpo_pack.online.interface import Completion, Draw, Failure, Generator, Judg
 from dpo_pack.packing.lengths import Group
 from dpo_pack.recipe.online import PairingRecipe
 from dpo_pack.system import ranks
-from dpo_pack.system.files import written_aside
+from dpo_pack.system.files import Json, written_aside
 from dpo_pack.training.metrics import mean_intervals
 
 Position = tuple[int, int]  # (better, worse): positions in a prompt's completions
@@ -181,7 +181,7 @@ def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingP
     ]
 
 
-def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:
+def pending_state(pairs: Sequence[PendingPair]) -> Json:
     """Returns the pairs as tensors: checkpoints are read without unpickling other objects."""
     parts = [part for pair in pairs for part in (pair.ids.context, *pair.ids.completions)]
     return {
@@ -193,7 +193,7 @@ def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:
     }
 
 
-def load_pending(state: dict[str, Any]) -> list[PendingPair]:
+def load_pending(state: Json) -> list[PendingPair]:
     ends = np.cumsum(state["lengths"].numpy())
     parts = np.split(state["tokens"].numpy(), ends)
     columns = (state[name].tolist() for name in ("prompt_indices", "margins", "weights_steps"))
@@ -295,13 +295,13 @@ class WinRate:
         """Lets the starting policy answer all prompts; to be called before the first step."""
         self.first = {name: ranks.share_out(draws, self._answers) for name, draws in self.draws.items()}
 
-    def evaluate(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def evaluate(self) -> Iterator[tuple[str, Json]]:
         """Yields name and metrics of each set, for the current policy."""
         for name, draws in self.draws.items():
             openings = list(zip(draws, self.first[name], strict=True))
             games = ranks.share_out(openings, self._play)
             played = [game for game in games if game is not None]
-            record: dict[str, Any] = {"prompts": len(games), "failures": len(games) - len(played)}
+            record: Json = {"prompts": len(games), "failures": len(games) - len(played)}
             yield name, {**record, **(self._metrics(played) if played else {})}
 
     def _answers(self, draws: Sequence[Draw]) -> list[Completion | None]:
@@ -319,7 +319,7 @@ class WinRate:
             for answers, scores in zip(both, score_answers(draws, both, self.judge), strict=True)
         ]
 
-    def _metrics(self, played: Sequence[Game]) -> dict[str, Any]:
+    def _metrics(self, played: Sequence[Game]) -> Json:
         first, now = np.array([scores for scores, _ in played]).T
         metrics = {
             "online/win_rate": (now > first) + 0.5 * (now == first),

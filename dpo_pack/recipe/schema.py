@@ -201,11 +201,6 @@ class Recipe(types.Section):
         return self._dropped
 
     @property
-    def has_its_loss(self) -> bool:
-        """Whether the loss is that of the run, with no part of it `dropped`."""
-        return not any(line.startswith("loss.") for line in self._dropped)
-
-    @property
     def shares_prompts(self) -> bool:
         """Whether a row computes a pair's common prefix only once; LoRA dropout differs for each sequence."""
         return self.packing.share_prompt and (self.model.lora is None or self.model.lora.dropout == 0.0)

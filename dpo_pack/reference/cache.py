@@ -43,7 +43,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dpo_pack.data.store import PairTable, distinct_keys, key_heads
+from dpo_pack.data.store import Keys, PairTable, distinct_keys, key_heads
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.system.errors import CacheError, first_line
 from dpo_pack.system.files import (
@@ -71,7 +71,6 @@ _AT_ONCE = 2**16  # sequences that a hash copies
 # A part must be small, because the check of its sha256 reads the whole part into memory.
 MAX_PART_SEQUENCES = 200_000
 UsedTimes = dict[str, float]  # path of a model -> seconds since 1970
-Keys = npt.NDArray[np.uint8]  # [n, 16]
 
 
 def find_keys(known: Keys, keys: Keys) -> IntArray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -16,10 +15,11 @@ import dpo_pack
 from dpo_pack.model.attention import BACKENDS, AttentionNeeds, backend_obstacle
 from dpo_pack.proofs import ProofOutcome
 from dpo_pack.system.errors import UnsupportedModelError
+from dpo_pack.system.files import Json
 from dpo_pack.system.machine import bfloat16_instructions, cpu_name, host_memory, package_versions
 
 
-def environment(console: Console) -> dict[str, Any]:
+def environment(console: Console) -> Json:
     """Prints and returns versions, devices, and for each attention backend why it cannot be used, or None."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -48,7 +48,7 @@ def environment(console: Console) -> dict[str, Any]:
     }
 
 
-def proofs(outcome: ProofOutcome, memory: dict[str, Any], console: Console) -> dict[str, Any]:
+def proofs(outcome: ProofOutcome, memory: Json, console: Console) -> Json:
     """Prints the proofs. Returns them with the `memory` of a step, and the `error` if one has failed."""
     rows = [
         (
@@ -76,7 +76,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def _devices() -> list[dict[str, Any]]:
+def _devices() -> list[Json]:
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         return [

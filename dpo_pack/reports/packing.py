@@ -21,6 +21,7 @@ from dpo_pack.packing.lengths import ModelShape, PairLengths, padded_flops
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.reports.tables import Cells, cells_of, counted, terminal_table
 from dpo_pack.system import ranks as processes
+from dpo_pack.system.files import Json
 from dpo_pack.training.batches import OfflineSource
 
 # Pairs in a micro-batch of padded training, which pads to the longest sequence of the micro-batch.
@@ -40,7 +41,7 @@ def packing_report(
     model: str,
     num_ranks: Sequence[int] = (),
     budgets: Sequence[int] = (4096, 8192, 16384),
-) -> dict[str, Any]:
+) -> Json:
     """Reports how the first epoch of `source` fills rows, by ranks (none: this run's) and token budgets."""
     table, sources = data.train, data.report["train"]["sources"]
     names = [entry["name"] for entry in sources]
@@ -68,7 +69,7 @@ def inspect_packing(
     ranks: Sequence[int],
     budgets: Sequence[int],
     describe_pair: Callable[[int], str],
-) -> dict[str, Any]:
+) -> Json:
     """Measures the plan of an epoch, whose costs must be FLOPs unless its rows are padded. `budgets` and the
     plan's own are compared on ranks[0] ranks. describe_pair: returns where the user finds a pair."""
     plan = replace(planned, num_ranks=1, equal_rows=False)
@@ -84,7 +85,7 @@ def inspect_packing(
 
 def _statistics(
     plan: PackingPlan, lengths: PairLengths, shape: ModelShape, describe_pair: Callable[[int], str]
-) -> dict[str, Any]:
+) -> Json:
     steps, sizes, oversize = _spread_steps(plan), plan.sizes, plan.oversize_pairs.tolist()
     rows = [row for step in steps for row in plan.pack_step(step)[0]]
     scale = len(plan.order) / sum(map(len, rows))
@@ -132,7 +133,7 @@ def _statistics(
     }
 
 
-def rank_balance(plan: PackingPlan) -> dict[str, Any]:
+def rank_balance(plan: PackingPlan) -> Json:
     """Measures how evenly the costs of a plan are spread over its ranks."""
     steps, of_row = _spread_steps(plan), plan.sizes.of_row
     planned = [plan.pack_step(step) for step in steps]
@@ -153,7 +154,7 @@ def rank_balance(plan: PackingPlan) -> dict[str, Any]:
     }
 
 
-def _compare_budgets(plan: PackingPlan, budgets: Sequence[int], num_ranks: int) -> list[dict[str, Any]]:
+def _compare_budgets(plan: PackingPlan, budgets: Sequence[int], num_ranks: int) -> list[Json]:
     """Returns the outcome of each budget, and of that of `plan`, ascending. Steps have the same pairs under
     each. The time of a step, in tokens, is its tokens / `num_ranks`, plus ROW_OVERHEAD_TOKENS for each row of
     the rank with the most rows. The best is the smallest good one, if possible one that no pair exceeds."""
@@ -194,7 +195,7 @@ def _spread_steps(plan: PackingPlan) -> list[int]:
 _OVERSIZE_PAIRS_SHOWN = 5
 
 
-def render_packing(report: dict[str, Any], console: Console) -> None:
+def render_packing(report: Json, console: Console) -> None:
     """Prints the report as tables for 80 columns."""
     console.print(f"{headline(report)}; {rows_sentence(report)}")
     for title, cells in tables(report).items():
@@ -203,14 +204,14 @@ def render_packing(report: dict[str, Any], console: Console) -> None:
         console.print(oversize_sentence(report), style="yellow", highlight=False)
 
 
-def headline(report: dict[str, Any]) -> str:
+def headline(report: Json) -> str:
     """Returns the numbers of pairs and steps."""
     ours, full = report["statistics"], report["pairs_per_step"]
     last = ours["num_pairs"] - (ours["num_steps"] - 1) * full
     return f"{ours['num_pairs']:,} pairs in {ours['num_steps']:,} steps of {full:,} (the last of {last:,})"
 
 
-def rows_sentence(report: dict[str, Any]) -> str:
+def rows_sentence(report: Json) -> str:
     """Returns the settings that form the rows, and how many and how full they are on one rank."""
     ours, sharing = report["statistics"], "shared" if report["share_prompt"] else "not shared"
     num_steps = ours["num_steps"]
@@ -222,7 +223,7 @@ def rows_sentence(report: dict[str, Any]) -> str:
     )
 
 
-def oversize_sentence(report: dict[str, Any]) -> str:
+def oversize_sentence(report: Json) -> str:
     """Returns sentences about the pairs above the token budget, with advice."""
     oversize = report["statistics"]["oversize_pairs"]
     shown = [f"{place}: {tokens:,} tokens" for place, tokens in oversize.items()][:_OVERSIZE_PAIRS_SHOWN]
@@ -234,7 +235,7 @@ def oversize_sentence(report: dict[str, Any]) -> str:
     )
 
 
-def tables(report: dict[str, Any]) -> dict[str, Cells]:
+def tables(report: Json) -> dict[str, Cells]:
     """Returns the tables of the report by title. The best token budget is highlighted and says so."""
     ours, balance, sweep = report["statistics"], report["balance"], report["sweep"]
     padded = [

@@ -37,7 +37,7 @@ from dpo_pack.reports.tables import (
 )
 from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import CacheError, RunError
-from dpo_pack.system.files import leaves, parse_json, read_json, text_of
+from dpo_pack.system.files import Json, leaves, parse_json, read_json, text_of
 from dpo_pack.training.health import what_can_be_told
 
 _MOST_POINTS = 2_000  # a curve has at most so many points
@@ -77,7 +77,7 @@ CHARTS = {
 }
 
 
-def read_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
+def read_runs(paths: Sequence[Path]) -> list[Json]:
     """Reads the files of runs, finished or not. Raises RunError if a path holds no run."""
     names = [path.resolve().name for path in paths]
     if len(set(names)) < len(names):
@@ -103,14 +103,14 @@ def read_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
     return runs
 
 
-def read_metrics(path: Path, most: int) -> dict[str, Any]:
+def read_metrics(path: Path, most: int) -> Json:
     """Returns what metrics.jsonl says of a run, in at most `most` points of a curve: means over successive
     lines. A value that was not finite is null in its line, and is left out of the mean."""
     group = max(1, -(-sum('"split": "train"' in line for line in _lines(path)) // most))
     charted = {metric for metrics in CHARTS.values() for metric in metrics}
     steps: list[int] = []
     points: list[dict[str, tuple[float, int]]] = []  # sum and number of each metric's values
-    evals: dict[str, list[Mapping[str, Any]]] = {}
+    evals: dict[str, list[Json]] = {}
     warnings: list[tuple[int, str]] = []
     num_lines = 0
     for line in _json_lines(path):
@@ -142,7 +142,7 @@ def _lines(path: Path) -> Iterator[str]:
         yield from file
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _json_lines(path: Path) -> Iterator[Json]:
     """Yields the lines that can be read: the last one of a killed process may be cut."""
     return (found for line in _lines(path) if (found := parse_json(line.encode())) is not None)
 
@@ -150,7 +150,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 # ------------------------------------------------------------------------------- pairs
 
 
-def lowest_margins(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+def lowest_margins(run: Json) -> list[Json]:
     """Returns the pairs with the lowest mean margins of pairs.parquet (by the last one the policy knows wrong
     labels by heart): source, row, margin, num_times, last_step and, if their tokens are at hand, texts."""
     from pyarrow import acero, dataset  # imports pandas, which no step needs
@@ -181,7 +181,7 @@ def lowest_margins(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**pair, "texts": texts.get((pair["source"], pair["row"]), {})} for pair in lowest]
 
 
-def _texts(run: Mapping[str, Any], keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], dict[str, str]]:
+def _texts(run: Json, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], dict[str, str]]:
     """Returns prompt, chosen and rejected by source and row, if the tokenizer and the cache are at hand."""
     named = [run["recipe"].get(section, {}).get("path") for section in ("tokenizer", "model")]
     files = (Path(place) / "tokenizer.json" for place in (run["path"] / "model", *named) if place)
@@ -213,7 +213,7 @@ def _shortened(text: str) -> str:
 # ------------------------------------------------------------------------------- tables and curves
 
 
-def runs_cells(runs: Sequence[Mapping[str, Any]]) -> Cells:
+def runs_cells(runs: Sequence[Json]) -> Cells:
     """Returns a row for each run: how far it came and how fast."""
     rows = []
     for run in runs:
@@ -224,7 +224,7 @@ def runs_cells(runs: Sequence[Mapping[str, Any]]) -> Cells:
     return Cells(("run", "status", "steps", "pairs", "time of steps", "pairs/s"), rows)
 
 
-def differing_keys(runs: Sequence[Mapping[str, Any]]) -> Cells:
+def differing_keys(runs: Sequence[Json]) -> Cells:
     """Returns the keys of the recipes and of run.json's versions that differ, with each run's value."""
     also = ("dpo_pack", "versions", "devices", "git_commit")
     trees = [{**run["recipe"], **{key: run["info"].get(key) for key in also}} for run in runs]
@@ -244,7 +244,7 @@ def _text(value: Any) -> str:
     return value or "" if is_text else json.dumps(value, ensure_ascii=False)
 
 
-def last_evaluations(runs: Sequence[Mapping[str, Any]], name: str) -> Cells:
+def last_evaluations(runs: Sequence[Json], name: str) -> Cells:
     """Returns the last evaluation of each run on a held-out set; of a single run the first one, too."""
     if len(runs) == 1:
         first, last = (runs[0]["evals"][name][number] for number in (0, -1))
@@ -256,7 +256,7 @@ def last_evaluations(runs: Sequence[Mapping[str, Any]], name: str) -> Cells:
     return Cells(columns, [("measured on", *map(pairs_and_prompts, lines.values())), *rows])
 
 
-def sample_rows(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, str]]:
+def sample_rows(runs: Sequence[Json]) -> dict[tuple[str, str], dict[str, str]]:
     """Returns for source and prompt of each sample its latest completions, by name: of a single run those
     before and after training, of several runs the latest one of each run."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
@@ -269,10 +269,10 @@ def sample_rows(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict
     return rows
 
 
-def chart_data(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def chart_data(runs: Sequence[Json]) -> Json:
     """Returns what assets/run.js draws. A curve names its steps by their position in "steps"; its values are
     [values], or of an evaluation [values, lower bounds, upper bounds]."""
-    tracks: list[tuple[int, list[str], dict[str, Any]]] = []  # run, words that name it, values by metric
+    tracks: list[tuple[int, list[str], Json]] = []  # run, words that name it, values by metric
     steps: list[Sequence[int]] = []  # of each track
     for number, run in enumerate(runs):
         names = [run["name"]] if len(runs) > 1 else []
@@ -312,7 +312,7 @@ def _rounded(values: Sequence[float | None]) -> list[float | None]:
 
 
 def print_ending(
-    root: Path, evaluation: Mapping[str, Mapping[str, Any]], warnings: Sequence[str], console: Console
+    root: Path, evaluation: Mapping[str, Json], warnings: Sequence[str], console: Console
 ) -> None:
     """Prints the ending of the finished run in `root`. `evaluation`: of its final model, by held-out set."""
     if console.quiet:
@@ -343,9 +343,7 @@ def print_ending(
             console.print(f"  {warning}")
 
 
-def print_next(
-    root: Path, evaluation: Mapping[str, Mapping[str, Any]], console: Console, *, has_images: bool
-) -> None:
+def print_next(root: Path, evaluation: Mapping[str, Json], console: Console, *, has_images: bool) -> None:
     """Prints the commands to look at the finished run in `root`, whose model has this evaluation."""
     console.print()
     console.print("Next:")

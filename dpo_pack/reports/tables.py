@@ -5,13 +5,14 @@ and `by_length`. Completions stand side by side.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dpo_pack.system.files import Json
 from dpo_pack.system.process import printable
 from dpo_pack.training.health import what_can_be_told
 
@@ -77,7 +78,7 @@ METRIC_NAMES = {
 INTERVALS = "In brackets: 95 % intervals, bootstrap over prompts"
 
 
-def render_evaluations(sets: Mapping[str, Mapping[str, Any]], console: Console, *, beta: float) -> None:
+def render_evaluations(sets: Mapping[str, Json], console: Console, *, beta: float) -> None:
     """Prints a model's record on each held-out set, or the records `a` and `b` and their `difference`."""
     for name, found in sets.items():
         judged, columns, told = found, {"": found}, what_can_be_told(found)
@@ -102,7 +103,7 @@ def render_evaluations(sets: Mapping[str, Mapping[str, Any]], console: Console, 
     console.print(f"{INTERVALS}. Rewards: beta {beta:g} x log-ratio to the recipe's reference")
 
 
-def evaluation_cells(columns: Mapping[str, Mapping[str, Any]]) -> Cells:
+def evaluation_cells(columns: Mapping[str, Json]) -> Cells:
     """Returns a column for each record, by its title, and a row for each metric that one of them has."""
     rows = [
         (words, *(estimate(record, metric) for record in columns.values()))
@@ -112,7 +113,7 @@ def evaluation_cells(columns: Mapping[str, Mapping[str, Any]]) -> Cells:
     return Cells(("", *columns), rows)
 
 
-def group_cells(record: Mapping[str, Any]) -> Cells:
+def group_cells(record: Json) -> Cells:
     """Returns accuracy and margin of each group: of sources, and of lengths of chosen against rejected."""
     groups = {**record.get("by_source", {})}
     groups |= {group.replace("_", " "): of for group, of in record.get("by_length", {}).items()}
@@ -124,7 +125,7 @@ def group_cells(record: Mapping[str, Any]) -> Cells:
     return Cells(("", "pairs", "reward accuracy", "reward margin"), rows)
 
 
-def estimate(record: Mapping[str, Any], metric: str) -> str:
+def estimate(record: Json, metric: str) -> str:
     """Returns "0.612 (0.550 to 0.670)", mean and interval if any; "" if a number was not finite."""
     mean, bounds = record.get(metric), record.get("intervals", {}).get(metric) or ()
     if mean is None or None in bounds:
@@ -132,7 +133,7 @@ def estimate(record: Mapping[str, Any], metric: str) -> str:
     return f"{mean:.3f}" + (f" ({bounds[0]:.3f} to {bounds[1]:.3f})" if bounds else "")
 
 
-def pairs_and_prompts(record: Mapping[str, Any]) -> str:
+def pairs_and_prompts(record: Json) -> str:
     """Returns how many pairs were evaluated, of how many, and of how many prompts, where these differ."""
     pairs, prompts = record.get("pairs"), record.get("prompts")
     if pairs is None:

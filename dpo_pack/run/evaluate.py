@@ -8,6 +8,7 @@ Legend: P pairs of the held-out set.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from dpo_pack.run.state import Criterion, TrainState, ends_run, judge
 from dpo_pack.system import ranks
 from dpo_pack.system.console import shown
 from dpo_pack.system.errors import ModelError, RecipeError
-from dpo_pack.system.files import written_aside
+from dpo_pack.system.files import Json, written_aside
 from dpo_pack.system.hub import HUB_ID
 from dpo_pack.system.interrupts import Interruption
 from dpo_pack.system.machine import release_memory
@@ -75,7 +76,7 @@ class HeldOutResult:
     table: PairTable  # the pairs
     source_names: Sequence[str]
     metrics: dict[str, FloatArray]  # METRICS_WITH_INTERVALS, [P] each in the order of the table
-    record: dict[str, Any]  # averages, intervals, groups: the line of metrics.jsonl
+    record: Json  # averages, intervals, groups: the line of metrics.jsonl
 
 
 def evaluate_sets(
@@ -113,14 +114,7 @@ def evaluate_sets(
                 found.append(values)
         named = sources or (name,)
         result = held_out_result(
-            name,
-            found[0],
-            pairs,
-            setup.objective,
-            source_names=named,
-            dtype=dtype,
-            seed=recipe.seed,
-            has_loss=recipe.has_its_loss,
+            name, found[0], pairs, setup.objective, source_names=named, dtype=dtype, seed=recipe.seed
         )
         if exact is not None:
             margins = pair_metrics(found[1], beta=recipe.loss.beta, dtype=dtype)["rewards/margins"]
@@ -176,16 +170,14 @@ def held_out_result(
     source_names: Sequence[str],
     dtype: torch.dtype,
     seed: int,
-    has_loss: bool = True,
 ) -> HeldOutResult:
-    """Returns averages, intervals and groups of `evaluate_pairs`' values, from matrix products in `dtype`;
-    without `has_loss`, none of the loss."""
+    """Returns averages, intervals and groups of `evaluate_pairs`' values, from matrix products in `dtype`."""
     beta, has_reference = objective.options.beta, objective.needs_reference
     columns = pair_metrics(values, beta=beta, dtype=dtype)
     metrics = {
         metric: columns[metric].cpu().numpy()
         for metric in METRICS_WITH_INTERVALS
-        if (has_reference or not metric.startswith("kl/")) and (has_loss or metric != "loss")
+        if has_reference or not metric.startswith("kl/")
     }
     noise = margin_rounding(values, beta=beta, dtype=dtype)
     record = {
@@ -196,14 +188,12 @@ def held_out_result(
         "eval_precision": str(dtype).removeprefix("torch."),
         "margin_noise": float(noise.square().mean().sqrt()),
     }
-    if not has_loss:
-        del record["loss"]
     return HeldOutResult(name=name, table=table, source_names=source_names, metrics=metrics, record=record)
 
 
 def means_by_group(
     metrics: Mapping[str, FloatArray], table: PairTable, source_names: Sequence[str], *, seed: int
-) -> dict[str, Any]:
+) -> Json:
     """Returns means of `metrics`, [P] each, with intervals: over all pairs, `by_source` if the pairs have
     several sources, and `by_length`, by LENGTH_BUCKETS. Empty groups are left out."""
     first, same = distinct_keys(table.whole_prompt_keys)
@@ -220,9 +210,7 @@ def means_by_group(
     return described
 
 
-def _means(
-    metrics: Mapping[str, FloatArray], prompts: IntArray, pairs: IntArray, *, seed: int
-) -> dict[str, Any]:
+def _means(metrics: Mapping[str, FloatArray], prompts: IntArray, pairs: IntArray, *, seed: int) -> Json:
     values, prompts = np.stack([column[pairs] for column in metrics.values()], axis=1), prompts[pairs]
     intervals = mean_intervals(values, seed=seed, prompts=prompts).tolist()
     return {
@@ -269,7 +257,7 @@ def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: 
 def evaluate_run(inputs: Inputs, sampler: Sampler, interruption: Interruption) -> None:
     """Computes the metrics of every held-out set; writes them to metrics.jsonl and the run's state."""
     begun, state, log = time.monotonic(), inputs.state, inputs.log
-    evaluation: dict[str, dict[str, Any]] = {}
+    evaluation: dict[str, Json] = {}
     results = []
     poll = interruption.poll
     for held_out in evaluate_sets(inputs.setup, state.scorer, inputs.reference, between_rows=poll):
@@ -351,12 +339,17 @@ def evaluate_models(
         scorer = load_proved(setup, facts).scorer
         results.append({r.name: r for r in evaluate_sets(setup, scorer, reference)})
         del scorer
+        for found in results[-1].values() if any(line.startswith("loss.") for line in recipe.dropped) else ():
+            of_groups = (found.record.get(kind, {}).values() for kind in ("by_source", "by_length"))
+            for record in (found.record, *itertools.chain(*of_groups)):
+                del record["loss"], record["intervals"]["loss"]
+            del found.metrics["loss"]
     return results
 
 
 def compare_models(
     results: Sequence[Mapping[str, HeldOutResult]], models: Sequence[str], *, seed: int
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Json]:
     """Returns by held-out set the records of `a` and `b`, and means of the pairs' `difference`, b - a."""
     compared = {}
     for name, one in results[0].items():

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -38,7 +37,7 @@ from dpo_pack.losses.preference import PairLogps
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.facts import router_sentence
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, pair_flops
+from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, FloatArray, IntArray, pair_flops
 from dpo_pack.recipe.data import source_names
 from dpo_pack.recipe.training import LOSSES
 from dpo_pack.run.run_dir import RunDir
@@ -47,7 +46,7 @@ from dpo_pack.run.state import TrainState
 from dpo_pack.system import ranks
 from dpo_pack.system.console import TrainingLines, format_count, print_detail
 from dpo_pack.system.errors import RunError, first_line
-from dpo_pack.system.files import leaves, writing, written_aside
+from dpo_pack.system.files import Json, leaves, writing, written_aside
 from dpo_pack.training.batches import GlobalBatch, OfflineSource
 from dpo_pack.training.health import RunFacts, examine
 from dpo_pack.training.metrics import NAMES
@@ -89,18 +88,10 @@ class RunLog:
         self.startup_seconds, self.reference_seconds, self.eval_seconds = 0.0, reference_seconds, 0.0
         self.file: MetricsLog | None = None  # in a `writing` block
         self.lines = TrainingLines(setup.console, num_steps=state.source.num_steps)
-        self.meter = self._meter()
-        self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite)
-        self.pairs: PairLog | None = None
-        if recipe.logging.pairs:
-            train, beta, has_reference = setup.data.train, recipe.loss.beta, setup.objective.needs_reference
-            self.pairs = PairLog(run.pairs, train, self.sources, beta=beta, has_reference=has_reference)
-
-    def _meter(self) -> Meter:
-        """Counts FLOPs, but not of an online run: generation and judges take most of its time."""
-        source, scorer, flops = self.state.source, self.state.scorer, None
+        # FLOPs are not counted of an online run: generation and judges take most of its time.
+        source, scorer, flops, peak = state.source, state.scorer, None, None
         if isinstance(source, OfflineSource):
-            builder, flops, shape = source.builder, source.row_costs, self.setup.policy_facts.shape
+            builder, flops, shape = source.builder, source.row_costs, setup.policy_facts.shape
             if scorer.adapter is not None or not builder.is_packed:
                 flops = pair_flops(
                     shape,
@@ -108,8 +99,13 @@ class RunLog:
                     share_prompt=builder.is_packed and builder.share_prompt,
                     passes=TRAINING_PASSES if scorer.adapter is None else ADAPTER_PASSES,
                 )
-        peak = None if flops is None else device_peak(self.setup.device, scorer.compute_dtype)
-        return Meter(pair_flops=flops, peak_flops=peak)
+            peak = device_peak(setup.device, scorer.compute_dtype)
+        self.meter = Meter(pair_flops=flops, peak_flops=peak)
+        self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite)
+        self.pairs: PairLog | None = None
+        if recipe.logging.pairs:
+            train, beta, has_reference = setup.data.train, recipe.loss.beta, setup.objective.needs_reference
+            self.pairs = PairLog(run.pairs, train, self.sources, beta=beta, has_reference=has_reference)
 
     @functools.cached_property
     def facts(self) -> RunFacts:
@@ -153,7 +149,7 @@ class RunLog:
         if self.pairs is not None:
             self.pairs.add(state.step, batch.epoch, batch.pair_indices, values, num_pairs=batch.num_pairs)
 
-    def write_step(self, record: dict[str, Any]) -> None:
+    def write_step(self, record: Json) -> None:
         """Writes and prints the line of a logged step; prints warnings that follow from the lines so far."""
         record |= self.meter.take()
         self.state.health, warnings = examine(self.state.health, record, self.facts)
@@ -168,7 +164,7 @@ class RunLog:
         where = "" if name == HELD_OUT else f" ({name})"
         self.setup.console.print(f"  held out{where} after step {self.state.step}: {sentence}")
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: Json) -> None:
         assert self.file is not None
         self.file.write(record)
         if self.setup.recipe.logging.trackers:
@@ -182,7 +178,7 @@ class RunLog:
                 raise RunError(message)
             self.setup.console.print(f"  {message}")
 
-    def totals(self) -> dict[str, Any]:
+    def totals(self) -> Json:
         """Returns run.json's totals. All seconds except `train_seconds` are those of this process only."""
         state, peak = self.state, self.meter.peak_flops
         train_seconds = max(state.train_seconds, 1e-9)
@@ -228,7 +224,7 @@ class MetricsLog:
                 self._file.truncate(offset)
                 self.crc32 = zlib.crc32(path.read_bytes())
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Json) -> None:
         """Writes a line. Numbers that are not finite become null, because JSON has no such numbers."""
         if self._file is None:
             return
@@ -258,7 +254,7 @@ class PairLog:
     beta: float
     has_reference: bool
     # Of each step in memory: [P, 3] step, epoch and pair of each line, and [P, numbers kept] their values.
-    _waiting: list[tuple[npt.NDArray[np.float64], Tensor]] = field(default_factory=list)
+    _waiting: list[tuple[FloatArray, Tensor]] = field(default_factory=list)
     _num_waiting: int = 0
 
     def cut_after(self, step: int) -> None:
@@ -273,9 +269,7 @@ class PairLog:
                     self._write(kept.filter(pc.field("step") <= step))
                 path.unlink()
 
-    def add(
-        self, step: int, epoch: float, pairs: npt.NDArray[np.int64], values: Tensor, *, num_pairs: int
-    ) -> None:
+    def add(self, step: int, epoch: float, pairs: IntArray, values: Tensor, *, num_pairs: int) -> None:
         """Keeps `pair_values` of this rank's [P] `pairs`, of `num_pairs` on all ranks, which must call it."""
         facts = np.column_stack((np.full(len(pairs), step), np.full(len(pairs), epoch), pairs))
         self._waiting.append((facts, values))
@@ -293,7 +287,7 @@ class PairLog:
         ranks.first_does_for_all(lambda: self._write_values(every))
         self._waiting, self._num_waiting = [], 0  # a disk that was full may have room later
 
-    def _write_values(self, every: npt.NDArray[np.float64]) -> None:
+    def _write_values(self, every: FloatArray) -> None:
         # By step, then by pair: this order does not depend on the number of ranks.
         every = every[np.lexsort((every[:, 2], every[:, 0]))]
         step, epoch, pair = every[:, :3].T
@@ -336,7 +330,7 @@ def start_trackers(
         run.update(tracking_id=uuid.uuid4().hex[:8])
     resumes, run_id, directory = run.has_own_checkpoint, str(run.info["tracking_id"]), str(run.trackers)
     key = hashlib.sha256(run_id.encode()).hexdigest()
-    options: dict[str, dict[str, Any]] = {
+    options: dict[str, Json] = {
         "wandb": {"name": name, "id": run_id, "resume": "allow", "dir": directory},
         "trackio": {"name": name, "resume": "allow" if resumes else "never"},
         "mlflow": {"run_name": name, "run_id": run.info.get("mlflow_run") if resumes else None},
@@ -376,7 +370,7 @@ def end_trackers(accelerator: Accelerator) -> None:
             _warn_once(first_line(error))
 
 
-def track(accelerator: Accelerator, record: dict[str, Any], held_out_names: Sequence[str] = ()) -> None:
+def track(accelerator: Accelerator, record: Json, held_out_names: Sequence[str] = ()) -> None:
     """Sends the numbers of a metrics line to the trackers, under the names of transformers' Trainer and TRL.
     A tracker's error does not end training."""
     prefix = "train/"

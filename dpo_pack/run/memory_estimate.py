@@ -33,6 +33,7 @@ from dpo_pack.recipe.schema import DistributedRecipe, ModelRecipe, why_not_shard
 from dpo_pack.run.models import StateBytes, available_memory, by_size, num_gradients, training_bytes
 from dpo_pack.run.setup import Setup, longest_sequence
 from dpo_pack.system import ranks
+from dpo_pack.system.files import Json
 from dpo_pack.system.machine import AvailableMemory, release_memory
 
 GIB = 2**30
@@ -239,7 +240,7 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
         assert recipe.online is not None
         longest_pair = 2 * (longest_sequence(setup.tables) + recipe.online.max_new_tokens)
         tokens = max(recipe.packing.token_budget, longest_pair)
-        row: dict[str, Any] = {"row_tokens": tokens, "row_keys": tokens, "row_scored": tokens}
+        row: Json = {"row_tokens": tokens, "row_keys": tokens, "row_scored": tokens}
     else:
         longest_pair = int(plan.sizes.tokens[np.unique(plan.order)].max())  # on any rank
         row = _sizes_of_row(setup, plan)
@@ -270,7 +271,7 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
     return facts, longest_pair
 
 
-def _sizes_of_row(setup: Setup, plan: PackingPlan) -> dict[str, Any]:
+def _sizes_of_row(setup: Setup, plan: PackingPlan) -> Json:
     policy, pairs = setup.policy_facts, largest_row(plan, rank=ranks.rank())
     lengths = pair_lengths(setup.data.train).select(pairs)
     tokens, scored = plan.sizes.of_row(pairs).tokens, int(lengths.completion_tokens().sum())
@@ -307,7 +308,7 @@ def stays_gathered(setup: Setup, plan: PackingPlan | None) -> bool:
 
 def memory_report(
     setup: Setup, plan: PackingPlan | None, *, device_bytes: int | None = None, num_devices: int = 1
-) -> dict[str, Any]:
+) -> Json:
     """Returns the memory that the run needs on one device, in bytes, and what would fit if it does not.
     `device_bytes`: of each of `num_devices` other GPUs; None: of this machine. All ranks must call it."""
     facts, longest_pair = memory_facts(setup, plan)
@@ -337,7 +338,7 @@ def memory_report(
     }
 
 
-def print_memory_report(report: dict[str, Any], console: Console) -> None:
+def print_memory_report(report: Json, console: Console) -> None:
     """Prints what `memory_report` returns."""
     number, free, total = report["num_devices"], report["free"], report["total"]
     which = f"each of {number} {report['device']} devices" if number > 1 else f"one {report['device']} device"

@@ -35,6 +35,7 @@ from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.models import CPU, resolve_model
 from dpo_pack.run.setup import NO_PAIRS, prepare_tokenizer
 from dpo_pack.system.errors import DataError, RecipeError
+from dpo_pack.system.files import Json
 from dpo_pack.system.process import printable
 
 FIRST_ROWS = 200  # of each source that are read, besides the rows that the user asks for
@@ -47,14 +48,14 @@ class ShownRecipe:
     """All that `dpopack show` shows."""
 
     # What `--json` writes. Tokens have `is_cut` besides: truncation removes them.
-    report: dict[str, Any]
+    report: Json
     images: list[ReadImage]  # of the pairs that are shown, as in the report
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Json]:
         """A dict for each pair: source, row, warnings, and as texts prompt, chosen and rejected."""
 
-        def text(pair: dict[str, Any], side: str, part: str) -> str:
+        def text(pair: Json, side: str, part: str) -> str:
             return "".join(token["text"] for token in pair[side] if token["part"] == part)
 
         return [
@@ -89,7 +90,7 @@ def show_recipe(
         f"data.max_length: {data.max_length:,} tokens of prompt and one completion; data.truncation: "
         f"{data.truncation}",
     ]
-    report: dict[str, Any] = {"model": recipe.model.path, "asked": bool(asked_rows), "settings": settings}
+    report: Json = {"model": recipe.model.path, "asked": bool(asked_rows), "settings": settings}
     report |= {name: [] for name in ("sources", "warnings", "pairs", "left_out", "dropped")}
     read: dict[str, dict[str, TokenizedPair]] = {"train": {}, "eval": {}}  # the pairs by their places
     for part, sources in (("train", data.train), ("eval", data.eval_sources)):
@@ -111,7 +112,7 @@ def show_recipe(
 
 
 def _read_rows(
-    report: dict[str, Any],
+    report: Json,
     ingestion: Ingestion,
     name: str,
     console: Console,
@@ -157,7 +158,7 @@ def _read_rows(
 
 
 def _report_source(
-    report: dict[str, Any],
+    report: Json,
     ingestion: Ingestion,
     name: str,
     kept: Mapping[int, tuple[TokenizedPair, Any]],
@@ -200,7 +201,7 @@ def _report_source(
     return {places[pair.row.number]: pair for pair in pairs}
 
 
-def _reason(name: str, ingestion: Ingestion) -> dict[str, Any]:
+def _reason(name: str, ingestion: Ingestion) -> Json:
     """Returns a reason for which rows are left out."""
     number, bad = ingestion.first_dropped[name]
     remedy = ingestion.advice(bad)
@@ -218,7 +219,7 @@ def _reason(name: str, ingestion: Ingestion) -> dict[str, Any]:
     }
 
 
-def _find_faults(pairs: Sequence[TokenizedPair], origin: Origin) -> Iterator[dict[str, Any]]:
+def _find_faults(pairs: Sequence[TokenizedPair], origin: Origin) -> Iterator[Json]:
     for name, found in faults_of(pairs, origin).items():
         if name == "prompt_in_completion" and len(found) < FEW * len(pairs):
             continue  # a few answers may well repeat it
@@ -250,13 +251,13 @@ def _content(row: Any, ingestion: Ingestion) -> Any:
     return shortened({field: row[field] for field in ingestion.columns_read if field in row} or row)
 
 
-def _shown_pair(pair: TokenizedPair, origin: Origin, known: Collection[str]) -> dict[str, Any]:
+def _shown_pair(pair: TokenizedPair, origin: Origin, known: Collection[str]) -> Json:
     """Returns a pair as the model gets it; `known` are the faults of its source."""
     whole, fitted, num_prompt = pair.whole, pair.fitted, len(pair.whole.context)
     # `prompt_left` cuts the tokens before `end`; BOS stays if there is room for it.
     begin = int(len(fitted.context) > 1 and whole.context[0] == origin.bos)
     end = begin + num_prompt - len(fitted.context)
-    shown: dict[str, Any] = {"row": pair.row.number}
+    shown: Json = {"row": pair.row.number}
     scored = whole.scored or [np.ones(len(ids), dtype=np.bool_) for ids in whole.completions]
     for number, side in enumerate(SIDES):
         ids = np.concatenate([whole.context, whole.completions[number]])
@@ -301,7 +302,7 @@ def _token_texts(ids: AnyIntArray, pair: TokenizedPair, origin: Origin) -> list[
 
 
 def _add_images(
-    report: dict[str, Any], pairs: Mapping[str, TokenizedPair], processor: ImageProcessor | None
+    report: Json, pairs: Mapping[str, TokenizedPair], processor: ImageProcessor | None
 ) -> list[ReadImage]:
     """Adds the images of the pairs that are shown to the report, and returns them."""
     report["images"], report["image_token"] = [], None
@@ -321,7 +322,7 @@ def _add_images(
 
 def _packed_row(
     pairs: Mapping[str, TokenizedPair], packing: PackingRecipe, *, share_prompt: bool
-) -> dict[str, Any] | None:
+) -> Json | None:
     """Returns a row as packing makes it from the pairs that were read, in tokens."""
     if not pairs:
         return None

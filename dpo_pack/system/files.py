@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from dpo_pack.system.errors import CacheError, RunError
 
 logger = logging.getLogger(__name__)
+Json = dict[str, Any]  # a JSON object: a report, a line or a file of a run
 
 # What file systems answer to a call that they do not have: mounts of object stores, CIFS, sshfs.
 _NO_SUCH_CALL = (

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.layout import Row, packed_row, padded_row
-from dpo_pack.packing.lengths import FloatArray
+from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.packing.plan import PackingPlan, epoch_order, plan_epoch
 from dpo_pack.system import ranks
 
@@ -30,7 +29,7 @@ class PairRow:
     row: Row  # its sequences are chosen, rejected of the first pair, chosen, rejected of the second, ...
     reference: Tensor  # [P, (chosen, rejected)] float64, summed log-probs, nats
     pair_weights: Tensor  # [P] float64, the weights in the data
-    pair_indices: npt.NDArray[np.int64]  # [P] positions in the source's pairs or, online, prompts
+    pair_indices: IntArray  # [P] positions in the source's pairs or, online, prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,7 @@ class GlobalBatch:
     num_tokens: int  # without padding; a shared prompt counts once
     mean_chosen_tokens: float  # of a pair of any rank
     rows: Sequence[PairRow]  # the rows of this rank
-    row_pairs: Sequence[npt.NDArray[np.int64]]  # the pairs of each row of all ranks
+    row_pairs: Sequence[IntArray]  # the pairs of each row of all ranks
     common_passes: int  # every rank has at least this many passes
     # This rank computes these after `rows`, with a gradient of zero, while other ranks still have rows.
     idle_rows: Sequence[Row] = ()
@@ -54,7 +53,7 @@ class GlobalBatch:
         return [*(pair_row.row for pair_row in self.rows), *self.idle_rows]
 
     @property
-    def pair_indices(self) -> npt.NDArray[np.int64]:
+    def pair_indices(self) -> IntArray:
         """The pair indices of this rank's rows, one row after another."""
         return np.concatenate([np.zeros(0, dtype=np.int64), *(row.pair_indices for row in self.rows)])
 
@@ -90,11 +89,11 @@ class RowBuilder:
     device: torch.device
     counts_copies: bool = False  # True: rows get `token_copies`, which the loss of a router needs
 
-    def row_tokens(self) -> npt.NDArray[np.int64]:
+    def row_tokens(self) -> IntArray:
         """Returns [all pairs of the table] how many tokens each pair takes in a row; plans use these."""
         return pair_lengths(self.table).row_tokens(share_prompt=self.share_prompt, pads=not self.is_packed)
 
-    def build(self, pairs: npt.NDArray[np.int64]) -> PairRow:
+    def build(self, pairs: IntArray) -> PairRow:
         """Builds the row of `pairs`, [P] positions in the table."""
         groups = [self.table.group(pair) for pair in pairs.tolist()]
         if self.is_packed:

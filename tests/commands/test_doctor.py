@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,32 +119,11 @@ def test_every_module_of_the_package_is_its_code(monkeypatch: pytest.MonkeyPatch
     assert own_code.__wrapped__() != before
 
 
-def change_weights(job: Path, patch: pytest.MonkeyPatch) -> None:
-    tiny_model("llama", seed=1, vocab_size=len(tiny_tokenizer())).save_pretrained(job / "model")
-
-
-def change_config(job: Path, patch: pytest.MonkeyPatch) -> None:
-    path = job / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))
-
-
-def change_version(job: Path, patch: pytest.MonkeyPatch) -> None:
-    versions = {**package_versions(), "transformers": "99.0"}
-    patch.setattr("dpo_pack.run.models.package_versions", lambda: versions)
-
-
-def change_code(job: Path, patch: pytest.MonkeyPatch) -> None:
-    """An editable install keeps its version."""
-    patch.setattr("dpo_pack.run.models.own_code", lambda: "changed")
-
-
-def change_cpu(job: Path, patch: pytest.MonkeyPatch) -> None:
-    """Nodes of a cluster share a cache."""
-    patch.setattr("dpo_pack.run.models.cpu_name", lambda: "another")
-
-
-def lose_memory(job: Path, patch: pytest.MonkeyPatch) -> None:
-    (job / "cache" / "proofs.json").unlink()
+PATCHES = {  # an editable install keeps its version; nodes of a cluster share a cache
+    "package_versions": lambda: {**package_versions(), "transformers": "99.0"},
+    "own_code": lambda: "changed",
+    "cpu_name": lambda: "another",
+}
 
 
 @pytest.mark.slow
@@ -150,12 +131,15 @@ def test_another_model_or_version_is_proved_again(
     recipe: Path, console: Console, num_proved: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(recipe, console)
-    changes = [change_weights, change_config, change_version, change_code, change_cpu, lose_memory]
+    model = recipe.parent / "model"
+    config = json.loads((model / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
+    changes: list[Callable[[], object]] = [
+        lambda: (recipe.parent / "cache" / "proofs.json").unlink(),
+        lambda: tiny_model("llama", seed=1, vocab_size=len(tiny_tokenizer())).save_pretrained(model),
+        lambda: (model / "config.json").write_text(json.dumps(config)),
+        *(partial(monkeypatch.setattr, f"dpo_pack.run.models.{name}", new) for name, new in PATCHES.items()),
+    ]
     for number, change in enumerate(changes):
-        with monkeypatch.context() as patch:
-            change(recipe.parent, patch)
-            start(recipe, console)
-        assert len(num_proved) == 2 + number, change.__name__
-
-
-# ------------------------------------------------------------------------------------------- hybrid models
+        change()
+        start(recipe, console)
+        assert len(num_proved) == 2 + number, number

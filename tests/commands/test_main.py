@@ -77,10 +77,6 @@ def assert_refused(outcome: Outcome, pattern: str) -> None:
 # ------------------------------------------------------------------------------------------------- bad input
 
 
-def _edit_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 Spoil = Callable[[Path], Sequence[str]]  # spoils a good job and returns overrides
 
 
@@ -106,7 +102,8 @@ def _without(name: str) -> Spoil:
 
 def _with_config(**changes: Any) -> Spoil:
     def spoil(job: Path) -> Sequence[str]:
-        _edit_json(job / "model" / "config.json", **changes)
+        config = job / "model" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
         return ()
 
     return spoil
@@ -389,16 +386,8 @@ def test_doctor_proves_and_estimates_and_leaves_output_dir_alone(recipe: Path, d
 
 @pytest.mark.slow
 def test_doctor_of_several_processes_prints_one_report(recipe: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "dpo_pack",
-        "doctor",
-        str(recipe),
-        "distributed.num_processes=2",
-        "--json",
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = ["-m", "dpo_pack", "doctor", str(recipe), "distributed.num_processes=2", "--json"]
+    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
     report = json.loads(ended.stdout)
     assert ended.returncode == 0 and report["memory"]["num_devices"] == 2 and report["error"] is None
 

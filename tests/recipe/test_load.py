@@ -11,13 +11,7 @@ from support.tiny_recipe import KEYS, SMALLEST, changed_keys, load, message_of
 
 from dpo_pack.recipe import load as loading
 from dpo_pack.recipe.data import EvalFraction, SourceRecipe, source_names
-from dpo_pack.recipe.load import (
-    NEUTRAL_KEYS,
-    load_recipe,
-    only_goes_on,
-    recipe_defaults,
-    recipe_schema,
-)
+from dpo_pack.recipe.load import NEUTRAL_KEYS, load_recipe, only_goes_on, recipe_defaults, recipe_schema
 from dpo_pack.recipe.training import LOSSES
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -22,12 +22,7 @@ from torch import Tensor, nn
 import dpo_pack.run.checkpoint_files as checkpoint_files
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.run.checkpoint import checkpoint_content, load_checkpoint
-from dpo_pack.run.checkpoint_files import (
-    CheckpointContent,
-    CheckpointWriter,
-    checkpoints,
-    damage_of,
-)
+from dpo_pack.run.checkpoint_files import CheckpointContent, CheckpointWriter, checkpoints, damage_of
 from dpo_pack.run.state import Evaluations, Identity, ResumePoint, TrainState
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.interrupts import Interrupted

@@ -6,18 +6,7 @@
 from __future__ import annotations
 
 import pytest
-from support.crash_points import (
-    EIO,
-    FULL,
-    HALF,
-    KILL,
-    Bench,
-    Finding,
-    points,
-    record,
-    spread,
-    try_point,
-)
+from support.crash_points import EIO, FULL, HALF, KILL, Bench, Finding, points, record, spread, try_point
 from support.file_operations import IS_POSSIBLE, in_forks
 
 pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="file operations are traced on Linux on x86-64 only")

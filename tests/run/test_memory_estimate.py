@@ -303,10 +303,7 @@ def test_a_run_that_does_not_fit_is_told_with_what_would(
     ],
 )
 def test_facts_of_a_run_are_read_off_its_recipe_and_models(
-    overrides: tuple[str, ...],
-    expected: tuple[Any, ...],
-    recipe_path: Path,
-    tmp_path: Path,
+    overrides: tuple[str, ...], expected: tuple[Any, ...], recipe_path: Path, tmp_path: Path
 ) -> None:
     """ "quantised" stands for a model whose config says so."""
     quantised = tmp_path / "quantised"

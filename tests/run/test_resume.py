@@ -92,11 +92,7 @@ def test_a_run_whose_best_evaluation_is_worse_than_its_start_says_so_and_stops_e
 
 @pytest.mark.parametrize("stop_at", [2, *slow(None, 1, 3)])
 def test_a_run_stops_early_where_it_would_have_stopped(
-    stop_at: int | None,
-    overshooting: Path,
-    assets: Path,
-    tmp_path: Path,
-    console: Console,
+    stop_at: int | None, overshooting: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
     stopping = ("train.early_stopping={patience: 2}", "checkpoint.keep_best=1", "checkpoint.load_best=true")
     long, run = overshooting, tmp_path / "run"

@@ -228,7 +228,6 @@ def test_a_finished_run_without_its_whole_model_offers_its_newest_checkpoint(
     newest = recipe.output_dir / "checkpoints" / "step-000004"
     assert f"write it again with checkpoint.resume={newest}, use another output_dir" in message
     named = load_recipe(
-        recipe.output_dir / "recipe.yaml",
-        [f"output_dir={recipe.output_dir}", f"checkpoint.resume={newest}"],
+        recipe.output_dir / "recipe.yaml", [f"output_dir={recipe.output_dir}", f"checkpoint.resume={newest}"]
     )
     assert find_run(named, overwrite=False).checkpoint == newest

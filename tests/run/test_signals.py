@@ -167,11 +167,7 @@ def test_a_step_is_left_after_the_row_and_the_state_before_it_is_saved(
 
 @pytest.mark.parametrize("stop_at", [2, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 7))])
 def test_a_run_stopped_between_steps_goes_on_bitwise(
-    stop_at: int,
-    straight: Path,
-    assets: Path,
-    tmp_path: Path,
-    console: Console,
+    stop_at: int, straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
     recipe = whole_run(assets, tmp_path / "run")
     stop = at_step(stop_at, lambda: signal.raise_signal(signal.SIGUSR1))

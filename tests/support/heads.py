@@ -10,13 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpo_pack.model.logps import (
-    HeadBounds,
-    HeadPasses,
-    HeadTransform,
-    WantedStatistics,
-    token_logps,
-)
+from dpo_pack.model.logps import HeadBounds, HeadPasses, HeadTransform, WantedStatistics, token_logps
 
 N, D, V = 23, 8, 37
 CHUNK_TOKENS = 5  # 23 tokens: four full chunks and one of three

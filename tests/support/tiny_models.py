@@ -12,64 +12,35 @@ VOCABULARY = 96
 
 # What every config gets of these, if it knows the key.
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
 # A window shorter than the test sequences, so that it matters, on one of the two layers.
 _LOCAL: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 # Low enough to bend.
 _SOFTCAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}
 _GRANITE = {
-    "logits_scaling": 4.0,
-    "attention_multiplier": 0.3,
-    "residual_multiplier": 0.7,
+    "logits_scaling": 4.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7,
     "embedding_multiplier": 3.0,
-}
+}  # fmt: skip
 _MLA: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-}
+    "num_key_value_heads": 4, "head_dim": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 6,
+}  # fmt: skip
 _GROUPED_EXPERTS = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+    "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 _LINEAR_AND_FULL = ["linear_attention", "full_attention"]
 _DELTA_NET = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": _LINEAR_AND_FULL,
-}
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": _LINEAR_AND_FULL,
+}  # fmt: skip
 _KIMI: dict[str, Any] = {
-    **_MLA,
-    "num_experts_per_token": 2,
-    "layer_types": _LINEAR_AND_FULL,
-    "mlp_layer_types": ["dense", "sparse"],
-    "linear_head_dim": 8,
-    "linear_num_heads": 4,
-}
+    **_MLA, "num_experts_per_token": 2, "layer_types": _LINEAR_AND_FULL,
+    "mlp_layer_types": ["dense", "sparse"], "linear_head_dim": 8, "linear_num_heads": 4,
+}  # fmt: skip
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -97,23 +68,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**_LOCAL, **_SOFTCAPS},
     "gemma3_text": {**_LOCAL, "query_pre_attn_scalar": 16},
     "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "sliding_window": 7,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "laurel_rank": 4,
-        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
-        "final_logit_softcapping": 2.0,
+        "num_hidden_layers": 4, "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "final_logit_softcapping": 2.0,
     },
     "gemma4_text": {
-        **_LOCAL,
-        "global_head_dim": 16,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "final_logit_softcapping": 2.0,
-        "num_experts": None,
+        **_LOCAL, "global_head_dim": 16, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY, "final_logit_softcapping": 2.0, "num_experts": None,
     },
     "glm": {},
     "glm4": {},
@@ -126,10 +88,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
     "granitemoehybrid": {
-        **_GRANITE,
-        **_MAMBA2,
-        "shared_intermediate_size": 24,
-        "layer_types": _LINEAR_AND_FULL,
+        **_GRANITE, **_MAMBA2, "shared_intermediate_size": 24, "layer_types": _LINEAR_AND_FULL,
     },
     "granitemoeshared": {**_GRANITE, "shared_intermediate_size": 24},
     "helium": {},
@@ -141,17 +100,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm3": {
-        "num_hidden_layers": 3,
-        "sliding_window": 7,
+        "num_hidden_layers": 3, "sliding_window": 7,
         "layer_types": ["conv", "sliding_attention", "full_attention"],
     },
     "llama": {},
     # One chunk holds the longest test sequence.
     "llama4_text": {
-        "intermediate_size_mlp": 48,
-        "moe_layers": [1],
-        "layer_types": ["chunked_attention", "full_attention"],
-        "attention_chunk_size": 64,
+        "intermediate_size_mlp": 48, "moe_layers": [1],
+        "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 64,
         "no_rope_layers": [1, 0],
     },
     "longcat_flash": {
@@ -181,12 +137,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": 7},
     "nanochat": {"final_logit_softcapping": 2.0},
     "nemotron_h": {
-        "layer_types": _LINEAR_AND_FULL,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 8,
-        "n_groups": 2,
-        "chunk_size": 16,
+        "layer_types": _LINEAR_AND_FULL, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8,
+        "n_groups": 2, "chunk_size": 16,
     },
     "olmo": {"clip_qkv": 0.5},
     "olmo2": {},
@@ -210,13 +162,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 7},
     "vaultgemma": {**_LOCAL, **_SOFTCAPS},
     "zamba2": {
-        "layers_block_type": ["hybrid", "linear_attention"],
-        "mamba_d_state": 8,
-        "n_mamba_heads": 4,
-        "mamba_headdim": 16,
-        "num_mem_blocks": 1,
-        "attention_head_dim": 16,
-        "chunk_size": 16,
+        "layers_block_type": ["hybrid", "linear_attention"], "mamba_d_state": 8, "n_mamba_heads": 4,
+        "mamba_headdim": 16, "num_mem_blocks": 1, "attention_head_dim": 16, "chunk_size": 16,
     },
     # From here on packing is refused.
     "bloom": {},
@@ -231,33 +178,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mpt": {},
     "nemotron": {},
     "qwen4_exp_text": {
-        **_DELTA_NET,
-        "layer_types": ["linear_attention", "indexed_attention"],
-        "shared_expert_intermediate_size": 24,
-        "hc_count": 2,
-        "hc_lowrank": 8,
-        "ple_layer_ids": [1],
-        "ple_embed_dim": 32,
-        "heads_per_ngram": 2,
-        "ngram_vocab_size_base": 97,
-        "split_ngram_parts": 1,
-        "make_ngram_vocab_size_divisible_by": 8,
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
+        **_DELTA_NET, "layer_types": ["linear_attention", "indexed_attention"],
+        "shared_expert_intermediate_size": 24, "hc_count": 2, "hc_lowrank": 8, "ple_layer_ids": [1],
+        "ple_embed_dim": 32, "heads_per_ngram": 2, "ngram_vocab_size_base": 97, "split_ngram_parts": 1,
+        "make_ngram_vocab_size_divisible_by": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
     },
     "recurrent_gemma": {
-        "block_types": ["recurrent", "attention"],
-        "lru_width": 32,
-        "attention_window_size": 7,
+        "block_types": ["recurrent", "attention"], "lru_width": 32, "attention_window_size": 7,
         "logits_soft_cap": 2.0,
     },
     "rwkv": {"attention_hidden_size": 32},
     "stablelm": {},
     "xlstm": {"num_heads": 4, "output_logit_soft_cap": 2.0},
-}
+}  # fmt: skip
 
 
 def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
