@@ -181,7 +181,7 @@ def pairs_of(outcomes: Sequence[Outcome], *, weights_step: int) -> list[PendingP
     ]
 
 
-def pending_state(pairs: Sequence[PendingPair]) -> Json:
+def pending_state(pairs: Sequence[PendingPair]) -> dict[str, Any]:
     """Returns the pairs as tensors: checkpoints are read without unpickling other objects."""
     parts = [part for pair in pairs for part in (pair.ids.context, *pair.ids.completions)]
     return {
@@ -193,7 +193,7 @@ def pending_state(pairs: Sequence[PendingPair]) -> Json:
     }
 
 
-def load_pending(state: Json) -> list[PendingPair]:
+def load_pending(state: dict[str, Any]) -> list[PendingPair]:
     ends = np.cumsum(state["lengths"].numpy())
     parts = np.split(state["tokens"].numpy(), ends)
     columns = (state[name].tolist() for name in ("prompt_indices", "margins", "weights_steps"))

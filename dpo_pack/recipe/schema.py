@@ -229,7 +229,10 @@ class Recipe(types.Section):
             yield "model.activation_offload", "needs model.gradient_checkpointing: true; set it, too"
         for key in ("path", "sync"):
             if reference.is_changed(key) and not loss.needs_reference:
-                yield f"reference.{key}", f"loss.type {loss.names} uses no reference; leave it out"
+                yield (
+                    f"reference.{key}",
+                    f"loss.type {', '.join(dict(loss.terms))} uses no reference; leave it out",
+                )
         for key in ("hybrid", "cpu_offload", "gather_dtype", "accumulate_unsharded"):
             if devices.is_changed(key) and devices.strategy != "fsdp2":
                 yield f"distributed.{key}", "needs distributed.strategy: fsdp2"

@@ -114,11 +114,6 @@ class LossRecipe(types.Section):
         return tuple((term.type, term.weight) for term in self.type)
 
     @property
-    def names(self) -> str:
-        """The losses in `type`, with commas between them."""
-        return ", ".join(name for name, _ in self.terms)
-
-    @property
     def options(self) -> dict[str, Any]:
         """The values of the keys that loss functions read. Other code reads the keys in `around`."""
         around = ("type", "weighting", "router_aux_coef")
@@ -135,7 +130,8 @@ class LossRecipe(types.Section):
         return any(LOSSES.get(name, Loss()).needs_reference for name, _ in self.terms)
 
     def broken_rules(self) -> Iterator[types.Problem]:
-        names, losses = [name for name, _ in self.terms], self.names
+        names = [name for name, _ in self.terms]
+        losses = ", ".join(names)
         has_own = any(types.MODULE_FUNCTION.fullmatch(name) for name in names)  # it may use all options
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield "type", f"'{name}' is given twice; add up their weights"
