@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from support.reference_pairs import NAMESPACE, random_keys
 from support.refusals import refusal
 
-from dpo_pack.data.store import distinct_keys
-from dpo_pack.reference.cache import Keys, ReferenceCache, default_cache_directory, find_keys, sequence_table
+from dpo_pack.data.store import Keys, distinct_keys
+from dpo_pack.reference.cache import ReferenceCache, default_cache_directory, find_keys, sequence_table
 from dpo_pack.system.errors import CacheError
 
 

@@ -163,6 +163,15 @@ class Gather:
         taken: Tensor = _Take.apply(source, self)  # type: ignore[no-untyped-call]
         return taken
 
+    def gradient(self, grad: Tensor) -> Tensor:
+        """Returns the gradient of the source, of that of the entries."""
+        total = _select(grad, self.first, self.is_partial)
+        if len(self.repeats) > 1:  # else a sum has two terms, and is rounded once in any dtype
+            total = total.to(torch.promote_types(grad.dtype, torch.float32))
+        for sources, entries in self.repeats:
+            total.index_add_(0, sources, grad.index_select(0, entries).to(total.dtype))
+        return total.to(grad.dtype)
+
 
 def make_gather(index: IntArray, size: int, device: torch.device) -> Gather:
     """Makes a Gather on the device: `index` [E] are indices in a source of length `size`, -1 for zeros."""
@@ -193,13 +202,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,), where = grads, ctx.where
-        total = _select(grad, where.first, where.is_partial)
-        if len(where.repeats) > 1:  # else a sum has two terms, and is rounded once in any dtype
-            total = total.to(torch.promote_types(grad.dtype, torch.float32))
-        for sources, entries in where.repeats:
-            total.index_add_(0, sources, grad.index_select(0, entries).to(total.dtype))
-        return total.to(grad.dtype), None
+        return ctx.where.gradient(grads[0]), None
 
 
 def _select(source: Tensor, index: Tensor, has_zeros: bool) -> Tensor:
