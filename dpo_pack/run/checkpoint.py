@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -40,9 +39,9 @@ from dpo_pack.reference.cache import FrozenReference, namespace_digest
 from dpo_pack.run.checkpoint_files import (
     HOST_STATE,
     MODEL,
-    TENSORS,
     CheckpointContent,
     CheckpointWriter,
+    TensorReader,
     checkpoint_path,
     checkpoints,
     damage_of,
@@ -302,7 +301,7 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tup
     for parameter, gradient in gradients:
         parameter.grad = gradient
     # A parameter that never had a gradient has no moments in the checkpoint.
-    stored = FileSystemReader(path / TENSORS).read_metadata().planner_data.values()
+    stored = TensorReader(path).metadata.planner_data.values()
     saved = {name[0] for part, *name in stored if part == "optimizer"}
     moments = {name: moment for name, moment in new["state"].items() if name in saved}
     load_tensors(path, {**_weights(state), "optimizer": moments})

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
+import pickle
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,8 +26,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -33,7 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from dpo_pack.run.state import Counters
 from dpo_pack.system import ranks
-from dpo_pack.system.errors import CacheError, RunError
+from dpo_pack.system.errors import CacheError, RunError, first_line
 from dpo_pack.system.files import (
     discard,
     leaves,
@@ -156,6 +161,49 @@ def saved_counters(path: Path) -> Counters:
     return counters
 
 
+class TensorReader(FileSystemReader):
+    """Reads a checkpoint's tensors, of a stranger too: torch would call whatever `.metadata` names."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(directory := checkpoint / TENSORS)
+        try:
+            self.metadata: metadata.Metadata = _Unpickler(
+                io.BytesIO((directory / ".metadata").read_bytes())
+            ).load()
+            for name in {info.relative_path for info in self.metadata.storage_data.values()}:
+                if Path(name).name != name or not (directory / name).is_file():
+                    raise ValueError(f"there is no file {name}")
+        except Exception as error:  # pickle raises errors of many types
+            what = f"{directory}/.metadata: {first_line(error)}"
+            raise RunError(f"{checkpoint} cannot be read ({what}); delete it and run again") from error
+
+    def read_metadata(self) -> metadata.Metadata:  # type: ignore[override]
+        return self.metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = {metadata.__name__: vars(metadata), "torch": vars(torch)}.get(module, {}).get(name)
+        is_ours = isinstance(known, type) and known.__module__ == metadata.__name__
+        if is_ours or isinstance(known, torch.dtype) or f"{module}.{name}" in _NEEDED:
+            return super().find_class(module, name)
+        raise ValueError(f"it names {module}.{name}, which no checkpoint needs: it may be an attack")
+
+
+_NEEDED = (
+    *("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+)
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Loads a number of an optimizer, after a look: torch would run code, too."""
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
 def load_tensors(path: Path, into: dict[str, Any]) -> None:
     """Loads a checkpoint's tensors into those of the same names. Every rank must call it. Raises RunError."""
     is_alone = ranks.num_ranks() == 1
@@ -164,13 +212,14 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
     try:
         load(
             into,
-            storage_reader=FileSystemReader(path / TENSORS),
+            storage_reader=TensorReader(path),
+            planner=_Planner(),
             process_group=None if is_alone else ranks.host_group(),
             no_dist=is_alone,
         )
     except CheckpointException as error:
         (cause, _), *_ = error.failures.values()
-        raise RunError(f"{path} cannot be read ({cause}); delete it and run again") from error
+        raise RunError(f"{path} cannot be read ({first_line(cause)}); delete it and run again") from error
 
 
 # ------------------------------------------------------------------------------------------------ writing

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import pickle
 import signal
 import threading
 from dataclasses import replace
@@ -18,6 +20,7 @@ from support.refusals import refusal
 from support.tiny_models import tiny_model
 from support.two_ranks import run_on_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 import dpo_pack.run.checkpoint_files as checkpoint_files
 from dpo_pack.model.scorer import CompletionLogps
@@ -393,6 +396,45 @@ def test_ranks_look_at_a_part_of_the_files_each_and_all_learn_of_the_damage(tmp_
     path = save(tmp_path, state_at(1))
     (path / "tensors" / ".metadata").unlink()  # the second of three files
     assert run_on_ranks(lambda: damage_of(path)) == ["tensors/.metadata is missing"] * 2
+
+
+class Attack:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("attacked",)
+
+
+@pytest.mark.parametrize("attack", ["metadata", "value", "outside", "pipe", "names"])
+def test_a_stranger_s_checkpoint_runs_no_code(
+    attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path, state_at(1))
+    file = path / "tensors" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    place, info = next(
+        (index, info) for index, info in metadata.storage_data.items() if "policy" in index.fqn
+    )
+    if attack == "metadata":
+        metadata.planner_data = Attack()
+    elif attack == "value":  # torch's own planner unpickles it
+        torch.save(Attack(), (path / "tensors" / "value"))
+        length = (path / "tensors" / "value").stat().st_size
+        metadata.state_dict_metadata[place.fqn] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(place.fqn)] = replace(
+            info, relative_path="value", offset=0, length=length
+        )
+    elif attack == "outside":
+        metadata.storage_data[place] = replace(info, relative_path="../host.pt")
+    else:
+        (path / "tensors" / "__0_0.distcp").unlink()
+        os.mkfifo(path / "tensors" / "__0_0.distcp")
+    content = pickle.dumps(metadata)
+    if attack == "names":  # dots lead from an allowed class to others
+        content = b"\x80\x04\x8c\x05torch\x8c\x0eos.path.exists\x93."
+    file.write_bytes(content)
+    message = refusal(lambda: load(path, new_state()), RunError)
+    assert "cannot be read" in message and not (tmp_path / "attacked").exists()
+    assert "posix.mkdir" in message or attack != "metadata"
 
 
 def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
