@@ -112,10 +112,16 @@ def of_node(work: Callable[[], Value]) -> Value:
 def _on_nodes(work: Callable[[], Value]) -> Value:
     """Shares large arrays on a node: a file without a name holds them, in $TMPDIR."""
     directory = Path(tempfile.gettempdir())
-    seen = directory.stat()  # ranks that see another directory are on another node
-    nodes = every_rank_says((socket.gethostname(), seen.st_dev, seen.st_ino))
-    first = nodes.index(nodes[rank()])
     with contextlib.ExitStack() as stack:
+        files = list[Any]()
+
+        def begin() -> tuple[str, str]:
+            with writing(directory):
+                files.append(stack.enter_context(tempfile.NamedTemporaryFile(prefix="dpo_pack-")))
+            return socket.gethostname(), files[0].name
+
+        nodes = every_rank_does(begin)  # containers may have one host name, and a $TMPDIR each
+        first = [host == nodes[rank()][0] and Path(name).exists() for host, name in nodes].index(True)
 
         def share() -> list[_Place]:
             arrays: list[pickle.PickleBuffer] = []
@@ -128,9 +134,8 @@ def _on_nodes(work: Callable[[], Value]) -> Value:
             content = pickle.dumps(work(), protocol=5, buffer_callback=is_small)
             parts: list[bytes | pickle.PickleBuffer] = [content, *arrays]
             with writing(directory):
-                file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="dpo_pack-"))
-                places = [_place(file, part) for part in parts]
-                file.flush()
+                places = [_place(files[0], part) for part in parts]
+                files[0].flush()
             return places
 
         of_first = first_does_for_all(share)
@@ -213,9 +218,9 @@ def require_same(facts: Mapping[str, Any], remedy: str) -> None:
 
 def require_shared(directory: Path, recipe_key: str) -> None:
     """Raises the same RunError on every rank if a node does not see rank 0's files in `directory`."""
-    hosts = every_rank_says(socket.gethostname())
-    if len(set(hosts)) == 1:
+    if num_ranks() == 1:
         return
+    hosts = every_rank_says(socket.gethostname())
     with contextlib.ExitStack() as stack:
 
         def leave_mark() -> Path:

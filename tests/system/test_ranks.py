@@ -82,7 +82,14 @@ def _on_two(directory: Path) -> dict[str, Any]:
     told["lacks"] = _message(RunError, lambda: ranks.require_same({} if rank else {"a": "x" * 99}, "do so"))
     told["no value"] = _message(DataError, lambda: ranks.of_node(fail))
     told["of node"] = _of_node(directory)
-    ranks.require_shared(directory / str(rank), "output_dir")  # one host: nothing to ask
+    (directory / f"tmp-{rank}").mkdir()  # two containers with one host name
+    own = str(directory / f"tmp-{rank}")
+    with (
+        mock.patch.object(tempfile, "tempdir", own),
+        mock.patch.object(Path, "exists", lambda path: own in str(path)),
+    ):
+        told["of containers"] = ranks.every_rank_says(ranks.of_node(lambda: [rank, np.arange(2**14)])[0])
+        ranks.wait_for_all()
     with mock.patch.object(socket, "gethostname", lambda: f"host-{rank}"):
         ranks.require_shared(directory / "shared", "output_dir")
         ranks.wait_for_all()
@@ -168,6 +175,7 @@ def test_over_two_processes_both_end_with_the_same(tmp_path: Path) -> None:
         "lacks": f"{both} differ in a: None and '{'x' * 39}; do so",
         "no value": "rank 0 found no such file",
         "of node": 8 * [True],
+        "of containers": [0, 1],
         "of nodes": [
             [0, 1],
             "the second node has no such file",
