@@ -370,10 +370,12 @@ def _on_every_rank(
     lenient: bool = False,
 ) -> Iterator[tuple[Recipe, Console]]:
     """Loads the recipe and runs the body on every rank, with a console that prints on rank 0."""
+    from dpo_pack.recipe.text import without_servers
+
     loaded = load(recipe, overrides, trains=trains, lenient=lenient)
     with many_imports():
         from dpo_pack.system.launch import on_every_rank
-    number, settings = loaded.distributed.num_processes, loaded.model_dump(mode="json")
+    number, settings = loaded.distributed.num_processes, without_servers(loaded.model_dump(mode="json"))
     try:
         with on_every_rank(number, command, settings, quiet=quiet, verbose=verbose) as console:
             with many_imports():

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from dpo_pack.online.interface import Failure
-from dpo_pack.recipe.online import EndpointRecipe
+from dpo_pack.recipe.online import EndpointRecipe, values_in
 from dpo_pack.system.errors import RunError
+from dpo_pack.system.process import printable
 
 Answer = TypeVar("Answer")
 Renamed = Mapping[str, str | None]  # field of a request -> its other name; None: the field is left out
@@ -140,10 +141,13 @@ class Endpoint:
             raise RunError(f"{self.recipe_key}.url: {error}; correct {settings.url}") from error
 
     def _quoted(self, text: str) -> str:
-        """Returns the beginning of a server's text. The API key is replaced, also with backslashes in it."""
-        if self.api_key is not None:
-            text = re.sub("".join(rf"\\*{re.escape(c)}" for c in self.api_key), "[API key]", text)
-        text = " ".join(text.split())
+        """Returns the beginning of a server's text. The API key is replaced, also with backslashes in it, and
+        so are longer values of extra_body."""
+        hidden = {str(value): "[extra_body]" for _, value in values_in(self.settings.extra_body)}
+        for value, mark in {**hidden, self.api_key or "": "[API key]"}.items():
+            if len(value) > 3 or value == self.api_key:
+                text = re.sub("".join(rf"\\*{re.escape(c)}" for c in value), mark, text)
+        text = printable(" ".join(text.split()))
         return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN].rsplit(' ', 1)[0]} ..."
 
 

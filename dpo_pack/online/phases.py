@@ -23,6 +23,7 @@ from dpo_pack.packing.lengths import Group
 from dpo_pack.recipe.online import PairingRecipe
 from dpo_pack.system import ranks
 from dpo_pack.system.files import Json, written_aside
+from dpo_pack.system.process import printable
 from dpo_pack.training.metrics import mean_intervals
 
 Position = tuple[int, int]  # (better, worse): positions in a prompt's completions
@@ -83,7 +84,7 @@ def run_phase(
     for draw, answer, scores in zip(draws, answers, score_answers(draws, answers, judge), strict=True):
         completions = () if isinstance(answer, Failure) else answer
         if isinstance(scores, Failure):
-            outcomes.append(Outcome(draw=draw, completions=completions, failure=scores.reason))
+            outcomes.append(Outcome(draw=draw, completions=completions, failure=printable(scores.reason)))
         else:
             outcomes.append(make_pairs(draw, completions, scores, rules, seed=seed))
     return outcomes

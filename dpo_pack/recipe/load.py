@@ -3,6 +3,7 @@
 import difflib
 import functools
 import importlib.util
+import json
 import os
 import re
 import textwrap
@@ -17,10 +18,11 @@ from pydantic_core import ErrorDetails
 from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, RowField, SourceRecipe, as_eval, as_sources
 from dpo_pack.recipe.peers.peer_tables import PEERS, our_words, read_table, rows_of
 from dpo_pack.recipe.schema import EvalFraction, Recipe
-from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml
+from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml, without_servers
 from dpo_pack.recipe.types import Problem, allowed_values, nested_sections
 from dpo_pack.system.hub import HUB_ID, is_adapter
 from dpo_pack.system.machine import install_command
+from dpo_pack.system.process import lone_half
 
 __all__ = ["Recipe"]  # besides what is defined here
 
@@ -111,6 +113,9 @@ def parse_recipe(
     tree, context = _without_shorthands(tree), {"recipe_dir": os.path.abspath(recipe_dir)}
     for override in overrides:
         tree = _without_shorthands(apply_override(tree, override))
+    text = json.dumps(tree, ensure_ascii=False, default=str, skipkeys=True)
+    if lone := lone_half(text.replace("${recipe_dir}", context["recipe_dir"])):
+        fail(f"a recipe takes Unicode only, no half of a surrogate pair or name in another encoding: {lone}")
     try:
         return Recipe.model_validate(tree, context=context)
     except ValidationError:
@@ -172,8 +177,10 @@ def _refuse(problems: Sequence[Problem]) -> NoReturn:
 
 
 def dump_recipe(recipe: Recipe, *, for_others: bool = False) -> str:
-    """Returns the recipe with all keys as YAML; `for_others`, paths on this machine are their last parts."""
-    return to_yaml(recipe.model_dump(mode="json", context={"for_others": for_others}))
+    """Returns the recipe with all keys as YAML; `for_others`, paths on this machine are their last parts, and
+    of a server only its model is named."""
+    tree = recipe.model_dump(mode="json", context={"for_others": for_others})
+    return to_yaml(without_servers(tree) if for_others else tree)
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -219,11 +226,13 @@ def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
     """Raises RecipeError if a path or package is not here; trackers count only where the recipe `trains`."""
     problems: list[Problem] = []
     for key, path in recipe.inputs.items():
-        if path is None or os.path.exists(path):
+        if path is None or os.path.isfile(path) or os.path.isdir(path):
             continue
-        is_file = key == "tokenizer.chat_template" or path.endswith(DATA_FILE_SUFFIXES)
+        is_file = (
+            os.path.exists(path) or key == "tokenizer.chat_template" or path.endswith(DATA_FILE_SUFFIXES)
+        )
         if is_file or not HUB_ID.fullmatch(path):
-            hint = f"relative paths start at {os.getcwd()}; URLs and patterns are not read"
+            hint = f"relative paths start at {os.getcwd()}; URLs and patterns are not read, and no pipes"
             problems.append((key, f"no such file or directory, and not a hub id: {show(path)} ({hint})"))
     model, online = recipe.model, recipe.online
     generator, judges = ("", ()) if online is None else (online.generator.type, online.judges)
@@ -317,7 +326,10 @@ def _problem(error: ErrorDetails) -> Problem:
     if error["type"] == "missing" and isinstance(error["loc"][-1], str):
         instance = f", as in {parts[-1]}: {field.examples[0]}" if field.examples else ""
         return key, f"required, but not given{instance}"
-    return key, f"must be {allowed_values(field.annotation, field.metadata)}, not {show(error['input'])}"
+    # A wrong value in place of a server, or around one, may hold a key.
+    is_private = "endpoint" in parts or (parts[0] == "online" and isinstance(error["input"], dict | list))
+    given = "" if is_private else f", not {show(error['input'])}"
+    return key, f"must be {allowed_values(field.annotation, field.metadata)}{given}"
 
 
 def _numbered(parts: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import Field, Strict
+from pydantic import AfterValidator, Field, Strict
 
 from dpo_pack.recipe import types
 
@@ -13,16 +13,56 @@ VLLM_HIGHEST_TEMPERATURE = 2.0
 _OwnFunction = Annotated[str, Field(pattern=f"^{types.MODULE_FUNCTION.pattern}$"), "module:function"]
 
 
+# The path of a field that holds a key, in lower case, with "_" between words; not max_tokens, eos_token,
+# prompt_cache_key.
+_SECRET_NAME = re.compile(
+    r"pass_?(word|wd|phrase)|secret|authorization|credential|(api|access|auth|private)_?(key|token)"
+    r"|(^|[_/])((?<!cache_)key|(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!stop_)token|auth|bearer)(/|$)"
+)
+_SECRET_TEXT = re.compile(r"^\s*(Bearer|Basic) \S|://[^\s/?#]*@", re.IGNORECASE)
+
+
+def values_in(tree: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the values of nested mappings and lists that are neither, with their paths."""
+    if not isinstance(tree, dict | list):
+        yield path, tree
+        return
+    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from values_in(value, *path, str(name))
+
+
+def field_with_secret(fields: dict[str, Any]) -> str | None:
+    """Returns the path of a field that seems to hold a key or a password, by its name or its text."""
+    for path, value in values_in(fields):
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^\w/]+", "_", "/".join(path)).lower()
+        # Below "properties" are the names that a JSON schema describes.
+        is_named = _SECRET_NAME.search(re.sub("(?<=properties/)[^/]+/", "", words))
+        if (is_named and not isinstance(value, bool | None)) or _SECRET_TEXT.search(str(value)):
+            return ".".join(path)
+    return None
+
+
+def _without_secrets(fields: dict[str, Any]) -> dict[str, Any]:
+    if (path := field_with_secret(fields)) is not None:
+        raise ValueError(f"field {path} seems to hold a key; name its environment variable in api_key_env")
+    return fields
+
+
 class EndpointRecipe(types.Section):
     """An HTTP server with OpenAI's interface: vLLM, SGLang, llama.cpp, a hosted service."""
 
-    url: Annotated[str, Field(pattern=r"^https?://\S+$"), "a URL that begins with http:// or https://"] = (
-        Field(examples=["http://localhost:8000/v1"])
-    )
+    url: Annotated[
+        Annotated[str, Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$")],
+        "a URL that begins with http:// or https://, without user, ? and # (api_key_env names a key)",
+    ] = Field(examples=["http://localhost:8000/v1"])
     """Base URL, up to /v1."""
     model: types.Name = Field(examples=["Qwen/Qwen3-8B"])
     """The server's name of the model."""
-    api_key_env: types.Name | None = None
+    # Not a key itself: those have small letters and digits.
+    api_key_env: Annotated[
+        Annotated[str, Field(pattern="^([A-Z_][A-Z0-9_]*|[A-Za-z_]+)$")] | None,
+        "the name of an environment variable, in capital letters, or null",
+    ] = None
     """Environment variable that holds the key; null: no key is sent."""
     timeout_seconds: types.PositiveNumber = 120.0
     """A request that takes longer has failed."""
@@ -30,8 +70,10 @@ class EndpointRecipe(types.Section):
     """How often a failed request is sent again, each time after a longer pause."""
     concurrency: types.Count = 16
     """How many requests each process sends at the same time."""
-    extra_body: Annotated[dict[str, Any], "a mapping of fields to their values"] = {}
-    """More fields of each request, as in {chat_template_kwargs: {enable_thinking: false}}."""
+    extra_body: Annotated[
+        dict[str, Any], AfterValidator(_without_secrets), "a mapping of fields to their values"
+    ] = {}
+    """More fields of each request, as in {chat_template_kwargs: {enable_thinking: false}}; no keys."""
 
 
 class GeneratorRecipe(types.Section):

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from dpo_pack.system.errors import RecipeError
+from dpo_pack.system.errors import RecipeError, without_secrets
 from dpo_pack.system.process import printable
 
 Tree = dict[str, Any]  # a recipe or a part of a recipe, as read from YAML
@@ -18,7 +18,7 @@ MAX_VALUES = 1 << 16  # in one YAML text
 def fail(message: str, problems: Sequence[str] = ()) -> NoReturn:
     """Raises RecipeError with the message on one line; escapes characters that cannot be printed."""
     error = RecipeError(printable(message))
-    error.problems = [printable(problem) for problem in problems]
+    error.problems = [printable(without_secrets(problem)) for problem in problems]
     raise error from None
 
 
@@ -109,6 +109,14 @@ def to_yaml(value: object, *, one_line: bool = False) -> str:
     options: Any = {"sort_keys": False, "width": 10**6, "default_flow_style": one_line}
     text: str = yaml.dump(value, Dumper=_RecipeDumper, allow_unicode=True, **options)
     return text.removesuffix("...\n").strip() if one_line else text
+
+
+def without_servers(tree: Any) -> Any:
+    """Returns a recipe's values for others: of an endpoint only its model, and no URL and no extra_body."""
+    if isinstance(tree, dict):
+        shown = {"model"} if tree.keys() >= {"url", "model"} else tree.keys()
+        return {name: without_servers(value) for name, value in tree.items() if name in shown}
+    return [without_servers(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def apply_override(tree: Tree, override: str) -> Tree:

@@ -26,7 +26,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from dpo_pack.data.store import PairTable, open_store
-from dpo_pack.recipe.text import read_yaml
+from dpo_pack.recipe.text import read_yaml, to_yaml, without_servers
 from dpo_pack.reports.tables import (
     INTERVALS,
     Cells,
@@ -38,6 +38,7 @@ from dpo_pack.reports.tables import (
 from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import Json, leaves, parse_json, read_json, text_of
+from dpo_pack.system.process import lone_half
 from dpo_pack.training.health import what_can_be_told
 
 _MOST_POINTS = 2_000  # a curve has at most so many points
@@ -88,6 +89,8 @@ def read_runs(paths: Sequence[Path]) -> list[Json]:
         info = read_json(path / "run.json")
         if info is None or "status" not in info:
             raise RunError(f"{path}: no run (no readable run.json); give the output_dir of a 'dpopack train'")
+        if lone_half(str(path)):
+            raise RunError(f"{path}: the name of this directory is not UTF-8; rename it")
         run = {"name": name, "path": path, "info": info, **read_metrics(path / "metrics.jsonl", most)}
         logged = {warning for _, warning in run["warnings"]}
         printed = (re.match(r"\s*(?:Warning|Note): (.*)", line) for line in _lines(path / "console.log"))
@@ -97,7 +100,8 @@ def read_runs(paths: Sequence[Path]) -> list[Json]:
             for sample in _json_lines(path / "samples.jsonl")
         }
         texts = {file: text_of(path / file) for file in _SHOWN_WHOLE}
-        recipe = read_yaml(texts["recipe.yaml"], where=str(path / "recipe.yaml")) or {}
+        recipe = without_servers(read_yaml(texts["recipe.yaml"], where=str(path / "recipe.yaml")) or {})
+        texts["recipe.yaml"] = to_yaml(recipe)  # others may see the page
         run |= {"recipe": recipe, "samples": list(samples.values()), "texts": texts}
         runs.append({**run, "notes": list(notes)[:_MOST_NOTES]})
     return runs
@@ -138,8 +142,9 @@ def read_metrics(path: Path, most: int) -> Json:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
-        yield from file
+    if path.is_file():
+        with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+            yield from file
 
 
 def _json_lines(path: Path) -> Iterator[Json]:

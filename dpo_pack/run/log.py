@@ -39,6 +39,7 @@ from dpo_pack.model.facts import router_sentence
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, FloatArray, IntArray, pair_flops
 from dpo_pack.recipe.data import source_names
+from dpo_pack.recipe.text import without_servers
 from dpo_pack.recipe.training import LOSSES
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.run.setup import Setup
@@ -134,7 +135,7 @@ class RunLog:
 
     def begin_tracking(self) -> None:
         """Starts the recipe's trackers, or goes on with those of the run that resumes."""
-        recipe, settings = self.setup.recipe, self.setup.recipe.model_dump(mode="json")
+        recipe, settings = self.setup.recipe, without_servers(self.setup.recipe.model_dump(mode="json"))
         name = recipe.logging.run_name or recipe.output_dir.name
         start_trackers(self.setup.accelerator, settings, self.run, name=name, step=self.state.step)
 

@@ -4,6 +4,12 @@ import re
 from collections.abc import Sequence
 
 
+def without_secrets(text: str) -> str:
+    """Returns the text with `...` in place of the user, and of keys in the query, of each URL in it."""
+    key = r"([?&;][^\s=&]*(?:key|token|secret|password|sig)\w*=)[^\s&'\"]+"
+    return re.sub(rf"(\w://)[^\s/?#'\"]*(?=@)|{key}", r"\1\2...", text, flags=re.IGNORECASE)
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, and the next one after a colon; else its class's name."""
     import pickle  # `--help` does without it
@@ -11,7 +17,7 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the file's code
         return "its weights are pickled objects that are not tensors; save them as safetensors"
     text = str(error).strip() or type(error).__name__
-    return re.sub(r":\s*\n\s*", ": ", text).splitlines()[0]
+    return without_secrets(re.sub(r":\s*\n\s*", ": ", text).splitlines()[0])
 
 
 def one_line(error: BaseException) -> str:
@@ -31,7 +37,7 @@ class DpoPackError(Exception):
     def __init__(self, message: str) -> None:
         if len(message) > 2000:  # it may quote a million column names of a data file
             message = f"{message[:1000]} ... {message[-1000:]}"
-        super().__init__(message)
+        super().__init__(without_secrets(message))
 
 
 class RecipeError(DpoPackError):

@@ -128,6 +128,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def lone_half(text: str) -> str:
+    """Returns half of a surrogate pair, or a byte that is no UTF-8, and characters around it; "": none."""
+    found = None if text.isascii() else re.search('[^"]{,20}[\ud800-\udfff][^"]{,20}', text)
+    return "" if found is None else ascii(found[0])
+
+
 def wrapped(line: str, width: int) -> str:
     """Returns the line as `printable`, wrapped at words. Long words, such as paths, are not broken."""
     line = printable(line)

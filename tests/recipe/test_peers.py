@@ -459,3 +459,10 @@ def test_an_error_about_a_peer_s_word_names_ours(settings: dict[str, Any], fragm
         parse_recipe({**valid, **settings})
     for fragment in fragments:
         assert fragment in str(refused.value)
+
+
+def test_the_value_of_a_key_is_not_in_the_comments() -> None:
+    text = recipe_from(
+        "trl", {"hub_token": "hf_s3cret", "wandb_api_key": "s3cret", "env": {"HF_TOKEN": "s3cret"}}
+    )
+    assert "s3cret" not in text and "hub_token: ..." in text

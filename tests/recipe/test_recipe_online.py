@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from support.tiny_recipe import SMALLEST, changed_keys, load
+from support.tiny_recipe import SMALLEST, changed_keys, load, message_of
 
-from dpo_pack.recipe.load import check_environment
+from dpo_pack.recipe.load import check_environment, dump_recipe
 from dpo_pack.system.errors import RecipeError
 
 ONLINE = (
@@ -60,6 +60,47 @@ SERVER = "{url: 'http://localhost:8000/v1', model: m}"
 def test_what_cannot_be_is_refused_in_one_line(override: str, key: str) -> None:
     with pytest.raises(RecipeError, match=rf"^{re.escape(key)}: .*\Z"):
         load(*re.split(r", (?=[a-z_.]+=)", override), text=ONLINE)
+
+
+SECRET_SERVERS = [
+    "url: 'https://bob:s3cret@h/v1'", "url: 'https://s3cret@h/v1'", "url: 'ftp://bob:s3cret@h'",
+    "url: 'https://h/v1?api_key=s3cret'", "api_key_env: sk-s3cret", "api_key_env: hf_s3CRETs3cret",
+    *(
+        f"extra_body: {fields}"
+        for fields in (
+            "{api_key: s3cret}", "{a: [{b: {clientSecret: s3cret}}]}", "{Authorization: s3cret}",
+            "{hf_token: s3cret}", "{password: 's3cret'}", "{X-API-Key: s3cret}", "{auth: {user: s3cret}}",
+            "{headers: ['Bearer s3cret']}", "{hook: 'https://bob:s3cret@h'}", "{keys: {api_keys: [s3cret]}}",
+            "{properties: {key: s3cret}}", "s3cret", "['s3cret']",
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", SECRET_SERVERS)
+@pytest.mark.parametrize(
+    "place", ["generator={type: http, endpoint: %s}", "judges=[{type: llm, endpoint: %s}]"]
+)
+def test_a_key_in_place_of_its_variable_is_refused_and_not_repeated(place: str, more: str) -> None:
+    url = "" if more.startswith("url") else "url: 'http://h/v1', "
+    message = message_of(lambda: load(f"online.{place % f'{{{url}{more}, model: m}}'}", text=ONLINE))
+    assert "3cret" not in message and "endpoint." in message
+    assert "environment variable" in message or "api_key_env" in message or "must be a mapping" in message
+    around = message_of(lambda: load(f"online.judges={{endpoint: {{{url}{more}}}}}", text=ONLINE))
+    assert "3cret" not in around
+
+
+def test_what_is_for_a_server_stays_in_the_recipe_and_words_like_token_are_no_keys() -> None:
+    fields = """{max_tokens: 1, stop_token_ids: [7], eos_token: zebra, prompt_cache_key: zebra,
+    use_auth: true, template: {tokenizer: zebra}, guided_json: {properties: {key: {type: zebra}}}}"""
+    server = f"{{url: 'http://zebra:1/v1', model: served, api_key_env: ZEBRA, extra_body: {fields}}}"
+    of_both = (
+        f"{{judges: [{{type: llm, endpoint: {server}}}], generator: {{type: http, endpoint: {server}}}}}"
+    )
+    recipe = load(f"online={of_both}", text=ONLINE)
+    assert dump_recipe(recipe).lower().count("zebra") == 2 * 6
+    assert "zebra" not in (card := dump_recipe(recipe, for_others=True).lower())
+    assert card.count("model: served") == 2
 
 
 def test_a_bound_that_a_server_s_weights_must_exceed_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -112,6 +113,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / directory).mkdir()
     for name in ("model/config.json", "pairs.jsonl", "pairs.csv.gz", "t.jinja"):
         (tmp_path / name).touch()
+    os.mkfifo(tmp_path / "pipe.jsonl")
     monkeypatch.chdir(tmp_path)
 
 
@@ -138,6 +140,9 @@ def test_paths_that_exist_or_can_be_made_and_hub_ids_pass(override: str) -> None
         ("data.train=a/b/c", "data.train.0.path", "not a hub id: 'a/b/c'"),
         ("data.train='parts/*.jsonl'", "data.train.0.path", "URLs and patterns are not read"),
         ("model.path=hf://a/b", "model.path", "'hf://a/b'"),
+        ("model.path=https://me:hf_x@h/a/b?token=hf_x", "model.path", "'https://...@h/a/b?token=...'"),
+        ("data.train=pipe.jsonl", "data.train.0.path", "no pipes"),
+        ("tokenizer.chat_template=pipe.jsonl", "tokenizer.chat_template", "no pipes"),
         ("model.path=./none", "model.path", "'./none'"),
         ("model={path: model, revision: v2}", "model.revision", "a local directory has no revisions"),
         ("model={path: model, quantize: nf4}", "model.quantize", "model.lora"),

@@ -68,6 +68,8 @@ MALFORMED_OVERRIDES = [
     ("data.eval.path=x", "data.eval.path: ", "numbered from 0"),
     ("logging.trackers.wandb=x", "logging.trackers.wandb: ", "numbered from 0"),
     ("output_dir.x=1", "output_dir.x: ", "'runs/x'"),
+    ('logging.run_name="a\\udcff"', "a recipe takes Unicode only", "'a\\udcff'"),
+    ('data.columns={"a\\ud800": b}', "a recipe takes Unicode only", "'a\\ud800'"),
 ]
 
 

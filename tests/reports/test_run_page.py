@@ -311,3 +311,12 @@ def test_a_browser_draws_every_chart_on_a_narrow_screen(num_runs: int, tmp_path:
     charts, canvases, width, screen, cut_tables = map(int, title.groups())
     assert charts == canvases == 15 and width <= screen
     assert cut_tables == 0, "a table shows all its columns"
+
+
+def test_the_page_has_of_a_server_only_the_name_of_its_model(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"status": "finished"}')
+    endpoint = {"url": "http://zebra/v1", "model": "served", "extra_body": {"zebra": 1}}
+    recipe = {"model": {"path": "m"}, "online": {"judges": [{"endpoint": endpoint}]}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    page = run_page([tmp_path])
+    assert "zebra" not in page and "model: served" in page

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpo_pack.recipe.load import parse_recipe, recipe_fields
+from dpo_pack.recipe.online import field_with_secret
 from dpo_pack.recipe.peers import peer_tables as tables
 from dpo_pack.recipe.peers.peer_tables import Outcome
 from dpo_pack.recipe.text import Tree, put, read_yaml, to_yaml
@@ -136,7 +137,8 @@ class _Draft:
 
     def _apply(self, name: str, theirs: Any, settings: tables.Settings, whose: str) -> None:
         """Sets the recipe values that a peer's key gives. `whose`: "" for a key that the settings have."""
-        shown = textwrap.shorten(f"{name}: {to_yaml(theirs, one_line=True)}", 99)
+        is_secret = isinstance(theirs, str | dict) and field_with_secret({name: theirs})
+        shown = textwrap.shorten(f"{name}: {'...' if is_secret else to_yaml(theirs, one_line=True)}", 99)
         row, is_off = tables.find_row(self.peer, name), theirs in (False, -1, "", "no", "none", [], {})
         try:
             if row.kind in ("not needed", "no counterpart"):
