@@ -7,6 +7,7 @@ of its pixels as the processor gets them: upright, RGB, scaled to `data.max_pixe
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import io
 import json
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from dpo_pack.data.formats import BadRow, Message, Pair, holds_media, is_media_name
 from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import first_line
+from dpo_pack.system.files import regular_file
 from dpo_pack.system.machine import package_versions
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
@@ -178,10 +180,11 @@ class ImageReader:
         elif isinstance(value, str):
             path = self._path(value)
             try:
-                raw, status = path.read_bytes(), path.stat()
+                status, raw = regular_file(path), path.read_bytes()
             except (OSError, ValueError) as error:
+                kind = "missing_image" if getattr(error, "errno", 0) != errno.EFBIG else "image_too_large"
                 reason = getattr(error, "strerror", None) or error
-                raise BadRow("missing_image", f"image {value[:200]!r}: {reason} ({path.parent})") from error
+                raise BadRow(kind, f"image {value[:200]!r}: {reason} ({path.parent})") from error
             content, changed, file_size = os.fsencode(path), status.st_ctime_ns, status.st_size
         elif isinstance(value, bytes):
             raw = content = value
@@ -284,6 +287,7 @@ def pixels_of(image: ReadImage) -> Pixels:
     if image.changed >= 0:
         name = os.fsdecode(image.content)
         try:
+            regular_file(Path(name))
             raw = Path(name).read_bytes()
         except OSError as error:
             raise BadRow("missing_image", f"{name}: {error.strerror}") from error

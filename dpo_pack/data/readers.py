@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, TextIO
 from dpo_pack.data.formats import FORMATS, MAX_ROW_SIZE, BadRow, RowImages, holds_media, is_media_name
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT, IMAGE_FIELDS, SourceRecipe
 from dpo_pack.system.errors import DataError, first_line
+from dpo_pack.system.process import lone_half
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
 # Takes the columns to read (None: all). Yields rows with the column names that the source has: mappings,
@@ -321,6 +322,10 @@ def _json_row(line: bytes) -> Any:
 def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRow:
     """Makes a JSON object, or a BadRow if it has a key twice: `json` would keep the last value only."""
     values = dict(pairs)
+    if lone := lone_half("".join(values)):
+        return BadRow(
+            "invalid_unicode", f"a key of a JSON object has half of a surrogate pair: {lone}", values
+        )
     if len(values) == len(pairs):
         return values
     repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]

@@ -44,6 +44,7 @@ from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
 from dpo_pack.system.files import Json
+from dpo_pack.system.process import printable
 
 HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
 DEFAULT_SPLIT = "train"
@@ -479,7 +480,7 @@ def _files_of_split(path: Path, split: str) -> tuple[list[Path], list[str]]:
     ignored = datasets.data_files.FILES_TO_IGNORE  # descriptions
     others = (file for file in sorted(path.rglob("*")) if data_suffix(file) in DATA_FILE_SUFFIXES)
     others = (file for file in others if file.resolve() not in found and file.name not in ignored)
-    unread = [name for file in others if "/." not in f"/{(name := str(file.relative_to(path)))}"]
+    unread = [name for file in others if "/." not in f"/{(name := printable(str(file.relative_to(path))))}"]
     is_read_by_us = options.get("field") is None and options.get("sep", ",") == ","
     return splits.get(split, []) if is_read_by_us else [], unread
 

@@ -34,6 +34,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from dpo_pack.system.errors import DpoPackError, ModelError, first_line, is_out_of_memory
+from dpo_pack.system.files import regular_file
 from dpo_pack.system.hub import is_adapter, is_on_hub
 from dpo_pack.system.machine import install_command
 
@@ -90,6 +91,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, **given)
     if chat_template is not None:
         try:
+            regular_file(chat_template)
             tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"tokenizer.chat_template: cannot read {chat_template}: {error}") from error

@@ -177,7 +177,7 @@ class TensorReader(FileSystemReader):
             what = f"{directory}/.metadata: {first_line(error)}"
             raise RunError(f"{checkpoint} cannot be read ({what}); delete it and run again") from error
 
-    def read_metadata(self) -> metadata.Metadata:  # type: ignore[override]
+    def read_metadata(self) -> metadata.Metadata:
         return self.metadata
 
 

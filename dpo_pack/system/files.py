@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -20,9 +21,12 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError
 
 from dpo_pack.system.errors import CacheError, RunError
+from dpo_pack.system.process import lone_half
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]  # a JSON object: a report, a line or a file of a run
+
+MOST_BYTES = 1 << 28  # of an image, a template, or a file of a run or a cache that is read as a whole
 
 # What file systems answer to a call that they do not have: mounts of object stores, CIFS, sshfs.
 _NO_SUCH_CALL = (
@@ -55,6 +59,8 @@ def writing(path: Path) -> Iterator[None]:
             reason = error.strerror or str(error)
         elif rust is not None:
             reason = rust[1].strip()
+        elif isinstance(error, UnicodeEncodeError):  # the name of a file, or a text that is written
+            raise CacheError(f"cannot write {path}: rename {lone_half(error.object)}, no UTF-8") from error
         elif isinstance(error, SafetensorError) or "inline_container" in str(error):  # torch.save
             reason = "it could not be written in full"
         else:
@@ -121,9 +127,20 @@ def write_json_atomically(path: Path, value: Any) -> None:
     write_text_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def regular_file(path: Path) -> os.stat_result:
+    """Returns the facts of a file that may be read whole. Raises OSError, also for pipes: they block."""
+    status = path.stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise OSError(errno.EINVAL, "no file, but a pipe, a socket or a device")
+    if status.st_size > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"a file of {status.st_size:,} bytes, more than {MOST_BYTES:,}")
+    return status
+
+
 def text_of(path: Path) -> str:
     """Returns the text of a file; "" if it cannot be read."""
     try:
+        regular_file(path)
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
@@ -133,6 +150,7 @@ def read_json(path: Path, shape: Any = dict[str, Any]) -> Any:
     """Returns the content of a JSON file; None if it cannot be read, is damaged or has another `shape`: a
     type for pydantic (of a dataclass, keys that are no fields are ignored)."""
     try:
+        regular_file(path)
         return TypeAdapter(shape).validate_json(path.read_bytes(), strict=True)
     except (OSError, ValueError):  # ValueError: pydantic's, also for values that are nested too deep
         return None

@@ -241,6 +241,8 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "a link": (lambda: trl_row(["https://x.org/a.png"]), "image_link", "download it and give its path"),
     "missing": (lambda: trl_row(["none.png"]), "missing_image", "'none.png': No such file"),
     "a directory": (lambda: trl_row(["."]), "missing_image", "Is a directory"),
+    "a pipe": (lambda: trl_row(["pipe.png"]), "missing_image", "a pipe"),
+    "far too large": (lambda: trl_row(["sparse.png"]), "image_too_large", "214,748,364,800 bytes"),
     "outside": (lambda: trl_row(["../secret.png"]), "image_outside", "is outside of"),
     "absolute": (lambda: trl_row(["/etc/passwd"]), "image_outside", "is outside of"),
     "a number": (lambda: trl_row([7]), "wrong_type", "an image is a int"),
@@ -271,6 +273,9 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
 def test_a_bad_image_is_one_line_and_can_be_skipped(tmp_path: Path, fault: str) -> None:
     make, reason, words = BAD[fault]
     save(tmp_path / "a.png", FIRST)
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "sparse.png").touch()
+    os.truncate(tmp_path / "sparse.png", 200 << 30)
     path = write_rows(tmp_path / "pairs.jsonl", [trl_row(["a.png"]), make(), trl_row(["a.png"])])
     message = refusal(lambda: load(tmp_path, path))
     assert "pairs.jsonl line 2: " in message and words in message and f"{reason}: 1 of " in message

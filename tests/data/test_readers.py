@@ -246,6 +246,18 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_key_with_half_of_a_surrogate_pair_is_a_bad_row(tmp_path: Path, name: str) -> None:
+    rows = [{**ROWS[0], "x\ud800": 1}, {**ROWS[0], "prompt": [{"role": "user", "k\udcfc": "a"}]}, ROWS[1]]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / name).write_text(f"[{','.join(lines)}]" if name == "a.json" else "\n".join(lines))
+    (_, first), (_, second), (_, third) = read(tmp_path / name)
+    assert isinstance(first, BadRow) and first.reason == "invalid_unicode" and "x\\ud800" in first.detail
+    assert isinstance(second, dict) and third == ROWS[1]
+    with pytest.raises(BadRow, match="invalid_unicode"):
+        FORMATS["conversational"].prompt(second)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 def test_a_json_object_with_a_key_twice_is_a_bad_row(tmp_path: Path, name: str) -> None:
     row, good = json.dumps(ROWS[0]), json.dumps(ROWS[1])
     message = '[{"role": "user", "content": "a", "role": "system"}]'

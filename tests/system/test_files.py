@@ -19,7 +19,14 @@ from support.limits import no_file_beyond
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.system.errors import CacheError, RunError
-from dpo_pack.system.files import locked, read_json, remove_directory, write_json_atomically, written_aside
+from dpo_pack.system.files import (
+    locked,
+    read_json,
+    remove_directory,
+    text_of,
+    write_json_atomically,
+    written_aside,
+)
 
 
 def names(directory: Path) -> list[str]:
@@ -119,6 +126,12 @@ def test_json_survives_a_round_trip_and_damage_reads_as_absence(tmp_path: Path) 
     path.write_bytes(content.replace("ï".encode(), b"\xff"))
     assert read_json(path) is None
     assert read_json(tmp_path) is None  # a directory
+    os.mkfifo(tmp_path / "pipe")
+    assert read_json(tmp_path / "pipe") is None and text_of(tmp_path / "pipe") == ""
+    os.truncate(path, 1 << 40)
+    assert read_json(path) is None and text_of(path) == ""
+    with pytest.raises(CacheError, match=r"value\.json: rename 'a\\udcfc', no UTF-8"):
+        write_json_atomically(path, {"name": "a\udcfc"})
 
 
 def refused_by_tokenizers(path: Path) -> None:
