@@ -198,4 +198,5 @@ def _packed_row(row: Values) -> list[Line]:
     full = f"{tokens:,} of {budget:,} tokens ({tokens / budget:.1%} full)"
     title = Run("One packed row of the pairs that were read", "name")
     lines = [_line(title, f": {counted(len(pairs), 'pair')}, {full}; tokens of the first ones:")]
-    return lines + [_line(f"{place}: {size:,}", indent=1) for place, size in [*pairs.items()][:_NAMED]]
+    sizes = {place: sum(parts.values()) for place, parts in [*pairs.items()][:_NAMED]}
+    return lines + [_line(f"{place}: {size:,}", indent=1) for place, size in sizes.items()]

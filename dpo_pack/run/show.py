@@ -43,6 +43,21 @@ FIRST_ROWS = 200  # of each source that are read, besides the rows that the user
 _PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
+class _Values(Json):
+    """A dict whose values are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"there are {', '.join(self)}, no {name}")
+        return self[name]
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [cls.of(one) for one in value]
+        return cls((key, cls.of(one)) for key, one in value.items()) if isinstance(value, dict) else value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRecipe:
     """All that `dpopack show` shows."""
@@ -50,6 +65,25 @@ class ShownRecipe:
     # What `--json` writes. Tokens have `is_cut` besides: truncation removes them.
     report: Json
     images: list[ReadImage]  # of the pairs that are shown, as in the report
+
+    @property
+    def sources(self) -> list[Any]:
+        """The report of each source with its own warnings, left_out, dropped and pairs, e.g.
+        `sources[0].pairs_kept`: the values of the report's dicts are attributes, too."""
+        of_all = {name: self.report[name] for name in ("warnings", "left_out", "dropped", "pairs")}
+        return [
+            _Values.of(
+                source
+                | {name: [v for v in all_ if v["source"] == source["name"]] for name, all_ in of_all.items()}
+            )
+            for source in self.report["sources"]
+        ]
+
+    @property
+    def packed_row(self) -> Any:
+        """`tokens`, `token_budget`, and `pairs`: by place, the tokens of prompt, chosen and rejected. None
+        without a pair."""
+        return _Values.of(self.report["packed_row"])
 
     @property
     def rows(self) -> list[Json]:
@@ -338,8 +372,16 @@ def _packed_row(
         is_packed=not is_padded,
     )
     row = max(plan.pack_step(0)[0], key=len)
+    # Of what both completions begin with, a row that shares prompts has one copy.
+    shares = share_prompt and not is_padded
+    once = lengths.shared if shares else lengths.prompt
+    parts = {
+        "prompt": once if shares else 2 * once,
+        "chosen": lengths.prompt + lengths.chosen - once,
+        "rejected": lengths.prompt + lengths.rejected - once,
+    }
     return {
-        "pairs": {places[pair]: int(tokens[pair]) for pair in row},
+        "pairs": {places[pair]: {part: int(of[pair]) for part, of in parts.items()} for pair in row},
         "tokens": plan.sizes.of_row(row).tokens,
         "token_budget": packing.token_budget,
     }

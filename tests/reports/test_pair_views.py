@@ -305,19 +305,30 @@ def test_a_source_without_rows_and_an_online_recipe_are_refused(shows: Shows) ->
 @pytest.mark.parametrize(
     ("override", "tokens"),
     [
-        ("seed=1", 18),  # what both completions begin with is shared
-        ("packing.share_prompt=false", 26),
-        ("packing.mode=padded", 26),
+        ("seed=1", (8, 5, 5)),  # what both completions begin with is shared
+        ("packing.share_prompt=false", (16, 5, 5)),
+        ("packing.mode=padded", (16, 5, 5)),
     ],
 )
-def test_one_packed_row_is_made_of_those_pairs(override: str, tokens: int, shows: Shows) -> None:
+def test_one_packed_row_is_made_of_those_pairs(
+    override: str, tokens: tuple[int, int, int], shows: Shows
+) -> None:
     shown = shows([PAIR] * 3, override)
-    row = shown.report["packed_row"]
-    assert row["pairs"] == {f"pairs line {number}": tokens for number in (1, 2, 3)}
-    assert row["tokens"] == 3 * tokens
+    row = shown.packed_row
+    parts = dict(zip(("prompt", "chosen", "rejected"), tokens, strict=True))
+    assert row.pairs == {f"pairs line {number}": parts for number in (1, 2, 3)}
+    assert row.tokens == 3 * sum(tokens)
     for text in (joined(screen(shown)), page_text(shown)):
         assert f"3 pairs, {row['tokens']:,} of 8,192 tokens" in text
-        assert f"pairs line 2: {tokens}" in text
+        assert f"pairs line 2: {sum(tokens)}" in text
+
+
+def test_in_python_what_is_shown_of_a_source_is_read_as_attributes(shows: Shows) -> None:
+    (source,) = shows([PAIR, EMPTY], "data.on_bad_row=skip").sources
+    (left_out,) = source.dropped
+    assert (source.pairs_kept, left_out.row, len(source.pairs)) == (1, 2, 1)
+    with pytest.raises(AttributeError, match="pairs_kept"):
+        _ = source.no_such_name
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
