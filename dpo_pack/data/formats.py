@@ -21,7 +21,7 @@ from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 Message = dict[str, Any]
 Answers = tuple[list[Message], list[Message]]  # chosen and rejected
 Row = Mapping[str, Any]
-_ASSISTANT_TURN = "\n\nAssistant:"
+_HUMAN_TURN, _ASSISTANT_TURN = "\n\nHuman:", "\n\nAssistant:"  # of HH-RLHF
 SIDES = ("chosen", "rejected")
 _BEGINS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
 # Of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV; parsed, it takes more.
@@ -276,7 +276,7 @@ def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
         texts.issuperset(SIDES) and all(_holds_messages(row[column]) for column in SIDES)
     )
     dialogues = [str(row.get(column)) for column in SIDES]
-    is_transcript = all("\n\nHuman:" in text and _ASSISTANT_TURN in text for text in dialogues)
+    is_transcript = all(_HUMAN_TURN in text and _ASSISTANT_TURN in text for text in dialogues)
     is_compared = "first" in row and "second" in row and not has_both
     is_ranked = isinstance(answers, list) and bool(answers) and isinstance(answers[0], dict)
     has_images = isinstance(images := row.get("images"), RowImages) and bool(images)
@@ -458,7 +458,7 @@ def _message(value: Any, column: str) -> Any:
 def _turns(text: str) -> list[Message]:
     """Returns the messages of a text prompt: one of the user, or those of a dialogue with marks (HH-RLHF,
     Nectar, HelpSteer 2, where the first turn has no mark)."""
-    if text.startswith("\n\nHuman:") and text.rstrip().endswith(_ASSISTANT_TURN):
+    if text.startswith(_HUMAN_TURN) and text.rstrip().endswith(_ASSISTANT_TURN):
         parts = re.split(r"\n\n(Human|Assistant):", text.rstrip())[1:-2]
         parts = [part.strip() for part in parts]
     else:
@@ -483,6 +483,9 @@ def _pair(row: Row, prompt: Any, chosen: Any, rejected: Any) -> Pair:
             values = [m[key] for m in completion for key in m.keys() - {"role", "name"}]
         if not any(value.strip() if isinstance(value, str) else value for value in values):
             raise BadRow("empty_completion", f"the {column} completion is empty")
+        if is_text and _HUMAN_TURN in completion and prompt.rstrip().endswith(_ASSISTANT_TURN):
+            detail = f"{column} has a turn of the human ({_HUMAN_TURN!r}) after the answer"
+            raise BadRow("no_assistant_turn", f"{detail}, and only answers are scored")
     return Pair(
         prompt=prompt,
         chosen=chosen,
