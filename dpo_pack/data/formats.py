@@ -608,14 +608,19 @@ def _without_nulls(value: Any, column: str) -> Any:
         raise BadRow("wrong_type", f"{column} is nested too deeply") from None
 
 
-def _drop_nulls(value: Any, column: str) -> Any:
+def _drop_nulls(value: Any, column: str, name: str = "") -> Any:
+    """`name`: the key of media that holds the value, whose bytes are read or refused later; "": none does."""
     kind = type(value)
-    if kind in (str, int, float, bool, type(None)):
+    if kind in (str, int, float, bool, type(None)) or (kind is bytes and name):
         return value
     if kind is dict:
-        return {key: _drop_nulls(inner, column) for key, inner in value.items() if inner is not None}
+        return {
+            key: _drop_nulls(inner, column, name or (key if is_media_name(str(key)) else ""))
+            for key, inner in value.items()
+            if inner is not None
+        }
     if kind is list:
-        return [_drop_nulls(inner, column) for inner in value]
+        return [_drop_nulls(inner, column, name) for inner in value]
     if isinstance(value, BadRow):  # the reader put this error in place of an invalid object
         raise value
     detail = f"{column} has a {kind.__name__} ({str(value)[:40]}), a type that JSON does not have"
