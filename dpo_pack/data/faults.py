@@ -21,6 +21,7 @@ _LABEL = "_is_a_label"
 _MARKS = [  # of turns, in popular chat templates
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|eot_id|>", "<|user|>", "<|assistant|>"),
     *("<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"),
+    *("<image>", "<video>", "<audio>"),  # where other tools put one
 ]
 
 
@@ -89,7 +90,8 @@ def find_in(pair: TokenizedPair, origin: Origin) -> Iterator[tuple[str, str]]:
         if any([begin in text for begin in origin.controls_begin]) and (hit := origin.controls.search(text)):
             yield "control_tokens_in_text", f"{part}: {_quoted(hit[0])}"
             break
-    if foreign := [mark for mark in origin.foreign_marks if mark in prompt]:
+    asked = "\n".join(read.contents[0]) if read.contents else prompt
+    if foreign := [mark for mark in origin.foreign_marks if mark in asked]:
         yield "foreign_marks", _quoted(foreign[0])
     if "tools_not_written" in read.counts:
         yield "tools_not_written", ""
@@ -242,8 +244,9 @@ FAULTS: dict[str, tuple[str, str]] = {
         "remove it from the texts: the chat template writes the special tokens",
     ),
     "foreign_marks": (
-        "prompts have the marks of another model's chat template, which are plain text for this one",
-        "give messages in place of texts with marks, or take the model that the texts were written for",
+        "prompts have the marks of another model's chat template, or of images, which are text for this one",
+        "give messages in place of texts with marks, and images with model.images: true, or take the model "
+        "that the texts were written for",
     ),
     "tools_not_written": (
         "the chat template leaves out names or descriptions of tools, so the model does not know them",

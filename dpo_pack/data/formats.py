@@ -21,7 +21,7 @@ from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 Message = dict[str, Any]
 Answers = tuple[list[Message], list[Message]]  # chosen and rejected
 Row = Mapping[str, Any]
-_ASSISTANT_TURN = "\n\nAssistant:"
+_HUMAN_TURN, _ASSISTANT_TURN = "\n\nHuman:", "\n\nAssistant:"  # of HH-RLHF
 SIDES = ("chosen", "rejected")
 _BEGINS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
 # Of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV; parsed, it takes more.
@@ -276,7 +276,7 @@ def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
         texts.issuperset(SIDES) and all(_holds_messages(row[column]) for column in SIDES)
     )
     dialogues = [str(row.get(column)) for column in SIDES]
-    is_transcript = all("\n\nHuman:" in text and _ASSISTANT_TURN in text for text in dialogues)
+    is_transcript = all(_HUMAN_TURN in text and _ASSISTANT_TURN in text for text in dialogues)
     is_compared = "first" in row and "second" in row and not has_both
     is_ranked = isinstance(answers, list) and bool(answers) and isinstance(answers[0], dict)
     has_images = isinstance(images := row.get("images"), RowImages) and bool(images)
@@ -458,7 +458,7 @@ def _message(value: Any, column: str) -> Any:
 def _turns(text: str) -> list[Message]:
     """Returns the messages of a text prompt: one of the user, or those of a dialogue with marks (HH-RLHF,
     Nectar, HelpSteer 2, where the first turn has no mark)."""
-    if text.startswith("\n\nHuman:") and text.rstrip().endswith(_ASSISTANT_TURN):
+    if text.startswith(_HUMAN_TURN) and text.rstrip().endswith(_ASSISTANT_TURN):
         parts = re.split(r"\n\n(Human|Assistant):", text.rstrip())[1:-2]
         parts = [part.strip() for part in parts]
     else:
@@ -483,6 +483,9 @@ def _pair(row: Row, prompt: Any, chosen: Any, rejected: Any) -> Pair:
             values = [m[key] for m in completion for key in m.keys() - {"role", "name"}]
         if not any(value.strip() if isinstance(value, str) else value for value in values):
             raise BadRow("empty_completion", f"the {column} completion is empty")
+        if is_text and _HUMAN_TURN in completion and prompt.rstrip().endswith(_ASSISTANT_TURN):
+            detail = f"{column} has a turn of the human ({_HUMAN_TURN!r}) after the answer"
+            raise BadRow("no_assistant_turn", f"{detail}, and only answers are scored")
     return Pair(
         prompt=prompt,
         chosen=chosen,
@@ -605,14 +608,19 @@ def _without_nulls(value: Any, column: str) -> Any:
         raise BadRow("wrong_type", f"{column} is nested too deeply") from None
 
 
-def _drop_nulls(value: Any, column: str) -> Any:
+def _drop_nulls(value: Any, column: str, name: str = "") -> Any:
+    """`name`: the key of media that holds the value, whose bytes are read or refused later; "": none does."""
     kind = type(value)
-    if kind in (str, int, float, bool, type(None)):
+    if kind in (str, int, float, bool, type(None)) or (kind is bytes and name):
         return value
     if kind is dict:
-        return {key: _drop_nulls(inner, column) for key, inner in value.items() if inner is not None}
+        return {
+            key: _drop_nulls(inner, column, name or (key if is_media_name(str(key)) else ""))
+            for key, inner in value.items()
+            if inner is not None
+        }
     if kind is list:
-        return [_drop_nulls(inner, column) for inner in value]
+        return [_drop_nulls(inner, column, name) for inner in value]
     if isinstance(value, BadRow):  # the reader put this error in place of an invalid object
         raise value
     detail = f"{column} has a {kind.__name__} ({str(value)[:40]}), a type that JSON does not have"

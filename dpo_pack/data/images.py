@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpo_pack.data.formats import BadRow, Message, Pair, holds_media, is_media_name
+from dpo_pack.data.readers import other_content
 from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import first_line
 from dpo_pack.system.files import regular_file
@@ -71,6 +72,8 @@ class ImageProcessor:
         self.processor = processor
         self.token: str = processor.image_token  # stands for an image in what the chat template writes
         self.token_id: int = processor.image_token_id
+        names = ("video_token", "audio_token")
+        self.other_marks = [mark for name in names if (mark := getattr(processor, name, None))]
         self._texts: dict[tuple[int, int], str] = {}
 
     @cached_property
@@ -147,8 +150,18 @@ class ImageReader:
 
     def expanded(self, texts: Sequence[str], images: Sequence[ReadImage]) -> tuple[str, ...]:
         """Returns the rendered texts with what stands for the images in place of their placeholders. Raises
-        BadRow if their numbers differ."""
+        BadRow if their numbers differ, or if a mark of an image, a video or an audio is left as text."""
         sizes, token = [(image.width, image.height) for image in images], self.processor.token
+        for mark in (MARK, *self.processor.other_marks):
+            found = [mark in text for text in texts]
+            if mark == token or not any(found):
+                continue
+            if mark != MARK:
+                raise BadRow("media", f"a text has {mark}, which stands for video or audio")
+            if found[0]:
+                detail = f"the prompt has {MARK}, which stands for an image, and the row has none for it"
+                raise BadRow("image_count", detail)
+            raise BadRow("image_token_in_text", f"a completion has {MARK}, which stands for an image")
         counts = [text.count(token) for text in texts]
         if counts[0] != len(images):
             detail = f"the chat template writes {counts[0]} placeholders ({token}) for {len(images)} images"
@@ -222,15 +235,22 @@ class ImageReader:
 
 def decode(raw: bytes, name: str = "an image") -> Any:
     """Returns the upright RGB image of Pillow; transparent pixels are white. Raises BadRow."""
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
+    if what := other_content(raw[:4096], "image"):
+        raise BadRow("broken_image", f"{name} is {what}")
+    Image.WARN_POSSIBLE_FORMATS = True  # Pillow says then why a decoder refuses a file of its format
     try:
-        with warnings.catch_warnings(action="ignore"):  # of sizes; the size is checked below
+        with warnings.catch_warnings(action="always", record=True) as told:  # and of sizes, checked below
             picture: Any = Image.open(io.BytesIO(raw), formats=_FORMATS)
+            is_animated = getattr(picture, "is_animated", False)  # reads the file
     except Image.DecompressionBombError as error:
         raise BadRow("image_too_large", f"{name} has more than {MAX_PIXELS:,} pixels") from error
     except Exception as error:  # decoders raise errors of many types
-        raise BadRow("broken_image", f"{name} is none of {', '.join(_FORMATS)}, or is broken") from error
+        is_known = not isinstance(error, UnidentifiedImageError)
+        reasons = [first_line(error)] if is_known else [str(one.message) for one in told[-1:]]
+        detail = f"{name} is none of {', '.join(_FORMATS)}, or is broken"
+        raise BadRow("broken_image", " ".join([detail, *(f"({reason})" for reason in reasons)])) from error
     width, height = picture.size
     size = f"{name} has {width:,} x {height:,} pixels"
     if width * height > MAX_PIXELS:
@@ -240,7 +260,7 @@ def decode(raw: bytes, name: str = "an image") -> Any:
     maxvals = [tile[3][1] for tile in picture.tile if tile[0].startswith("ppm")]
     if picture.mode[0] in "IF" or _16_BITS.search(repr(picture.tile)) or max(maxvals, default=0) > 255:
         raise BadRow("image_of_16_bits", f"{name} has more than 8 bits a colour; convert it to 8")
-    if getattr(picture, "is_animated", False) and picture.format != "MPO":  # a second view of some cameras
+    if is_animated and picture.format != "MPO":  # a second view of some cameras
         raise BadRow("animated_image", f"{name} is animated or has several pages; save the one you mean")
     try:
         picture = ImageOps.exif_transpose(picture)

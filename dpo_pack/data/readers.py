@@ -253,9 +253,17 @@ def check_first_bytes(path: Path, label: str) -> None:
         if path.suffix == ".gz" and start.startswith(b"\x1f\x8b"):
             with _open_binary(path) as file:
                 start = file.read(1 << 12)
+    if what := other_content(start, data_suffix(path)):
+        raise DataError(f"{label} is {what}")
+
+
+def other_content(start: bytes, suffix: str) -> str:
+    """Returns what a file with these first bytes is, if its suffix says something else; "": nothing is known.
+    The suffix of any image is "image"."""
     for suffixes, pattern, what in _OTHER_STARTS:
-        if data_suffix(path).startswith(suffixes) and re.match(pattern, start):
-            raise DataError(f"{label} is {what}")
+        if suffix.startswith(suffixes) and re.match(pattern, start, re.IGNORECASE | re.DOTALL):
+            return what
+    return ""
 
 
 # Suffixes of files, how their first bytes are then not, and what the file is.
@@ -263,7 +271,13 @@ _OTHER_STARTS = (
     ("", rb"version https://git-lfs", "a Git LFS pointer, not the data; run 'git lfs pull'"),
     ("", rb"\x1f\x8b|BZh\d|\xfd7zXZ|\x28\xb5\x2f\xfd|PK\x03\x04", "compressed; decompress it first"),
     ((".json", ".csv"), rb"\xff\xfe|\xfe\xff|.\x00|\x00.", "UTF-16 text; save it as UTF-8 (iconv)"),
-    ((".json", ".csv"), rb"\s*<[!?hH]", "a page of the web, not the data; download the file itself"),
+    ("image", rb"\Z", "empty, and has no bytes"),
+    ("image", rb"\s*(<[?!][^>]*>\s*)*<svg", "SVG; save it as PNG"),
+    (("image", ".json", ".csv"), rb"\s*<[!?h]", "a page of the web, not the data; download the file itself"),
+    ("image", rb"....ftypavi[fs]", "AVIF; save it as PNG or JPEG"),
+    ("image", rb"....ftyp(hei|hev|mif1|msf1)", "HEIC; save it as PNG or JPEG"),
+    ("image", rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI", "a video; save the picture that you mean as PNG"),
+    ("image", rb"%PDF|%!PS", "a PDF or PostScript document; save the picture as PNG"),
     (".jsonl", rb"\s*\[\s*\{", "a JSON array, not JSON lines; give it a name that ends in .json"),
     (".json", rb"\s*\{\s*\n", "JSON whose rows take several lines; write each on one line (jq -c . FILE)"),
 )
@@ -422,7 +436,7 @@ def open_tables(
     def rows(wanted: Sequence[str] | None) -> Iterator[NumberedRow]:
         numbers = count(1)
         for table in read(list(wanted or schema.names)):
-            values = {field.name: _values(table.column(field.name), field.type) for field in table.schema}
+            values = {field.name: _values(table.column(field.name), field) for field in table.schema}
             for row in zip(*values.values(), strict=True):
                 yield next(numbers), dict(zip(values, row, strict=True))
 
@@ -449,24 +463,25 @@ def _table(path: Path) -> Iterator[tuple[Any, int | None, Callable[..., Iterable
             yield reader.schema, None, lambda columns: parts
 
 
-def _values(column: Any, kind: Any) -> list[Any]:
-    """Returns the values of an Arrow column: maps as objects, JSON parsed, bytes as text."""
+def _values(column: Any, field: Any) -> list[Any]:
+    """Returns the values of an Arrow column: maps as objects, JSON parsed, bytes as text (but of media)."""
     values: list[Any] = column.to_pylist(maps_as_pydicts="strict")
-    if any(word in str(kind) for word in ("json", "binary")):
-        values = [_decoded(value, kind) for value in values]
+    if any(word in str(field.type) for word in ("json", "binary")) and not is_media_name(field.name):
+        values = [_decoded(value, field.type) for value in values]
     return values
 
 
 def _decoded(value: Any, kind: Any) -> Any:
     if isinstance(value, dict):
         kinds = dict.fromkeys(value, kind.item_type) if str(kind).startswith("map") else {}
-        kinds = kinds or {name: kind.field(name).type for name in value if name != "bytes"}  # of an image
-        return {name: _decoded(inner, kinds.get(name)) for name, inner in value.items()}
+        kinds = kinds or {name: kind.field(name).type for name in value}
+        media = {name for name in value if name == "bytes" or is_media_name(str(name))}
+        return {n: inner if n in media else _decoded(inner, kinds[n]) for n, inner in value.items()}
     if isinstance(value, list):
         return [_decoded(inner, kind.value_type) for inner in value]
     try:
         if isinstance(value, bytes):
-            return value.decode() if kind is not None else value
+            return value.decode()
         return _JSON.decode(value) if isinstance(value, str) and "arrow.json" in str(kind) else value
     except UnicodeDecodeError:
         return value

@@ -128,7 +128,8 @@ class ReadRow(NamedTuple):
     counts: Mapping[str, int]  # of `check_written`
     contents: Sequence[Sequence[str]] = ()  # the texts of the messages of prompt, chosen and rejected
     has_other_turns: bool = False  # a completion is anything but one message of the assistant
-    # Then, of all tokens of both sequences, whether the assistant says it; None: the whole completion.
+    # Then, of all tokens of both sequences, whether the assistant says it; None: the whole completion. An
+    # image is one of these tokens.
     turns: Sequence[Bools | None] = ()
     images: tuple[ReadImage, ...] = ()  # of the prompt, in order
 
@@ -279,6 +280,8 @@ def read_row(number: int, row: Mapping[str, Any] | BadRow, settings: Tokenizatio
             raise BadRow("invalid_unicode", f"a text has half of a surrogate pair ({lone})") from None
     if read.has_other_turns and settings.data.scored_turns == "assistant":
         read = read._replace(turns=scored_tokens(read.written, read.texts[1:], tokenizer))
+    if settings.images is not None:
+        read = read._replace(texts=settings.images.expanded(read.texts, read.images))
     return read
 
 
@@ -306,7 +309,6 @@ def _read_messages(
     texts = apply_chat_template(written, sides, tokenizer)
     counts, contents = check_written(fit, texts, tokenizer)
     if settings.images is not None:
-        texts = settings.images.expanded(texts, images)
         scaled = sum(image.is_scaled for image in images)
         counts = {**counts, "images": len(images), "images_scaled": scaled}
     other_turns = any(map(is_dialogue, sides))
@@ -378,7 +380,8 @@ def _with_scored(ids: Group, row: ReadRow) -> Group:
     """Raises BadRow if no token of a completion is scored."""
     given: Sequence[Any] = (row.pair.chosen_weights, row.pair.rejected_weights)
     if row.turns:
-        given = [None if of_side is None else of_side[len(ids.context) :] for of_side in row.turns]
+        ends = zip(row.turns, map(len, ids.completions), strict=True)  # images stand before the completions
+        given = [None if of_side is None else of_side[-length:] for of_side, length in ends]
     scored = []
     for side, of_side, completion in zip(SIDES, given, ids.completions, strict=True):
         scored.append(np.asarray(np.ones(len(completion)) if of_side is None else of_side, dtype=np.bool_))

@@ -235,7 +235,8 @@ def length_preference(accuracies: FloatArray, table: PairTable) -> dict[str, flo
 
 
 def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: int) -> None:
-    """Writes the metrics of each pair: `row` is that in `row_source`, `source` the set. Raises CacheError."""
+    """Writes the metrics of each pair, of which the record has the means: `row` is that in `row_source`,
+    `source` the set. Raises CacheError."""
     tables = []
     for result in results:
         table = result.table
@@ -248,6 +249,7 @@ def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: 
             "prompt": first[same],  # the first pair that has it
             "row_source": [result.source_names[number] for number in table.source_indices],
             "row": table.row_numbers.astype(np.int64),
+            "eval_precision": [result.record["eval_precision"]] * table.num_pairs,
         }
         tables.append(pa.table(columns | result.metrics))
     with written_aside(path) as temporary:

@@ -5,7 +5,8 @@ slow mean over about the newest 20. A checkpoint holds the `Health`, so a resume
 forgets a warning.
 
 Without a reference, no point is known at which nothing is learned. There the rules compare with the first 5
-lines instead, and those that need a reference (`both_rewards_falling`, `saturation`) are silent.
+lines instead, and `saturation`, which needs a reference, is silent. The first lines have other pairs, so only
+what is more than the noise of lines counts as a fall of log-probs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ _WATCHED = (
     "rewards/accuracies", "rewards/saturated", "rewards/chosen_per_token", "rewards/rejected_per_token",
     "kl/chosen", "kl/rejected", "experts/unused",
 )  # fmt: skip
+_SUMS = ("logps/chosen", "logps/rejected")  # watched, also a token and its square, if there is no reference
+# So many spreads of lines are noise in the difference of the first lines' mean and the fast one.
+_SURE = 3 * math.sqrt(1 / _FAST_LINES + 1 / (2 * _FAST_LINES - 1))
 _GRADIENT_FACTOR = 10.0  # a gradient norm of so many times the usual one is large
 _STUCK_SHARE = 0.2  # after this part of all steps, the accuracy should have risen
 _GAIN = 0.06  # by this part of what it lacked at the start: from 0.5 to 0.53
@@ -35,8 +39,8 @@ RULES: dict[str, tuple[float, str]] = {
     ),
     "both_rewards_falling": (
         5.0,  # nats: exp(5) = 150 times less probable
-        "both rewards are falling: a chosen completion is now {fallen[0]:.1f} nats less probable than under "
-        "the reference, a rejected one {fallen[1]:.1f}. So the policy moves to completions that the data "
+        "both rewards are falling: compared with {origin}, a chosen completion is now {fallen[0]:.1f} nats "
+        "less probable, a rejected one {fallen[1]:.1f}. So the policy moves to completions that the data "
         "does not have. Lower optim.lr, raise loss.beta, or add an sft term to loss.type",
     ),
     "accuracy_stuck": (
@@ -116,11 +120,14 @@ def _after(health: Health, record: Mapping[str, Any]) -> Health:
     is_large = usual is not None and log_norm > usual + math.log(_GRADIENT_FACTOR)
     if not is_large:  # an outlier does not change the usual norm
         usual = log_norm if usual is None else usual + (log_norm - usual) / min(_SLOW_LINES, num_lines)
+    values = {name: float(record[name]) for name in _WATCHED if name in record}
+    for name in () if "kl/chosen" in record else _SUMS:
+        of_token = float(record[f"{name}_per_token"])
+        values |= {name: float(record[name]), f"{name}_per_token": of_token, f"{name} squared": of_token**2}
     fast, slow = (
         {
-            name: before.get(name, 0.0) + (float(record[name]) - before.get(name, 0.0)) / min(most, num_lines)
-            for name in _WATCHED
-            if name in record
+            name: before.get(name, 0.0) + (value - before.get(name, 0.0)) / min(most, num_lines)
+            for name, value in values.items()
         }
         for before, most in ((health.fast, _FAST_LINES), (health.slow, _SLOW_LINES))
     )
@@ -151,6 +158,7 @@ def _numbers(health: Health, record: Mapping[str, Any], run: RunFacts) -> dict[s
     has_reference = "kl/chosen" in fast
     fallen = [-fast.get(side, 0.0) for side in ("kl/chosen", "kl/rejected")]
     moved = [fast[f"rewards/{side}_per_token"] / run.beta for side in ("chosen", "rejected")]
+    has_moved = max(map(abs, fallen)) > RULES["both_rewards_falling"][0]
     first_accuracy = 0.5
     # A running mean of independent lines varies as much as the plain mean of twice as many lines - 1.
     variance = 1 / (record["pairs"] * min(num_lines, 2 * _SLOW_LINES - 1))
@@ -162,6 +170,15 @@ def _numbers(health: Health, record: Mapping[str, Any], run: RunFacts) -> dict[s
         first_accuracy = first["rewards/accuracies"]
         variance += 1 / (record["pairs"] * _FAST_LINES)
         moved = [min(0.0, moved[0] - first["rewards/chosen_per_token"] / run.beta)]
+        fallen, sure = [], list[float]()
+        for name, of_token in ((name, f"{name}_per_token") for name in _SUMS):
+            num_tokens = slow[name] / min(slow[of_token], -1e-9)
+            spread = math.sqrt(max(0.0, slow[f"{name} squared"] - slow[of_token] ** 2))
+            fallen.append(num_tokens * (first.get(of_token, -math.inf) - fast[of_token]))
+            sure.append(fallen[-1] - num_tokens * _SURE * spread)
+        if all(fast[f"{name}_per_token"] < slow[f"{name}_per_token"] for name in _SUMS):
+            numbers["both_rewards_falling"] = min(sure)
+        has_moved = max(sure) > RULES["both_rewards_falling"][0]
     numbers["kl_blow_up"] = max(map(abs, moved))
     accuracy = slow["rewards/accuracies"]
     if record["step"] >= _STUCK_SHARE * run.num_steps:
@@ -170,7 +187,7 @@ def _numbers(health: Health, record: Mapping[str, Any], run: RunFacts) -> dict[s
     unused = fast.get("experts/unused", 0.0)
     numbers["dying_experts"] = unused - first.get("experts/unused", 1.0)
     # If the policy has moved far and learned nothing, the learning rate was not too small.
-    change = "Lower" if max(map(abs, fallen)) > RULES["both_rewards_falling"][0] else "Raise"
+    change = "Lower" if has_moved else "Raise"
     origin = "the reference" if has_reference else "its start"
     told = {"fallen": fallen, "accuracy": accuracy, "first_accuracy": first_accuracy, "change": change}
     return numbers | told | {"origin": origin, "unused": unused, "first_unused": first.get("experts/unused")}

@@ -16,9 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from support.real_processors import real_processor
 from support.refusals import refusal
 from support.rows import load_splits, write_rows
 from support.tiny_pictures import (
+    TEMPLATE,
     TOKEN,
     answer,
     encoded,
@@ -133,7 +135,7 @@ def test_rows_of_known_data_sets_have_the_image_before_the_question(tmp_path: Pa
     assert (data.train.group(0).context == PROCESSOR.token_id).sum() == PROCESSOR.num_tokens((40, 30))
 
 
-@pytest.mark.parametrize("form", ["bytes", "struct", "list", "datasets"])
+@pytest.mark.parametrize("form", ["bytes", "struct", "list", "datasets", "part", "struct in a part"])
 def test_columnar_files_and_datasets_have_the_bytes_of_images(tmp_path: Path, form: str) -> None:
     raw = encoded(FIRST, "JPEG", quality=90)
     values = {"bytes": raw, "struct": {"bytes": raw, "path": "x.jpg"}, "list": [{"bytes": raw, "path": None}]}
@@ -147,6 +149,10 @@ def test_columnar_files_and_datasets_have_the_bytes_of_images(tmp_path: Path, fo
     else:
         if form == "list":
             row = {"prompt": "What is it?", **ANSWERS, "images": values["list"]}
+        elif "part" in form:
+            image = {"type": "image", "image": values["struct" if "struct" in form else "bytes"]}
+            row = {"prompt": user(image, {"type": "text", "text": "What is it?"})}
+            row |= {side: answer(text) for side, text in ANSWERS.items()}
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
         data = load(tmp_path, str(tmp_path / "a.parquet"))
     assert texts(data) == WANTED
@@ -177,6 +183,33 @@ def test_images_stand_at_their_marks_and_a_row_may_have_none(tmp_path: Path) -> 
     assert sizes == [[(30, 40, 3), (64, 64, 3)], [(30, 40, 3)], [], [(64, 64, 3), (30, 40, 3)]]
     source = data.report["train"]["sources"][0]
     assert source["images"] == 5 and len(data.train.parts[0].images.records) == 2  # type: ignore[union-attr]
+
+
+MARKED = TEMPLATE.replace(
+    "{%- if message.content is string %}",
+    "{%- if message.role == 'assistant' %}{% generation %}{{ message.content }}{{ '</s>' }}"
+    "{% endgeneration %}{{ '\n' }}{%- continue %}{%- elif message.content is string %}",
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_of_completions_behind_images_the_assistant_s_turns_are_scored(
+    tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    save(tmp_path / "a.png", FIRST)
+    turns = {side: [*answer(text), *user("sure?"), *answer("yes")] for side, text in ANSWERS.items()}
+    text = {"prompt": user("What is it?"), **turns}
+    one, two = (trl_row(["a.png"] * num) | turns for num in (1, 2))
+    data = load_rows(tmp_path, one, two, text, {**one, "rejected": answer("a dog")})
+    groups = [data.train.group(pair) for pair in range(4)]
+    assert [len(group.images) for group in groups] == [1, 2, 0, 1]
+    ends = "</s>" if template == MARKED else "</s>\n"
+    for group in groups[:3]:
+        assert group.scored is not None
+        said = [ids[of_side] for ids, of_side in zip(group.completions, group.scored, strict=True)]
+        assert [TOKENIZER.decode(ids) for ids in said] == [f"{a}{ends}yes{ends}" for a in ANSWERS.values()]
+    assert groups[3].scored is not None and groups[3].scored[1].all()
 
 
 def test_texts_with_images_are_those_of_the_processor(tmp_path: Path) -> None:
@@ -219,9 +252,20 @@ def in_row(raw: bytes) -> dict[str, Any]:
 JPEG = encoded(picture(1, 100, 60), "JPEG", quality=90)
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "half": (lambda: in_row(JPEG[: len(JPEG) // 2]), "broken_image", "cannot be decoded"),
-    "empty": (lambda: in_row(b""), "broken_image", "is none of"),
-    "a page": (lambda: in_row(b"<html>404</html>"), "broken_image", "none of JPEG, PNG"),
-    "EPS, which runs a program": (lambda: in_row(encoded(FIRST, "EPS")), "broken_image", "none of JPEG"),
+    "empty": (lambda: in_row(b""), "broken_image", "is empty"),
+    "a page": (lambda: in_row(b"\n<html>404</html>"), "broken_image", "is a page of the web, not the data"),
+    "a pointer": (lambda: in_row(b"version https://git-lfs.github.com/"), "broken_image", "git lfs pull"),
+    "HEIC": (lambda: in_row(b"\0\0\0\x18ftypheic\0\0\0\0"), "broken_image", "is HEIC; save it as PNG"),
+    "AVIF": (lambda: in_row(b"\0\0\0\x20ftypavif\0\0\0\0"), "broken_image", "is AVIF; save it as PNG"),
+    "SVG": (lambda: in_row(b'<?xml version="1.0"?>\n<svg></svg>'), "broken_image", "is SVG; save it as PNG"),
+    "a film": (lambda: in_row(b"\0\0\0\x20ftypisom\0\0\0\0"), "broken_image", "is a video; save"),
+    "EPS, which runs a program": (lambda: in_row(encoded(FIRST, "EPS")), "broken_image", "a PDF or Post"),
+    "ICO": (lambda: in_row(encoded(FIRST, "ICO")), "broken_image", "none of JPEG, PNG"),
+    "header": (lambda: in_row(encoded(FIRST)[:20] + b"xxxx" * 9), "broken_image", "(PNG opening failed. "),
+    "films begun": (
+        lambda: in_row(encoded(FIRST, "GIF", save_all=True, append_images=[FIRST.rotate(90)])[:-950]),
+        "broken_image", "or is broken (index out of range)",
+    ),
     "grey of 16 bits": (
         lambda: in_row(encoded(Image.fromarray(np.ones((9, 9), dtype=np.uint16)))),
         "image_of_16_bits", "8 bits",
@@ -312,13 +356,40 @@ def test_images_where_none_are_read_are_refused_with_what_reads_them(
 @pytest.mark.parametrize("kind", ["texts", "token ids"])
 def test_texts_and_token_ids_with_placeholders_are_bad_rows(tmp_path: Path, kind: str, part: str) -> None:
     row: dict[str, Any] = {"prompt": "What is it?", **ANSWERS}
-    bad = {**row, part: f"a {TOKEN}?"}
+    bad, reason = {**row, part: f"a {TOKEN}?"}, "image_count"
     if kind == "token ids":
         row = {"prompt_ids": [5], "chosen_ids": [6, 2], "rejected_ids": [7, 2]}
         bad = {**row, f"{part}_ids": [PROCESSOR.token_id, 2]}
+    elif part == "chosen":
+        reason = "image_token_in_text"
     data = load_rows(tmp_path, row, bad, row, on_bad_row="skip")
-    dropped = {"image_count": {"rows": 1, "line_numbers": [2]}}
+    dropped = {reason: {"rows": 1, "line_numbers": [2]}}
     assert data.report["train"]["sources"][0]["dropped"] == dropped
+
+
+def test_a_mark_of_an_image_is_never_text_where_the_model_has_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ImageProcessor(real_processor("qwen2_5_vl", monkeypatch))
+    tokenizer = other.processor.tokenizer
+    save(tmp_path / "a.png", FIRST)
+    part = user({"type": "image", "image": "a.png"}, {"type": "text", "text": f"{TOKEN}which?"})
+    rows = [
+        trl_row(["a.png"], f"{TOKEN}what?"),
+        trl_row([], f"{TOKEN}what?"),
+        {**trl_row(["a.png"]), "chosen": answer(f"the {TOKEN}")},
+        {**trl_row([]), "prompt": part},
+        {**trl_row([]), "prompt": [{"role": "system", "content": TOKEN}, *user("what?")]},
+        trl_row(["a.png"], "<|video_pad|>what?"),
+        {"prompt": f"{TOKEN}what?", **ANSWERS},
+    ]
+    reasons = ["", "image_count", "image_token_in_text", "image_count", "image_count", "media", "image_count"]
+    for row, reason in zip(rows, reasons, strict=True):
+        good = trl_row(["a.png"]) if "images" in row else TEXT_ROW
+        path = write_rows(tmp_path / "pairs.jsonl", [good, row])
+        data = load_splits(tmp_path, path, tokenizer, images=other, on_bad_row="skip")
+        dropped = {reason: {"rows": 1, "line_numbers": [2]}} if reason else {}
+        assert data.report["train"]["sources"][0]["dropped"] == dropped
 
 
 def upright(exif: Image.Exif) -> np.ndarray[Any, Any]:

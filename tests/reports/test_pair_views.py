@@ -149,6 +149,8 @@ FAULTS: list[tuple[list[Row], list[str], str, str, str, str]] = [
      r"data\.train\.0\.columns"),
     ([SPECIAL], [], CHAT_TEMPLATE, "control_tokens_in_text", "1 of 1 pair", "remove it from the texts"),
     ([FOREIGN] * 3, [], CHAT_TEMPLATE, "foreign_marks", "3 of 3 pairs", "give messages in place of texts"),
+    ([{**CHAT, "prompt": [user("<image>What?"), assistant("A cat."), user("Sure?")]}], [], CHAT_TEMPLATE,
+     "foreign_marks", "1 of 1 pair", r"images with model\.images: true"),
     ([TOOLS], [], CHAT_TEMPLATE.replace("if tools", "if false"), "tools_not_written", "1 of 1 pair",
      r"tokenizer\.chat_template"),
     ([INSIDE], [], CHAT_TEMPLATE, "eos_inside", "1 of 1 pair", "leave EOS out"),

@@ -47,6 +47,7 @@ def test_a_run_in_bfloat16_evaluates_some_pairs_in_float32_or_all_or_none(
     assert [line["pairs"] for line in (rounded, exact, few)] == [6, 6, 3] and few["held_out_pairs"] == 6
     assert "of 3 of 6 held-out pairs" in console.file.getvalue()  # type: ignore[attr-defined]
     of = {how: pq.read_table(tmp_path / how / "held_out.parquet").to_pandas() for how in ("float32", "auto")}
+    assert {*of["auto"]["eval_precision"]} == {"float32"}
     both = of["auto"].merge(of["float32"], on="row", how="left", validate="1:1")
     assert both["rewards/margins_x"].tolist() == pytest.approx(both["rewards/margins_y"].tolist(), abs=1e-6)
     assert few["rewards/margins"] == pytest.approx(both["rewards/margins_y"].mean(), abs=1e-6)

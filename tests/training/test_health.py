@@ -13,10 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dpo_pack.data.formats import SIDES
 from dpo_pack.system.files import parse_json
 from dpo_pack.training.health import RULES, Health, RunFacts, examine, what_can_be_told
 
 RUN = RunFacts(num_steps=100, beta=0.1, initial_loss=math.log(2))
+
+
+def logps(chosen: float, rejected: float) -> dict[str, float]:
+    """Log-probs a token, and of completions of 200 tokens."""
+    of_token = {"logps/chosen_per_token": chosen, "logps/rejected_per_token": rejected}
+    return of_token | {"logps/chosen": 200 * chosen, "logps/rejected": 200 * rejected}
 
 
 def line(step: int, **changes: float) -> dict[str, Any]:
@@ -33,11 +40,16 @@ def line(step: int, **changes: float) -> dict[str, Any]:
         "rewards/rejected_per_token": -0.002 * progress,
         "kl/chosen": 0.5 * progress + random.normal(scale=0.5),
         "kl/rejected": -20.0 * progress,
+        **logps(*random.normal(-1.5, 0.05, size=2)),
         "grad_norm": 3.0 * math.exp(random.normal(scale=0.5)),
         "learning_rate": 5e-7,
         "pairs": 64,
     }
     return {**record, **changes}
+
+
+def noisy(step: int, side: str) -> float:
+    return float(line(step)[f"logps/{side}_per_token"])
 
 
 def examined(
@@ -125,6 +137,12 @@ def test_a_policy_that_moved_and_learned_nothing_is_not_told_to_move_faster() ->
         (lambda step: {"rewards/accuracies": 0.7, "rewards/saturated": 1.0}, ()),
         (lambda step: {"rewards/accuracies": 0.7 - 0.004 * step}, ("accuracy_stuck",)),
         (lambda step: {"rewards/chosen_per_token": -20.0}, ()),
+        (lambda step: logps(-0.3 - 0.01 * step, -0.3 - 0.01 * step), ("both_rewards_falling",)),
+        (
+            lambda step: logps(*(noisy(step, side) - 0.005 * step for side in SIDES)),
+            ("both_rewards_falling",),
+        ),
+        (lambda step: logps(noisy(step, "chosen"), -1.5 - 0.05 * step), ()),
         (lambda step: {"rewards/chosen_per_token": -20.0 - 3.0 * (step > 30)}, ("kl_blow_up",)),
     ],
 )
