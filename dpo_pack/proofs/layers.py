@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -158,25 +159,23 @@ def prove_wiring(calls: Recorded, config: PretrainedConfig) -> Proof:
     log-probs of short rows cannot show that a window is missing, and rounding may hide a sink."""
     attention, needs, expected = calls.attention, attention_needs(config), layer_windows(config)
     windows = [effective_window(options.window, config) for options in attention]
-    measured = {
-        "calls of our attention": len(attention),
-        "windows as in the config": sum(a == b for a, b in zip(windows, expected, strict=False)),
-        "softcaps": sum(options.softcap is not None for options in attention),
-        "calls of our recurrent functions": calls.num_recurrent,
+    numbers = {  # measured, required
+        "calls of our attention": (len(attention), len(expected)),
+        "windows as in the config": (sum(map(operator.eq, windows, expected)), len(expected)),
+        "softcaps": (sum(o.softcap is not None for o in attention), len(expected) * needs.has_softcap),
+        "calls of our recurrent functions": (calls.num_recurrent, num_recurrent_calls(config)),
     }
-    softcaps, num_recurrent = len(expected) * needs.has_softcap, num_recurrent_calls(config)
-    required = dict(zip(measured, (len(expected), len(expected), softcaps, num_recurrent), strict=True))
     if needs.has_sinks:  # in some layers
-        measured["sinks"], required["sinks"] = int(any(options.sinks is not None for options in attention)), 1
+        numbers["sinks"] = (int(any(options.sinks is not None for options in attention)), 1)
     remedy = PADDED_REMEDY
-    if num_recurrent != calls.num_recurrent:
+    if calls.num_recurrent != num_recurrent_calls(config):
         own = f"this is {transformers.__version__}"
         remedy = f"install the transformers release that docs/families.md names ({own}), or {remedy}"
     return Proof(
         name="wiring",
-        passed=measured == required,
-        numbers={name: float(number) for name, number in measured.items()},
-        bound=", ".join(f"{name} {number}" for name, number in required.items()),
+        passed=all(measured == required for measured, required in numbers.values()),
+        numbers={name: float(measured) for name, (measured, _) in numbers.items()},
+        bound=", ".join(f"{name} {required}" for name, (_, required) in numbers.items()),
         remedy=remedy,
     )
 
@@ -227,11 +226,8 @@ def function_error(call: RecurrentCall, run: Callable[[RecurrentCall], Any], dev
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    def in_row(inputs: _Inputs) -> Tensor:
-        def function(*arguments: Any, **options: Any) -> Any:
-            return run(replace(call, arguments=arguments, options=options))
-
-        return output(function, inputs, row_segments=segments)
+    def ours(*arguments: Any, **options: Any) -> Any:
+        return run(replace(call, arguments=arguments, options=options))
 
     def alone(inputs: _Inputs, **options: Any) -> Tensor:
         """Computes each sequence alone; keeps the outputs of its segment."""
@@ -244,6 +240,7 @@ def function_error(call: RecurrentCall, run: Callable[[RecurrentCall], Any], dev
 
     # transformers' functions round least in small chunks. Mamba 2 keeps a state for each: not of 1.
     chunk = {"chunk_size": 16 if "A" in given else 1} if "chunk_size" in names else {}
+    in_row = functools.partial(output, ours, row_segments=segments)
     ways = (in_row, alone, functools.partial(alone, **chunk))
     least = proofs.ATTENTION_BOUND if call.name == "attention" else proofs.RECURRENCE_BOUND
     if call.kernel is not None:

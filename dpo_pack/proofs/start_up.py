@@ -167,9 +167,7 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
     if scorer.backend is None:
         remedy = "the family changes its logits, or what right padding computes; report the family"
     if has_images := any(group.images for group in groups):
-        bound += (
-            f"; exchanged images change more than {proofs.IMAGE_CHANGES:g} x max error, in 16 bits than 0"
-        )
+        bound += f"; exchanged images change more than {proofs.IMAGE_CHANGES:g} x the error in float32"
         remedy = "leave out model.images, and report the model's family"
     name = "images" if has_images else "equivalence"
     return Proof(name=name, passed=passed, numbers=numbers, bound=bound, remedy=remedy)
