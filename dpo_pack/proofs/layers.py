@@ -239,7 +239,7 @@ def function_error(call: RecurrentCall, run: Callable[[RecurrentCall], Any], dev
         return torch.cat(parts, dim=dim)
 
     # transformers' functions round least in small chunks. Mamba 2 keeps a state for each: not of 1.
-    chunk = {"chunk_size": 16 if "A" in given else 1} if "chunk_size" in names else {}
+    chunk: dict[str, Any] = {"chunk_size": 16 if "A" in given else 1} if "chunk_size" in names else {}
     in_row = functools.partial(output, ours, row_segments=segments)
     ways = (in_row, alone, functools.partial(alone, **chunk))
     least = proofs.ATTENTION_BOUND if call.name == "attention" else proofs.RECURRENCE_BOUND

@@ -89,11 +89,12 @@ def prove_isolation(scorer: CompletionLogps, groups: Sequence[Group], device: to
     tenth, must be small beside the noise. A leak reaches only later tokens of the row, so the change of the
     sequences before the changed token is noise. Both orders of the pairs are tried."""
     has_noise = routes_tokens(scorer.model.config)
+    num_changed = len(groups) if scorer.backend is not None else 2  # a padded batch has a line a sequence
     moves = {part: torch.zeros(2, device=device) for part in _PARTS}
     changes: dict[str, list[Tensor]] = {"before": [], "other pairs": [], "earlier tokens": []}
     for ordered in (groups, groups[::-1]) if has_noise else (groups,):
         whole, of_sequence = _logps(scorer, ordered, device)
-        for pair, (part, own) in itertools.product(range(len(ordered)), _PARTS.items()):
+        for pair, (part, own) in itertools.product(range(num_changed), _PARTS.items()):
             change = (_logps(scorer, _with_change(ordered, pair, part), device)[0] - whole).abs()
             before, behind = of_sequence < 2 * pair + own[0], of_sequence > 2 * pair + own[-1]
             changes["before"].append(change[before])

@@ -193,8 +193,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 
 
 def prove_images(scorer: CompletionLogps) -> Proof:
-    with torch.random.fork_rng():
-        return prove_equivalence(scorer, image_groups(scorer), CPU)
+    return prove_equivalence(scorer, image_groups(scorer), CPU)
 
 
 QUICK_FAULTS = ("completions at the prompt's length", "images in reversed order", "features are zero")

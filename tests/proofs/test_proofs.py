@@ -298,7 +298,9 @@ def test_a_leak_that_only_one_order_of_the_pairs_shows_fails_in_a_mixture_of_exp
         return torch.cat((tokens.flatten(), tokens[:, 1])), of_sequence
 
     monkeypatch.setattr(start_up, "_logps", leaky_logps)
-    scorer: Any = SimpleNamespace(model=tiny_model("qwen3_moe"), compute_dtype=torch.float32, backend=None)
+    scorer: Any = SimpleNamespace(
+        model=tiny_model("qwen3_moe"), compute_dtype=torch.float32, backend=sdpa_attention
+    )
     proof = start_up.prove_isolation(scorer, groups[::-1] if is_reversed else groups, CPU)
     assert not proof.passed and proof.numbers["change of its own pair"] > 0.0
     assert proof.numbers["change of earlier tokens"] == 0.0
