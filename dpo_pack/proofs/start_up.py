@@ -84,7 +84,7 @@ def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | N
 @torch.no_grad()
 def prove_isolation(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
     """Proves that log-probs depend only on earlier tokens of their own sequence: changes one token at a time.
-    In dense models all log-probs that must not change keep every bit. In a mixture of experts any change moves
+    In dense models log-probs that must not change keep every bit. In a mixture of experts any change moves
     the last bits of all tokens, and sends some to other experts: there the mean change, without the largest
     tenth, must be small beside the noise. A leak reaches only later tokens of the row, so the change of the
     sequences before the changed token is noise. Both orders of the pairs are tried."""
