@@ -1,5 +1,7 @@
-"""Proofs of our functions that layers call, attention and recurrences: each is called as the config says, and
-computes what the plain function gives, outputs and gradients, on random inputs. Legend: T tokens of a row.
+"""The trial of our functions that layers call, attention and recurrences: each is called as the config says,
+and its outputs and gradients in a row are those of the plain function for each sequence alone.
+
+Legend: T tokens of the row, H heads, D dimensions of a head.
 """
 
 from __future__ import annotations
@@ -7,39 +9,40 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import sys
+import operator
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from dpo_pack import proofs
-from dpo_pack.model.attention import AttentionBackend
-from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, make_segments
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
 from dpo_pack.model.config import attention_needs, effective_window, layer_windows, num_recurrent_calls
 from dpo_pack.model.layout import Row, packed_row
-from dpo_pack.model.recurrence import RecurrentCall, RowFunction
+from dpo_pack.model.recurrence import RecurrentCall
 from dpo_pack.model.recurrence.kernels import KERNELS, import_kernel
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import PADDED_REMEDY, Proof, proof_row, random_groups
 from dpo_pack.system.errors import first_line
 
-# A window longer than all _ATTENTION_SEGMENTS would hide no key, so the proof uses at most this window.
-_PROOF_WINDOW = 24
-# (queries, keys): one token; a short sequence; 1 query after 29 keys; 20 after 25; more than the window.
-_ATTENTION_SEGMENTS = ((1, 1), (7, 7), (1, 30), (20, 45), (64, 64))
 # (tokens of the shared prefix, tokens of each completion after it): some are longer than a kernel's chunk,
 # some shorter than a convolution; some completions have one token or none; the last prefix stands alone.
-_RECURRENT_LENGTHS = ((70, (40, 33)), (2, (5, 1)), (3, (0, 6)), (1, (1, 2)), (9, (4, 0, 3)), (20, (0,)))
-# transformers' functions that compute the same token by token. They round less: where all heads forget fast,
-# the gradient of the decays is wrong by up to 1e-4 in its function on chunks of 64 tokens.
-_BY_TOKEN = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
+_LENGTHS = ((70, (40, 33)), (2, (5, 1)), (3, (0, 6)), (1, (1, 2)), (29, (4, 0, 1)), (20, (0,)))
+# A window that is longer than these sequences would hide no key, so the trial uses at most this window.
+_LONGEST_WINDOW = 24
+# The logarithms of decays in the second trial: heads that forget at once would hide a wrong state, and the
+# gradient of a decay near 0 moves nothing.
+_SLOW_DECAYS = (-0.5, -0.05)
+
+_Inputs = dict[str, Tensor]  # the differentiable inputs of a function, by name
+_Error = tuple[float, float, float]  # (error / bound, error, bound)
 
 
 @torch.no_grad()
@@ -47,30 +50,21 @@ def prove_layers(scorer: CompletionLogps, groups: Sequence[Group], device: torch
     """Proves that layers call our functions (the first proof; if it fails, the only one), and that these are
     right. Raises UnsupportedModelError where a layer uses attention in a way that a row does not allow."""
     calls = Recorded(scorer, proof_row(scorer, groups, device))
-    wiring, dtype = prove_wiring(calls, scorer.model.config), scorer.compute_dtype
+    wiring = prove_wiring(calls, scorer.model.config)
     if not wiring.passed:
         return [wiring]
     # Each kind of call once, in order of layers: the same random inputs in every process.
-    kinds, recurrent = dict.fromkeys(calls.attention), calls.recurrent.values()
-    of_attention = [attention_error(calls.backend, call, dtype, device) for call in kinds]
-    of_recurrences = [recurrence_error(call, calls.recurrence, device) for call in recurrent]
+    errors = [(function_error(call, calls.run, device), call.name) for call in calls.kinds.values()]
+    (ratio, error, bound), name = max(errors)
     sdpa = "set model.attention: sdpa, and report GPU, torch and kernel versions"
-    results = [wiring]
-    for name, measured, where, remedy in (
-        ("kernel", of_attention, "on random inputs", sdpa),
-        ("recurrence", of_recurrences, "of recurrent layers", PADDED_REMEDY),
-    ):
-        if measured:
-            _, error, bound = max(measured)
-            proof = Proof(
-                name=name,
-                passed=error <= bound < math.inf,
-                numbers={"relative error": error},
-                bound=f"relative error of outputs and gradients {where} <= {bound:.1e}",
-                remedy=remedy,
-            )
-            results.append(proof)
-    return results
+    functions = Proof(
+        name="functions",
+        passed=ratio <= 1.0,
+        numbers={f"relative error of {name}": error},
+        bound=f"relative error of outputs and gradients <= {bound:.1e}",
+        remedy=sdpa if name == "attention" else PADDED_REMEDY,
+    )
+    return [wiring, functions]
 
 
 @torch.no_grad()
@@ -82,8 +76,8 @@ def take_kernels(scorer: CompletionLogps, device: torch.device) -> list[str]:
         return []
     lines = []
     with random_groups(scorer, device) as groups:
-        calls = Recorded(scorer, proof_row(scorer, groups, device)).recurrent.values()
-        for name in dict.fromkeys(call.name for call in calls):
+        calls = Recorded(scorer, proof_row(scorer, groups, device)).kinds.values()
+        for name in dict.fromkeys(call.name for call in calls if call.name in KERNELS):
             kernel = KERNELS[name]
             obstacle = _take_kernel(scorer, [call for call in calls if call.name == name], device)
             reason = "" if obstacle is None else f" is not used: {obstacle}"
@@ -97,11 +91,11 @@ def _take_kernel(scorer: CompletionLogps, calls: Sequence[RecurrentCall], device
     if isinstance(function, str):
         return function
     try:
-        errors = [recurrence_error(replace(c, kernel=function), RecurrentCall.run, device) for c in calls]
+        errors = [function_error(replace(c, kernel=function), RecurrentCall.run, device) for c in calls]
     except Exception as raised:  # a kernel for another GPU, dtype or size can raise anything
         return first_line(raised) or type(raised).__name__
-    _, error, bound = max(errors)
-    if not error <= bound < math.inf:
+    ratio, error, bound = max(errors)
+    if ratio > 1.0:
         return f"its relative error is {error:.1e}, and {bound:.1e} is allowed"
     scorer.recurrent_kernels[calls[0].name] = function
     return None
@@ -110,75 +104,78 @@ def _take_kernel(scorer: CompletionLogps, calls: Sequence[RecurrentCall], device
 # ----------------------------------------------------------------------------------- what layers call
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeamCall:
-    """How one attention layer called the kernel."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_head_dim: int
-    options: AttentionOptions  # without the values of sinks
-    has_sinks: bool
-
-
 class Recorded:
     """The calls of our functions by the layers of a model while it computes a row."""
 
     def __init__(self, scorer: CompletionLogps, row: Row) -> None:
         assert scorer.backend is not None
         self.backend, self.recurrence = scorer.backend, scorer.recurrence
-        self.attention: list[SeamCall] = []
-        self.recurrent: dict[Hashable, RecurrentCall] = {}  # the first of each kind
+        self.dtype = scorer.compute_dtype
+        self.attention: list[AttentionOptions] = []
         self.num_recurrent = 0
+        self.kinds: dict[
+            Hashable, RecurrentCall
+        ] = {}  # the first of each kind; of attention, with random inputs
         with scorer.replaced(backend=self._attend, recurrence=self._recur):
             scorer(row)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
     ) -> Tensor:
-        call = SeamCall(
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            head_dim=query.shape[2],
-            value_head_dim=value.shape[2],
-            options=replace(options, sinks=None),
-            has_sinks=options.sinks is not None,
-        )
-        self.attention.append(call)
+        self.attention.append(options)
+        call = attention_call((query.shape, key.shape, value.shape), options, self.dtype, query.device)
+        kind = (query.shape, key.shape, value.shape, call.options["options"], options.sinks is None)
+        self.kinds.setdefault(kind, call)
         return self.backend(query, key, value, segments, options)
 
     def _recur(self, call: RecurrentCall) -> Any:
         self.num_recurrent += 1
         shapes = tuple(part.shape for part in call.arguments if isinstance(part, Tensor))
-        self.recurrent.setdefault((call.name, shapes), call)
+        self.kinds.setdefault((call.name, shapes), call)
         return self.recurrence(call)
+
+    def run(self, call: RecurrentCall) -> Any:
+        """Computes a call as the scorer does."""
+        if call.name != "attention":
+            return self.recurrence(call)
+        options = replace(call.options["options"], sinks=call.options["sinks"])
+        states = (state.squeeze(0) for state in call.arguments)
+        return self.backend(*states, call.options["row_segments"], options)[None]
+
+
+def attention_call(
+    shapes: Sequence[Sequence[int]], options: AttentionOptions, dtype: torch.dtype, device: torch.device
+) -> RecurrentCall:
+    """Returns a call of `plain_attention` with random queries, keys and values [T, H, D] and sinks."""
+    states = tuple(torch.randn(1, *shape, device=device).to(dtype) for shape in shapes)
+    sinks = None if options.sinks is None else torch.randn(options.sinks.shape, device=device)
+    window = None if options.window is None else min(options.window, _LONGEST_WINDOW)
+    rest = {"options": replace(options, window=window, sinks=None), "sinks": sinks}
+    return RecurrentCall(name="attention", stock=plain_attention, arguments=states, options=rest)
 
 
 def prove_wiring(calls: Recorded, config: PretrainedConfig) -> Proof:
     """Proves that each layer calls our attention once, with the window, softcap and sinks of the config:
     log-probs of short rows cannot show that a window is missing, and rounding may hide a sink."""
     attention, needs, expected = calls.attention, attention_needs(config), layer_windows(config)
-    windows = [effective_window(call.options.window, config) for call in attention]
-    measured = {
-        "calls of our attention": len(attention),
-        "windows as in the config": sum(a == b for a, b in zip(windows, expected, strict=False)),
-        "softcaps": sum(call.options.softcap is not None for call in attention),
-        "calls of our recurrent functions": calls.num_recurrent,
+    windows = [effective_window(options.window, config) for options in attention]
+    numbers = {  # measured, required
+        "calls of our attention": (len(attention), len(expected)),
+        "windows as in the config": (sum(map(operator.eq, windows, expected)), len(expected)),
+        "softcaps": (sum(o.softcap is not None for o in attention), len(expected) * needs.has_softcap),
+        "calls of our recurrent functions": (calls.num_recurrent, num_recurrent_calls(config)),
     }
-    softcaps, num_recurrent = len(expected) * needs.has_softcap, num_recurrent_calls(config)
-    required = dict(zip(measured, (len(expected), len(expected), softcaps, num_recurrent), strict=True))
     if needs.has_sinks:  # in some layers
-        measured["sinks"], required["sinks"] = int(any(call.has_sinks for call in attention)), 1
+        numbers["sinks"] = (int(any(options.sinks is not None for options in attention)), 1)
     remedy = PADDED_REMEDY
-    if num_recurrent != calls.num_recurrent:
+    if calls.num_recurrent != num_recurrent_calls(config):
         own = f"this is {transformers.__version__}"
         remedy = f"install the transformers release that docs/families.md names ({own}), or {remedy}"
     return Proof(
         name="wiring",
-        passed=measured == required,
-        numbers={name: float(number) for name, number in measured.items()},
-        bound=", ".join(f"{name} {number}" for name, number in required.items()),
+        passed=all(measured == required for measured, required in numbers.values()),
+        numbers={name: float(measured) for name, (measured, _) in numbers.items()},
+        bound=", ".join(f"{name} {required}" for name, (_, required) in numbers.items()),
         remedy=remedy,
     )
 
@@ -186,139 +183,120 @@ def prove_wiring(calls: Recorded, config: PretrainedConfig) -> Proof:
 # -------------------------------------------------------------------------- what the functions compute
 
 
-def _trial(
-    given: Sequence[Tensor],
-    ours: Callable[..., Tensor],
-    plain: Callable[..., Tensor],
-    exact: Callable[..., Tensor],
-    *,
-    least: float,
-) -> tuple[float, float, float]:
-    """Returns (error / bound, error, bound) of the output or the gradient in which the first is largest. An
-    error is relative to the norm of what `exact` gives in fp32. The bound is `least`, and if the inputs are
-    in low precision at least `PLAIN_ERRORS` times the error of `plain` on them."""
-    weights: list[Tensor] = []
-
-    def run(compute: Callable[..., Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-        with torch.enable_grad():
-            inputs = [tensor.to(dtype or tensor.dtype).requires_grad_() for tensor in given]
-            out = compute(*inputs)
-            weights.extend([] if weights else [torch.randn(out.shape, device=out.device)])
-            grads = torch.autograd.grad(out, inputs, weights[0].to(out.dtype))
-        return [result.detach().float() for result in (out, *grads)]
-
-    right, errors = run(exact, torch.float32), list[list[float]]()
-    is_low = any(tensor.dtype != torch.float32 for tensor in given)
-    for compute in (ours, plain) if is_low else (ours,):
-        ratios = [(one - other).norm() / other.norm() for one, other in zip(run(compute), right, strict=True)]
-        errors.append([math.inf if math.isnan(ratio) else ratio for ratio in map(float, ratios)])
-    bounds = [max(least, proofs.PLAIN_ERRORS * error) if is_low else least for error in errors[-1]]
-    return max(  # a bound that is not finite proves nothing
-        (error / bound if math.isfinite(bound) else math.inf, error, bound)
-        for error, bound in zip(errors[0], bounds, strict=True)
-    )
-
-
-def attention_error(
-    backend: AttentionBackend, call: SeamCall, dtype: torch.dtype, device: torch.device
-) -> tuple[float, float, float]:
-    """Returns the `_trial` of an attention backend: inputs as in `call`, in `dtype`."""
-    query_lengths, key_lengths = zip(*_ATTENTION_SEGMENTS, strict=True)
-    kv_heads = min(2, call.num_kv_heads)
-    heads = kv_heads * (call.num_heads // call.num_kv_heads)
-    shapes = (
-        (sum(query_lengths), heads, call.head_dim),
-        (sum(key_lengths), kv_heads, call.head_dim),
-        (sum(key_lengths), kv_heads, call.value_head_dim),
-    )
-    given = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
-    window = call.options.window
-    options = replace(
-        call.options,
-        window=None if window is None else min(window, _PROOF_WINDOW),
-        sinks=torch.randn(heads, device=device) if call.has_sinks else None,
-    )
-    segments = make_segments(query_lengths, key_lengths, device)
-    plain = functools.partial(plain_attention, segments=segments, options=options)
-    least = proofs.ATTENTION_BOUND if dtype == torch.float32 else 0.0
-    return _trial(given, lambda *states: backend(*states, segments, options), plain, plain, least=least)
-
-
 def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
+    query: Tensor, key: Tensor, value: Tensor, *, options: AttentionOptions, sinks: Tensor | None
 ) -> Tensor:
-    """Attention by definition, in the dtype of its inputs; only softmax is in fp32, as in eager attention."""
-    device, groups = query.device, query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * options.scale
+    """Attention of one sequence by definition, [1, T, H, D], in the dtype of its inputs; only softmax is in
+    fp32, as in eager attention."""
+    length, groups = query.shape[1], query.shape[2] // key.shape[2]
+    key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * options.scale
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    # In each segment the last query is at the last key, and a query sees `window` keys up to itself.
-    visible = [
-        torch.ones(q, k, device=device).tril(k - q).triu(k - q - (options.window or k) + 1)
-        for q, k in zip(segments.query_lengths, segments.key_lengths, strict=True)
-    ]
-    scores = scores.masked_fill(torch.block_diag(*visible) == 0, float("-inf"))
-    if options.sinks is not None:
-        column = options.sinks.to(scores.dtype)[:, None, None].expand(-1, len(query), 1)
+    # A query sees `window` keys up to itself.
+    visible = torch.ones(length, length, device=query.device).tril().triu(1 - (options.window or length))
+    scores = scores.masked_fill(visible == 0, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(1, -1, length, 1)
         scores = torch.cat((scores, column), dim=-1)
-    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : len(key)].to(value.dtype)
-    return torch.einsum("hqk,khd->qhd", weights, value)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., :length].to(value.dtype)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, value)
 
 
-def recurrence_error(
-    call: RecurrentCall, run: Callable[[RecurrentCall], Any], device: torch.device
-) -> tuple[float, float, float]:
-    """Returns the `_trial` of a recurrent function on a row, against the family's own on each sequence alone,
-    token by token if it can. A kernel of another package may err by `KERNEL_EPSILONS`."""
-    row = _row_of_lengths(device)
+def function_error(call: RecurrentCall, run: Callable[[RecurrentCall], Any], device: torch.device) -> _Error:
+    """Returns the `_error` of a function on a row, against the plain or the family's own function on each
+    sequence alone: the larger one with the call's inputs and with slow decays."""
+    row, names = _row(device), list(inspect.signature(call.stock).parameters)
     segments = row.segments
     assert segments is not None and segments.kv_gather is not None
     tokens = segments.kv_gather.index.split(list(segments.key_lengths))  # of each sequence
-    # By position of an argument or name of an option; our own options are left out.
-    values: dict[int | str, Any] = dict(enumerate(call.arguments))
+    values = dict(zip(names, call.arguments, strict=False))
     values |= {name: value for name, value in call.options.items() if not name.startswith("row_")}
     # The convolution has its tokens in the last dimension, [1, D, T], the others in [1, T, ...].
     dim = 2 if call.name == "causal_conv1d_fn" else 1
-    length = values[0].shape[dim]  # is repeated or cut to the row's
+    length = call.arguments[0].shape[dim]  # is repeated or cut to the row's
     again = torch.arange(row.num_tokens, device=device) % length
-    tensors = {p: v.detach() for p, v in values.items() if isinstance(v, Tensor) and v.is_floating_point()}
-    of_tokens = {p for p, v in tensors.items() if v.ndim > dim and v.shape[dim] == length and len(v) == 1}
-    given = {p: v.index_select(dim, again) if p in of_tokens else v for p, v in tensors.items()}
+    tensors = {n: v.detach() for n, v in values.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    of_tokens = {n for n, v in tensors.items() if v.ndim > dim and v.shape[dim] == length and len(v) == 1}
+    given = {n: v.index_select(dim, again) if n in of_tokens else v for n, v in tensors.items()}
 
-    def output(function: Callable[..., Any], inputs: dict[int | str, Tensor], **options: Any) -> Tensor:
-        named = values | inputs
-        arguments = [named.pop(number) for number in range(len(call.arguments))]
-        result = function(*arguments, **{str(name): value for name, value in named.items()}, **options)
+    def output(function: Callable[..., Any], inputs: _Inputs, **options: Any) -> Tensor:
+        named = values | inputs | options
+        result = function(*[named.pop(name) for name in names[: len(call.arguments)]], **named)
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    def in_row(*inputs: Tensor) -> Tensor:
-        def function(*arguments: Any, **options: Any) -> Any:
-            return run(replace(call, arguments=arguments, options=options))
+    def ours(*arguments: Any, **options: Any) -> Any:
+        return run(replace(call, arguments=arguments, options=options))
 
-        return output(function, dict(zip(given, inputs, strict=True)), row_segments=segments)
-
-    def one_by_one(*inputs: Tensor, function: RowFunction = call.stock) -> Tensor:
-        """Calls the family's own function on each sequence alone; keeps the outputs of its segment."""
-        named, parts = dict(zip(given, inputs, strict=True)), []
+    def alone(inputs: _Inputs, **options: Any) -> Tensor:
+        """Computes each sequence alone; keeps the outputs of its segment."""
+        parts = []
         for positions, count in zip(tokens, segments.query_lengths, strict=True):
-            own = {place: named[place].index_select(dim, positions) for place in of_tokens}
-            parts.append(output(function, named | own).narrow(dim, len(positions) - count, count))
+            own = {name: inputs[name].index_select(dim, positions) for name in of_tokens}
+            out = output(call.stock, inputs | own, **options)
+            parts.append(out.narrow(dim, len(positions) - count, count))
         return torch.cat(parts, dim=dim)
 
-    code = vars(sys.modules[call.stock.__module__])
-    by_token = inspect.unwrap(code.get(_BY_TOKEN.get(call.name, ""), call.stock))
-    exact, least = functools.partial(one_by_one, function=by_token), proofs.RECURRENCE_BOUND
+    # transformers' functions round least in small chunks. Mamba 2 keeps a state for each: not of 1.
+    chunk: dict[str, Any] = {"chunk_size": 16 if "A" in given else 1} if "chunk_size" in names else {}
+    in_row = functools.partial(output, ours, row_segments=segments)
+    ways = (in_row, alone, functools.partial(alone, **chunk))
+    least = proofs.ATTENTION_BOUND if call.name == "attention" else proofs.RECURRENCE_BOUND
     if call.kernel is not None:
         least = max(least, proofs.KERNEL_EPSILONS * torch.finfo(call.arguments[0].dtype).eps)
-    return _trial(list(given.values()), in_row, one_by_one, exact, least=least)
+    error, slow = _error(given, *ways, least, proofs.PLAIN_BOUND), {}
+    if "g" in given:
+        slow["g"] = given["g"].clamp(*_SLOW_DECAYS)
+    elif "A" in given:  # Mamba 2's decays are A * steps
+        steps = F.softplus(given["dt"].float() + given.get("dt_bias", 0.0))
+        slow["A"] = (_SLOW_DECAYS[0] / steps.amax(dim=(0, 1))).to(given["A"].dtype)
+    return max(error, _error(given | slow, *ways, least, least)) if slow else error
 
 
-def _row_of_lengths(device: torch.device) -> Row:
-    """Returns a row whose shared parts and tails have _RECURRENT_LENGTHS."""
+def _error(
+    given: _Inputs,
+    in_row: Callable[[_Inputs], Tensor],
+    alone: Callable[[_Inputs], Tensor],
+    exact: Callable[[_Inputs], Tensor],
+    least: float,
+    most: float,
+) -> _Error:
+    """Returns (error / bound, error, bound) of the output or the gradient in which the first is largest. The
+    truth is what `exact` gives in fp32. A gradient's error counts by what it moves: times the input's norm,
+    relative to the largest norm of a gradient times that of its input. The bound is `PLAIN_ERRORS` times the
+    error of `alone`, at least `least`, and in fp32 at most `most`."""
+    weights: list[Tensor] = []
+
+    def run(compute: Callable[[_Inputs], Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+        with torch.enable_grad():
+            inputs = {n: v.detach().to(dtype or v.dtype).requires_grad_() for n, v in given.items()}
+            out = compute(inputs)
+            weights.extend([] if weights else [torch.randn(out.shape, device=out.device)])
+            leaves, weighted = list(inputs.values()), weights[0].to(out.dtype)
+            grads = torch.autograd.grad(out, leaves, weighted, materialize_grads=True)
+        return [result.detach().float() for result in (out, *grads)]
+
+    right, ours, plain = run(exact, torch.float32), run(in_row), run(alone)
+    sizes = [value.float().norm() for value in given.values()]
+    largest = max(grad.norm() * size for grad, size in zip(right[1:], sizes, strict=True))
+    units = [right[0].norm()]  # of errors; zeros, such as a new bias, would move nothing
+    units += [largest / size if size else grad.norm() for grad, size in zip(right[1:], sizes, strict=True)]
+    is_low, found = any(value.dtype != torch.float32 for value in given.values()), list[_Error]()
+    for one, other, truth, unit in zip(ours, plain, right, units, strict=True):
+        errors = [float((result - truth).norm() / unit) for result in (one, other)]
+        error, by_plain = (math.inf if math.isnan(error) else error for error in errors)
+        bound = max(least, proofs.PLAIN_ERRORS * by_plain)
+        bound = bound if is_low else min(bound, most)
+        # A bound that is not finite proves nothing.
+        found.append((error / bound if math.isfinite(bound) else math.inf, error, bound))
+    return max(found)
+
+
+def _row(device: torch.device) -> Row:
+    """Returns a row whose shared parts and tails have `_LENGTHS`."""
     groups = []
-    for shared, tails in _RECURRENT_LENGTHS:
+    for shared, tails in _LENGTHS:
         sequences = [np.repeat((1, number), (shared, tail)) for number, tail in enumerate(tails, start=2)]
         groups.append(Group(context=np.zeros(1, dtype=np.int64), completions=tuple(sequences)))
     return packed_row(groups, device, share_prompt=True)

@@ -48,9 +48,10 @@ def prove(scorer: CompletionLogps, device: torch.device) -> list[Proof]:
             results = prove_layers(scorer, groups, device)
             if not results[0].passed:
                 return results
-            results.append(prove_isolation(scorer, groups, device))
-        results += [prove_causality(scorer, groups, device), prove_equivalence(scorer, groups, device)]
-        return results if scorer.vision is None else [*results, prove_images(scorer, device)]
+        results += [prove_isolation(scorer, groups, device), prove_equivalence(scorer, groups, device)]
+        if scorer.vision is not None:
+            results.append(prove_equivalence(scorer, image_groups(scorer), device))
+        return results
 
 
 def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | None:
@@ -78,77 +79,61 @@ def compiling_obstacle(scorer: CompletionLogps, device: torch.device) -> str | N
 
 
 # ------------------------------------------------------------------------------------------------ leaks
-# No token may depend on other pairs of its row or on later tokens. In dense models, log-probs that must not
-# change keep every bit. In a mixture of experts a changed token changes the last bits of all tokens, so the
-# bound is a multiple of the noise, which is the change of log-probs that no leak can reach.
 
 
 @torch.no_grad()
 def prove_isolation(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
-    """Proves that a pair's log-probs depend only on the pair's own tokens: changes one token at a time.
-    A leak reaches only tokens behind the changed one. So in a mixture of experts a change before it is noise,
-    and both orders of the pairs are used: the same sequences stand before and behind."""
-    has_noise, before, behind = routes_tokens(scorer.model.config), list[Tensor](), list[Tensor]()
+    """Proves that log-probs depend only on earlier tokens of their own sequence: changes one token at a time.
+    In dense models log-probs that must not change keep every bit. In a mixture of experts any change moves
+    the last bits of all tokens, and sends some to other experts: there the mean change, without the largest
+    tenth, must be small beside the noise. A leak reaches only later tokens of the row, so the change of the
+    sequences before the changed token is noise. Both orders of the pairs are tried."""
+    has_noise = routes_tokens(scorer.model.config)
+    num_changed = len(groups) if scorer.backend is not None else 2  # a padded batch has a line a sequence
     moves = {part: torch.zeros(2, device=device) for part in _PARTS}
+    changes: dict[str, list[Tensor]] = {"before": [], "other pairs": [], "earlier tokens": []}
     for ordered in (groups, groups[::-1]) if has_noise else (groups,):
-        whole = pair_sums(scorer, ordered, device)
-        for pair, (part, own) in itertools.product(range(len(ordered)), _PARTS.items()):
-            change = (pair_sums(scorer, _with_change(ordered, pair, part), device) - whole).abs()
+        whole, of_sequence = _logps(scorer, ordered, device)
+        for pair, (part, own) in itertools.product(range(num_changed), _PARTS.items()):
+            change = (_logps(scorer, _with_change(ordered, pair, part), device)[0] - whole).abs()
+            before, behind = of_sequence < 2 * pair + own[0], of_sequence > 2 * pair + own[-1]
+            changes["before"].append(change[before])
+            changes["other pairs"].append(change[behind if has_noise else before | behind])
+            if part > 0:  # of its completion all but the changed token, which is the last one, and the sum
+                changes["earlier tokens"].append(change[~before & ~behind][:-2])
             # It is enough if one pair changes: in bf16 two tokens at one position may have the same logit.
-            moves[part] = torch.maximum(moves[part], change[pair])
-            before.append(change.flatten()[: 2 * pair + own[0]])
-            behind.append(change.flatten()[2 * pair + own[-1] + 1 :])
+            moves[part] = torch.maximum(moves[part], change[-2 * len(ordered) :].view(-1, 2)[pair])
+
+    def leak(change: Tensor) -> float:
+        largest = float(change.max())
+        if not has_noise or not math.isfinite(largest):
+            return largest
+        return float(change.sort().values[: math.ceil(0.9 * len(change))].mean())
+
+    noise, bound = float(torch.cat(changes.pop("before")).mean()), 0.0
+    if has_noise:
+        bound = max(proofs.LEAK_NOISES * noise, proofs.LEAK_EPSILONS * torch.finfo(scorer.compute_dtype).eps)
+    leaks = {name: leak(torch.cat(parts)) for name, parts in changes.items()}
     moved = float(torch.cat([moves[part][own] for part, own in _PARTS.items()]).min())
-    changes = torch.cat(behind if has_noise else before + behind)
-    measured = _leak(scorer, changes, torch.cat(before), moved, "other pairs", "its own pair")
-    return Proof(name="isolation", **measured, remedy=PADDED_REMEDY)
+    remedy = PADDED_REMEDY if scorer.backend is not None else "report the model's family"
+    if leaks["earlier tokens"] > bound:
+        remedy = "the model's tokens see later tokens, and only causal models can be trained; choose one"
+    return Proof(
+        name="isolation",
+        passed=all(leak <= bound for leak in leaks.values()) and moved > 0.0,
+        numbers={f"change of {name}": leak for name, leak in leaks.items()}
+        | {"change of its own pair": moved},
+        bound=f"{' and '.join(leaks)} change by <= {bound:.0g}, its own pair by more than 0",
+        remedy=remedy,
+    )
 
 
-@torch.no_grad()
-def prove_causality(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Proof:
-    """Proves that no token sees a later one: new last tokens, of one half of the pairs and then of the other,
-    change no log-prob of earlier tokens. In a mixture of experts the other half's change is noise."""
-    lengths = [len(completion) for group in groups for completion in group.completions]
-    whole = scorer(proof_row(scorer, groups, device)).token_logps
-    lasts, earlier, others = [], [], []
-    for half in (range(len(groups) // 2), range(len(groups) // 2, len(groups))):
-        changed = list(groups)
-        for pair, part in itertools.product(half, (1, 2)):
-            changed = _with_change(changed, pair, part)
-        change = (scorer(proof_row(scorer, changed, device)).token_logps - whole).abs()
-        for sequence, tokens in enumerate(change.split(lengths)):
-            if sequence // 2 in half:
-                earlier.append(tokens[:-1])
-                lasts.append(tokens[-1:])
-            else:
-                others.append(tokens)
-    noise, moved = torch.cat(others), float(torch.cat(lasts).max())
-    if not routes_tokens(scorer.model.config):
-        earlier += others
-    measured = _leak(scorer, torch.cat(earlier), noise, moved, "earlier tokens", "the last token")
-    remedy = "the model's tokens see later tokens, and only causal models can be trained; choose one"
-    return Proof(name="causality", **measured, remedy=remedy)
-
-
-def _leak(
-    scorer: CompletionLogps, changes: Tensor, noise: Tensor, moved: float, others: str, own: str
-) -> dict[str, Any]:
-    """Returns fields of a Proof: when a token was replaced, the log-probs of `others` moved by `changes`,
-    which must be 0, and that of `own` by `moved`, which must not. In a mixture of experts rounding can send a
-    token to other experts: there the mean of `changes` without the largest tenth must be small beside
-    `noise`."""
-    leaks, bound, keeps = float(changes.max()), 0.0, "nothing"
-    if routes_tokens(scorer.model.config):
-        eps = torch.finfo(scorer.compute_dtype).eps
-        bound = max(proofs.LEAK_NOISES * float(noise.mean()), proofs.LEAK_EPSILONS * eps)
-        keeps = f"<= {bound:.0e}"
-        if math.isfinite(leaks):
-            leaks = float(changes.sort().values[: math.ceil(0.9 * len(changes))].mean())
-    return {
-        "passed": leaks <= bound and moved > 0.0,
-        "numbers": {f"change of {others}": leaks, f"change of {own}": moved},
-        "bound": f"{others} change by {keeps}, {own} by more than 0",
-    }
+def _logps(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns log-probs of all tokens and then of all sequences in one row, and the sequence of each."""
+    out = scorer(proof_row(scorer, groups, device))
+    sequences = torch.arange(len(out.sums), device=device)
+    of_sequence = torch.cat((sequences.repeat_interleave(out.num_tokens), sequences))
+    return torch.cat((out.token_logps.double(), out.sums)), of_sequence
 
 
 def _with_change(groups: Sequence[Group], pair: int, part: int) -> list[Group]:
@@ -182,36 +167,19 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
     remedy = f"{PADDED_REMEDY}; or try model.attention: sdpa"
     if scorer.backend is None:
         remedy = "the family changes its logits, or what right padding computes; report the family"
-    return Proof(name="equivalence", passed=passed, numbers=numbers, bound=bound, remedy=remedy)
-
-
-@torch.no_grad()
-def prove_images(scorer: CompletionLogps, device: torch.device) -> Proof:
-    """Proves the same of prompts with one image, two and none, and that exchanged images are noticed."""
-    groups = image_groups(scorer)
-    proof = prove_equivalence(scorer, groups, device)
-    exchanged = [replace(group, images=group.images[::-1]) for group in groups]
-    exact = proof.numbers.get("max error, in float32")
-    with contextlib.nullcontext() if exact is None else scorer.in_float32():
-        moved = (pair_sums(scorer, exchanged, device) - pair_sums(scorer, groups, device))[1].abs().min()
-    if exact is None:  # rounding of 16 bits can hide the change
-        exact = proof.numbers["max error"] if scorer.compute_dtype == torch.float32 else 0.0
-    return replace(
-        proof,
-        name="images",
-        passed=proof.passed and float(moved) > proofs.IMAGE_CHANGES * exact,
-        numbers=proof.numbers | {"change by exchanged images": float(moved)},
-        bound=f"{proof.bound}; exchanged images change more than {proofs.IMAGE_CHANGES * exact:.0e}",
-        remedy="leave out model.images, and report the model's family",
-    )
+    if has_images := any(group.images for group in groups):
+        bound += f"; exchanged images change more than {proofs.IMAGE_CHANGES:g} x the error in float32"
+        remedy = "leave out model.images, and report the model's family"
+    name = "images" if has_images else "equivalence"
+    return Proof(name=name, passed=passed, numbers=numbers, bound=bound, remedy=remedy)
 
 
 def distance_of_row(
     scorer: CompletionLogps, groups: Sequence[Group], device: torch.device
 ) -> tuple[dict[str, float], bool]:
     """Returns (errors of the sequences' log-probs in one row, compared with each sequence alone; whether they
-    are small enough). A mixture of experts leaves out the worst sequence. In fp32, rounding is measured only
-    above `FLOAT32_BOUND`."""
+    are small enough, and exchanged images change log-probs). A mixture of experts leaves out the worst
+    sequence. In fp32, rounding is measured only above `FLOAT32_BOUND`."""
     tokens = torch.tensor([len(ids) for group in groups for ids in group.completions], device=device)  # [S]
     in_row = pair_sums(scorer, groups, device).flatten()  # first: its errors about images say what to do
     alone = _logps_alone(scorer, groups, device)
@@ -220,13 +188,20 @@ def distance_of_row(
     if routes_tokens(scorer.model.config):
         by_token = by_token[:-1]
     largest, mean = float(errors.max()), float(by_token.mean())
-    numbers = {"max error": largest, "mean error a token": mean}
-    if scorer.compute_dtype == torch.float32 and largest <= proofs.FLOAT32_BOUND:
-        return numbers, True
+    numbers, is_right = {"max error": largest, "mean error a token": mean}, math.isfinite(largest)
+    in_float32 = scorer.compute_dtype == torch.float32
+    if any(group.images for group in groups):
+        exchanged = [replace(group, images=group.images[::-1]) for group in groups]
+        change = pair_sums(scorer, exchanged, device).flatten() - in_row
+        noticed = float(change.view(-1, 2)[1].abs().min())  # the second pair has two images
+        numbers["change by exchanged images"] = noticed
+        is_right = is_right and noticed > (proofs.IMAGE_CHANGES * largest if in_float32 else 0.0)
+    if in_float32 and largest <= proofs.FLOAT32_BOUND:
+        return numbers, is_right
     moved = (_rounded_otherwise(scorer, groups, device) - alone).abs()
     by_rounding = float((moved / tokens).mean(dim=1).max())
-    is_rounding = math.isfinite(largest) and mean <= proofs.ROUNDINGS * by_rounding
-    return {**numbers, "rounding a token": by_rounding, "rounding": float(moved.max())}, is_rounding
+    is_right = is_right and mean <= proofs.ROUNDINGS * by_rounding
+    return {**numbers, "rounding a token": by_rounding, "rounding": float(moved.max())}, is_right
 
 
 def _logps_alone(scorer: CompletionLogps, groups: Sequence[Group], device: torch.device) -> Tensor:

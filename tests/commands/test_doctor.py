@@ -22,7 +22,7 @@ from dpo_pack.run.models import own_code
 from dpo_pack.run.setup import load_policy, prepare
 from dpo_pack.system.machine import package_versions
 
-NAMES = ["wiring", "kernel", "isolation", "causality", "equivalence"]
+NAMES = ["wiring", "functions", "isolation", "equivalence"]
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def test_doctor_shows_every_proof_with_its_numbers_and_bound(recipe: Path, dpopa
 def test_a_failing_proof_is_exit_status_2_with_numbers_and_remedy(recipe: Path, dpopack: Dpopack) -> None:
     status, out, err = dpopack("doctor", recipe, "--json")
     failed = [proof["name"] for proof in json.loads(out)["proofs"] if not proof["passed"]]
-    assert status == 2 and failed[0] == "kernel"
-    assert err.startswith("error: packed rows are not exact on this model: the kernel proof measured")
+    assert status == 2 and failed[0] == "functions"
+    assert err.startswith("error: packed rows are not exact on this model: the functions proof measured")
     assert "relative error" in err and "1.0e-05" in err and "model.attention: sdpa" in err
     assert err.count("\n") == 1
     status, out, err = dpopack("doctor", recipe)
@@ -83,7 +83,7 @@ def test_a_failing_proof_is_exit_status_2_with_numbers_and_remedy(recipe: Path, 
 def test_a_failing_proof_stops_a_run_before_it_computes(command: str, recipe: Path, dpopack: Dpopack) -> None:
     for _ in range(2):  # a failure is not remembered
         status, _, err = dpopack(command, recipe)
-        assert status == 2 and "the kernel proof measured" in err and err.count("\n") == 1
+        assert status == 2 and "the functions proof measured" in err and err.count("\n") == 1
     assert not (recipe.parent / "run").exists()
     assert not list((recipe.parent / "cache").rglob("*.parquet"))
 

@@ -31,7 +31,7 @@ from dpo_pack.model.config import FAMILIES, Family, attention_needs, check_packs
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.proofs import proof_groups, proof_row
-from dpo_pack.proofs.layers import Recorded, SeamCall
+from dpo_pack.proofs.layers import Recorded
 from dpo_pack.system.errors import UnsupportedModelError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -135,12 +135,12 @@ def test_what_is_special_about_a_family_shows_in_its_tiny_model(family: str, cha
     assert (changed - expected).abs().max() > 0.01
 
 
-def seam_calls(family: str) -> list[SeamCall]:
+def seam_calls(family: str) -> Recorded:
     register_attention()
     model = tiny_model(family, attention=ATTENTION_NAME)
     wrap_recurrent_layers(model)
     scorer = CompletionLogps(model, backend=sdpa_attention, autocast=None)
-    return Recorded(scorer, proof_row(scorer, proof_groups(tiny_models.VOCABULARY), CPU)).attention
+    return Recorded(scorer, proof_row(scorer, proof_groups(tiny_models.VOCABULARY), CPU))
 
 
 @pytest.mark.parametrize("family", slow_but_ten(PACKED))
@@ -148,14 +148,15 @@ def test_what_a_config_says_of_attention_is_what_its_layers_ask_for(family: str)
     assert routes_tokens(tiny_config(family)) == ("mixture" in SPECIAL[family])
     skip_unless_packed(family)
     needs, calls = attention_needs(tiny_config(family)), seam_calls(family)
-    if not calls:  # Mamba 2
+    if not calls.attention:  # Mamba 2
         assert layer_windows(tiny_config(family)) == []
         return
-    assert needs.head_dim == max(call.head_dim for call in calls)
-    assert needs.value_head_dim == max(call.value_head_dim for call in calls)
-    assert needs.has_window == any(call.options.window is not None for call in calls)
-    assert needs.has_softcap == any(call.options.softcap is not None for call in calls)
-    assert needs.has_sinks == any(call.has_sinks for call in calls)
+    shapes = [[state.shape for state in c.arguments] for c in calls.kinds.values() if c.name == "attention"]
+    assert needs.head_dim == max(query[-1] for query, _, _ in shapes)
+    assert needs.value_head_dim == max(value[-1] for _, _, value in shapes)
+    assert needs.has_window == any(options.window is not None for options in calls.attention)
+    assert needs.has_softcap == any(options.softcap is not None for options in calls.attention)
+    assert needs.has_sinks == any(options.sinks is not None for options in calls.attention)
 
 
 def test_a_hybrid_family_with_attention_layers_only_packs(tmp_path: Path) -> None:

@@ -181,17 +181,6 @@ def test_proofs_in_fp32_need_no_kernel_of_transformers(packed: bool, monkeypatch
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is installed
 
 
-def test_a_model_whose_heads_all_forget_at_once_is_exact_in_fp32() -> None:
-    """With transformers' chunks of 64 tokens it would not be."""
-    scorer = make_scorer("qwen3_5_text")
-    with torch.no_grad():
-        for name, parameter in scorer.model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.fill_(3.0)
-    (proof,) = (proof for proof in prove(scorer, CPU) if proof.name == "recurrence")
-    assert proof.passed, proof
-
-
 def test_kimi_s_delta_attention_is_packed_by_its_kernel_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "fla.ops.kda", None)

@@ -33,7 +33,8 @@ from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.model.vision import VisionInputs, vision_family
 from dpo_pack.online.transformers_generator import generating
 from dpo_pack.packing.lengths import Group
-from dpo_pack.proofs.start_up import as_published, prove_images
+from dpo_pack.proofs import Proof, image_groups
+from dpo_pack.proofs.start_up import as_published, prove_equivalence
 from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.system.errors import ModelError, UnsupportedModelError
 
@@ -191,6 +192,10 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 }
 
 
+def prove_images(scorer: CompletionLogps) -> Proof:
+    return prove_equivalence(scorer, image_groups(scorer), CPU)
+
+
 QUICK_FAULTS = ("completions at the prompt's length", "images in reversed order", "features are zero")
 
 
@@ -200,9 +205,9 @@ def test_the_start_up_proof_notices_what_a_wrong_implementation_would_do(
 ) -> None:
     family, plant = FAULTS[fault]
     loaded, _, _ = load(family, tmp_path)
-    assert prove_images(loaded.scorer, CPU).passed
+    assert prove_images(loaded.scorer).passed
     plant(monkeypatch)
-    proof = prove_images(loaded.scorer, CPU)
+    proof = prove_images(loaded.scorer)
     assert not proof.passed
 
 
@@ -211,7 +216,7 @@ def test_a_processor_that_forgets_order_is_noticed(tmp_path: Path, monkeypatch: 
     loaded, _, _ = load("llava", tmp_path)
     right = StandIn.pixel_inputs
     monkeypatch.setattr(StandIn, "pixel_inputs", lambda self, images: right(self, sorted(images, key=np.sum)))
-    proof = prove_images(loaded.scorer, CPU)
+    proof = prove_images(loaded.scorer)
     assert not proof.passed and proof.numbers["max error"] < 1e-5
 
 
@@ -219,7 +224,7 @@ def test_a_processor_that_forgets_order_is_noticed(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 def test_the_start_up_proof_holds_with_images(family: str, kind: str, tmp_path: Path) -> None:
     loaded, _, _ = load(family, tmp_path, packed=kind == "packed")
-    proof = prove_images(loaded.scorer, CPU)
+    proof = prove_images(loaded.scorer)
     assert proof.passed and proof.numbers["max error"] < 1e-5, proof.numbers
 
 

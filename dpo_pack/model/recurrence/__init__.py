@@ -38,7 +38,8 @@ _KIMI_CHUNK = 64  # tokens of a chunk in flash-linear-attention's kernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentCall:
-    """One call of a function in `KERNELS` by a layer. Start-up proofs compute it in another way too."""
+    """One call of a function in `KERNELS` by a layer. Start-up proofs compute it in another way too. There,
+    a call of attention is one."""
 
     name: str  # in KERNELS
     stock: RowFunction  # the replaced function, which takes one sequence or a batch of equal lengths
