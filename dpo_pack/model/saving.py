@@ -39,13 +39,17 @@ def save_model(
     state: dict[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
     turn_end: int | None = None,
+    image_size: dict[str, int] | None = None,
+    processor: str = "",
 ) -> dict[str, Tensor]:
     """Writes weights (or only the adapter), configs and tokenizer as `from_pretrained` reads them.
 
     `state`: whole tensors of a sharded model. `dtype`: of the weights in the files; None: as they are.
-    `turn_end`: a token that the files of a model name as an end, before the model's EOS. Returns the tensors
-    that a reader finds under the names in the model."""
+    `turn_end`: a token that the files of a model name as an end, before the model's EOS. `image_size`: the
+    processor's limits of pixels, if they change. `processor`: a directory whose files of the processor come
+    before the checkpoint's. Returns the tensors that a reader finds under the names in the model."""
     model, adapter = loaded.model, loaded.adapter
+    images: dict[str, Any] = {"size": image_size, "directory": processor}
     tensors = model.state_dict(keep_vars=True) if state is None else state
     if adapter is not None and state is None:
         # MiCA freezes B.
@@ -57,7 +61,7 @@ def save_model(
         if adapter is not None:
             adapter.save(target, saved if dtype is not None else state)
             _save_tokenizer(tokenizer, target)
-            _save_processor(model.config, tokenizer, target)
+            _save_processor(model.config, tokenizer, target, **images)
             return {name: tensor.to(tensors[name].dtype) for name, tensor in saved.items()}
         with contextlib.ExitStack() as stack:
             if model.can_generate():
@@ -81,7 +85,7 @@ def save_model(
         config.save_pretrained(target)
         _complete_config(target / "config.json", config, is_tied=is_tied(model))
         _save_tokenizer(tokenizer, target, turn_end)
-        _save_processor(config, tokenizer, target)
+        _save_processor(config, tokenizer, target, **images)
     return saved
 
 
@@ -199,17 +203,35 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: 
         (target / name).write_text(text + "\n", encoding="utf-8")
 
 
-def _save_processor(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
-    """Copies the processor's files. A chat template in them, which it prefers, becomes the tokenizer's."""
+def _save_processor(
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    *,
+    size: dict[str, int] | None,
+    directory: str,
+) -> None:
+    """Copies the processor's files: those in `directory`, else the checkpoint's. A chat template in them,
+    which it prefers, becomes the tokenizer's, and `size` its limits of an image's pixels."""
     template = tokenizer.chat_template
     for name in _PROCESSOR_FILES if config.get_text_config() is not config else ():
-        file = _given_file(config._name_or_path, name, vars(config).get("_commit_hash"), downloads=True)
+        file = _given_file(directory, name) or _given_file(
+            config._name_or_path, name, vars(config).get("_commit_hash"), downloads=True
+        )
         if file is None:
             continue
         shutil.copyfile(file, target / name)
         values = read_json(target / name) or {}
-        if template is not None and values.get("chat_template", template) != template:
-            text = json.dumps(values | {"chat_template": template}, indent=2, ensure_ascii=False)
+        before = copy.deepcopy(values)
+        if template is not None and "chat_template" in values:
+            values["chat_template"] = template
+        part = values if name == _PROCESSOR_FILES[0] else values.get("image_processor")
+        if size is not None and isinstance(part, dict):
+            part["size"] = (part.get("size") or {}) | size
+            for old in (part, part["size"]):  # the same limit, as older releases call it
+                old.update({"max_pixels": size["longest_edge"]} if "max_pixels" in old else {})
+        if values != before:
+            text = json.dumps(values, indent=2, ensure_ascii=False)
             (target / name).write_text(text + "\n", encoding="utf-8")
 
 

@@ -80,19 +80,21 @@ def export_model(
     adapter, recipe, tokenizer = loaded.adapter, setup.recipe, setup.tokenizer
     dtype = exported_dtype(setup, loaded, console)
     turn_end, note = name_turn_end(loaded, tokenizer, _answer_ends(setup))
+    image_size, on_images = limit_images(loaded, recipe.data.max_pixels)
+    notes = [one for one in (note, on_images) if one]
     usage = usage_section(
-        loaded, tokenizer, recipe.output_dir / "model", note, trusts_code=recipe.model.trust_remote_code
+        loaded, tokenizer, recipe.output_dir / "model", notes, trusts_code=recipe.model.trust_remote_code
     )
     base = None if adapter is None else adapter.base
     card = model_card(recipe, usage, totals=totals, evaluation=evaluation, adapter_base=base)
-    settings: dict[str, Any] = {"dtype": dtype, "turn_end": turn_end}
+    settings: dict[str, Any] = {"dtype": dtype, "turn_end": turn_end, "image_size": image_size}
     if is_sharded(loaded.model):
         settings["state"] = full_state(loaded.model, trained_only=adapter is not None)
     saved: dict[str, Tensor] = {}
     with ranks.first_goes_first():
         ranks.only_first_does(lambda: saved.update(write_model(loaded, tokenizer, target, card, **settings)))
-    if note:
-        console.print(note)
+    for line in notes:
+        console.print(line)
     return saved
 
 
@@ -166,6 +168,22 @@ def name_turn_end(
     )
 
 
+def limit_images(loaded: LoadedModel, max_pixels: int | None) -> tuple[dict[str, int] | None, str]:
+    """Returns the limits of the exported processor if `data.max_pixels` is below its own, and a line about it;
+    without limits the line says that the processor has no such setting."""
+    vision = loaded.scorer.vision
+    if vision is None or max_pixels is None:
+        return None, ""
+    said = f"In training, images of more than {max_pixels:,} pixels were scaled down (data.max_pixels)"
+    if not (frames := vision.family.limited_frames):
+        return None, f"{said}. The files of this processor cannot say so: do the same where the model is used"
+    given = dict(vision.processor.size)
+    limit = max(max_pixels * frames, given["shortest_edge"])  # it scales smaller images up to its least size
+    if limit >= given["longest_edge"]:
+        return None, ""
+    return {**given, "longest_edge": limit}, f"{said}; the exported processor does the same (size.longest_edge)"
+
+
 # ------------------------------------------------------------------------------------- read back and compare
 
 
@@ -196,9 +214,11 @@ def prepare_verification(
             logps = pair_sums(scorer, groups, device).flatten().tolist()
         bound = max(bound, 3 * numbers.get("rounding a token", 0.0))
     autocast = scorer.autocast or scorer.gather_dtype
+    limits, _ = limit_images(loaded, setup.recipe.data.max_pixels)
     return {
         "directory": str(directory),
         "auto_class": auto_class(loaded.model.config).__name__,
+        "image_sizes": None if limits is None else (limits, dict(scorer.vision.processor.size)),
         "base": None if loaded.adapter is None else loaded.adapter.base,
         "revision": facts.settings.revision,
         "trust_remote_code": facts.settings.trust_remote_code,
@@ -312,7 +332,12 @@ def _front_matter(base: str, tags: list[str], **settings: Any) -> str:
 
 
 def usage_section(
-    loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, target: Path, note: str, *, trusts_code: bool
+    loaded: LoadedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    notes: Collection[str],
+    *,
+    trusts_code: bool,
 ) -> str:
     """Returns the card's section with an example. transformers loads an adapter with its base, if peft is
     installed. An upload replaces the line of `model_id`."""
@@ -325,7 +350,7 @@ def usage_section(
 inputs = tokenizer.apply_chat_template(
     messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
 )"""
-    said = f"{note}.\n\n" if note else ""
+    said = "".join(f"{note}.\n\n" for note in notes)
     return f"""{_USAGE_TITLE}
 
 {said}```python
@@ -416,8 +441,11 @@ def merge_adapter(
         lines.append(f"The weights are rounded to {_name(rounded)} (--dtype float32 keeps them)")
         round_weights(merged.model, rounded, keeps_type=False)
     turn_end, note = name_turn_end(merged, tokenizer)
-    usage = usage_section(merged, tokenizer, target, note, trusts_code=trust_remote_code)
-    write_model(merged, tokenizer, target, _merged_card(adapter, usage), dtype=rounded, turn_end=turn_end)
+    told = text_of(directory / "README.md").partition(_USAGE_TITLE)[2].partition("\n```")[0].split("\n\n")
+    notes = [one for one in (note, *(one.strip(".") for one in told if "data.max_pixels" in one)) if one]
+    usage = usage_section(merged, tokenizer, target, notes, trusts_code=trust_remote_code)
+    settings: dict[str, Any] = {"dtype": rounded, "turn_end": turn_end, "processor": str(directory)}
+    write_model(merged, tokenizer, target, _merged_card(adapter, usage), **settings)
     return adapter, lines
 
 
