@@ -152,13 +152,17 @@ def _complete_config(file: Path, config: PretrainedConfig, *, is_tied: bool) -> 
         given = {}
     for name in (None, *values):
         part = values if name is None else values[name]
-        old = given if name is None else given.get(name)
+        of_part = config if name is None else getattr(config, name, None)
+        # Of some checkpoints, as Qwen2.5-VL, the keys of the text are the config's own.
+        old = (
+            given if name is None else given.get(name, given if of_part is config.get_text_config() else None)
+        )
         if not (isinstance(part, dict) and isinstance(old, dict)):
             continue
         if "torch_dtype" in old and "dtype" in part:
             part["torch_dtype"] = part["dtype"]
         # Keys that transformers 5 writes by a newer name, as num_experts of Qwen 3 MoE.
-        newer = getattr(config if name is None else getattr(config, name, None), "attribute_map", {})
+        newer = getattr(of_part, "attribute_map", {})
         part.update({key: part[newer[key]] for key in old if newer.get(key) in part})
         rope = part.get("rope_parameters")
         # Of several kinds, by type of layer, transformers 5 would read the one kind in `rope_scaling` only.
@@ -171,6 +175,17 @@ def _complete_config(file: Path, config: PretrainedConfig, *, is_tied: bool) -> 
         )
         if read.get("rope_parameters") == trained.get("rope_parameters"):
             return
+
+
+def needs_transformers_5(directory: Path) -> bool:
+    """Whether transformers 4 would read other rotary parameters than the config.json in `directory` has."""
+    values = read_json(directory / "config.json") or {}
+    for part in (values, values.get("text_config")):
+        if isinstance(part, dict) and (rope := part.get("rope_parameters")):
+            needed = {"rope_scaling"} if rope.get("rope_type", "default") != "default" else _OLD_ROPE_KEYS
+            if not part.keys() & set(needed):
+                return True
+    return False
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: int | None = None) -> None:

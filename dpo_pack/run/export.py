@@ -35,7 +35,7 @@ from dpo_pack.model.fingerprint import stored_dtype, tensor_digest
 from dpo_pack.model.loading import auto_class, load_config, load_tokenizer
 from dpo_pack.model.lora import SavedAdapter, read_adapter, require_peft, unknown_settings
 from dpo_pack.model.parallel import full_state, is_sharded
-from dpo_pack.model.saving import find_beyond, is_tied, round_weights, save_model
+from dpo_pack.model.saving import find_beyond, is_tied, needs_transformers_5, round_weights, save_model
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import FLOAT32_BOUND, image_groups, pair_sums, random_groups
@@ -61,6 +61,10 @@ _ROOM_TO_READ = 1.5  # free memory in weights of the model, for a second one
 # A reader is one process, not a rank.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _USAGE_TITLE = "## How to use it"
+_NOT_FOR_4 = (
+    "This model needs transformers 5: older releases do not read `rope_parameters` in config.json and "
+    "compute something else without an error."
+)
 _MERGE = "dpopack merge"
 
 # ---------------------------------------------------------------------------------------------------- write
@@ -105,6 +109,8 @@ def write_model(
     with written_aside(target) as directory:
         directory.mkdir()
         saved = save_model(loaded, tokenizer, directory, **settings)
+        if needs_transformers_5(directory):
+            card = card.replace(f"{_USAGE_TITLE}\n", f"{_USAGE_TITLE}\n\n{_NOT_FOR_4}\n", 1)
         (directory / "README.md").write_text(card, encoding="utf-8")
         for weights in directory.glob("*.safetensors"):
             # safetensors lets only the owner read its files. Who may read the card may read the weights.
@@ -169,8 +175,8 @@ def name_turn_end(
 
 
 def limit_images(loaded: LoadedModel, max_pixels: int | None) -> tuple[dict[str, int] | None, str]:
-    """Returns the limits of the exported processor if `data.max_pixels` is below its own, and a line about it;
-    without limits the line says that the processor has no such setting."""
+    """Returns the limits of the exported processor if `data.max_pixels` is below its own, and a line about
+    it, or about a processor that has no such setting."""
     vision = loaded.scorer.vision
     if vision is None or max_pixels is None:
         return None, ""
@@ -181,7 +187,10 @@ def limit_images(loaded: LoadedModel, max_pixels: int | None) -> tuple[dict[str,
     limit = max(max_pixels * frames, given["shortest_edge"])  # it scales smaller images up to its least size
     if limit >= given["longest_edge"]:
         return None, ""
-    return {**given, "longest_edge": limit}, f"{said}; the exported processor does the same (size.longest_edge)"
+    return {
+        **given,
+        "longest_edge": limit,
+    }, f"{said}; the exported processor does the same (size.longest_edge)"
 
 
 # ------------------------------------------------------------------------------------- read back and compare

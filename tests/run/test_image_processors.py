@@ -125,9 +125,13 @@ def test_the_exported_processor_scales_images_as_the_training_did(
 ) -> None:
     file, processor = real_run(family, tmp_path, monkeypatch)
     own = dict(processor.image_processor.size)
-    recipe = run(file, "run", "packing.token_budget=1024", "export.verify=full", f"data.max_pixels={max_pixels}")
+    recipe = run(
+        file, "run", "packing.token_budget=1024", "export.verify=full", f"data.max_pixels={max_pixels}"
+    )
     job = verified_job(recipe)
-    written = json.loads((recipe.output_dir / "model" / "processor_config.json").read_text())["image_processor"]
+    written = json.loads((recipe.output_dir / "model" / "processor_config.json").read_text())[
+        "image_processor"
+    ]
     assert written["size"] == ({**own, "longest_edge": limit} if limit else own)
     told = f"images of more than {max_pixels:,} pixels were scaled down"
     assert (told in (recipe.output_dir / "model" / "README.md").read_text()) == (family != "qwen2_vl")
