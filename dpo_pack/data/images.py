@@ -82,11 +82,6 @@ class ImageProcessor:
         text = json.dumps([classes, settings, known.get("pillow"), known.get("torchvision")], default=str)
         return hashlib.blake2b(text.encode(), digest_size=_KEY_BYTES).hexdigest()
 
-    @property
-    def size(self) -> Any:
-        """The processor's setting of how large images become; its keys are the family's."""
-        return self.processor.image_processor.size
-
     def gives_template(self, tokenizer: Any) -> bool:
         """Whether the tokenizer has a chat template of the processor that the processor's own has not."""
         template: Any = self.processor.chat_template

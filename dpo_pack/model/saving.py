@@ -49,7 +49,6 @@ def save_model(
     processor's limits of pixels, if they change. `processor`: a directory whose files of the processor come
     before the checkpoint's. Returns the tensors that a reader finds under the names in the model."""
     model, adapter = loaded.model, loaded.adapter
-    images: dict[str, Any] = {"size": image_size, "directory": processor}
     tensors = model.state_dict(keep_vars=True) if state is None else state
     if adapter is not None and state is None:
         # MiCA freezes B.
@@ -61,7 +60,7 @@ def save_model(
         if adapter is not None:
             adapter.save(target, saved if dtype is not None else state)
             _save_tokenizer(tokenizer, target)
-            _save_processor(model.config, tokenizer, target, **images)
+            _save_processor(model.config, tokenizer, target, image_size, processor)
             return {name: tensor.to(tensors[name].dtype) for name, tensor in saved.items()}
         with contextlib.ExitStack() as stack:
             if model.can_generate():
@@ -85,7 +84,7 @@ def save_model(
         config.save_pretrained(target)
         _complete_config(target / "config.json", config, is_tied=is_tied(model))
         _save_tokenizer(tokenizer, target, turn_end)
-        _save_processor(config, tokenizer, target, **images)
+        _save_processor(config, tokenizer, target, image_size, processor)
     return saved
 
 
@@ -143,20 +142,17 @@ def _complete_config(file: Path, config: PretrainedConfig, *, is_tied: bool) -> 
     for part in parts:
         if part.get("tie_word_embeddings", part is values and config.tie_word_embeddings) and not is_tied:
             part["tie_word_embeddings"] = before["tie_word_embeddings"] = False
-    try:
+    given: dict[Any, Any] = {}
+    with contextlib.suppress(OSError):  # the model was made in code, or its files are gone
         revision = vars(config).get("_commit_hash")
         given, _ = PretrainedConfig.get_config_dict(
             config._name_or_path, revision=revision, local_files_only=True
         )
-    except OSError:  # the model was made in code, or its files are gone
-        given = {}
     for name in (None, *values):
         part = values if name is None else values[name]
         of_part = config if name is None else getattr(config, name, None)
         # Of some checkpoints, as Qwen2.5-VL, the keys of the text are the config's own.
-        old = (
-            given if name is None else given.get(name, given if of_part is config.get_text_config() else None)
-        )
+        old = given.get(name, given if of_part in (config, config.get_text_config()) else None)
         if not (isinstance(part, dict) and isinstance(old, dict)):
             continue
         if "torch_dtype" in old and "dtype" in part:
@@ -180,12 +176,8 @@ def _complete_config(file: Path, config: PretrainedConfig, *, is_tied: bool) -> 
 def needs_transformers_5(directory: Path) -> bool:
     """Whether transformers 4 would read other rotary parameters than the config.json in `directory` has."""
     values = read_json(directory / "config.json") or {}
-    for part in (values, values.get("text_config")):
-        if isinstance(part, dict) and (rope := part.get("rope_parameters")):
-            needed = {"rope_scaling"} if rope.get("rope_type", "default") != "default" else _OLD_ROPE_KEYS
-            if not part.keys() & set(needed):
-                return True
-    return False
+    parts = (values, values.get("text_config") or {})
+    return any(part.get("rope_parameters") and not part.keys() & {*_OLD_ROPE_KEYS} for part in parts)
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: int | None = None) -> None:
@@ -219,18 +211,13 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: 
 
 
 def _save_processor(
-    config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    target: Path,
-    *,
-    size: dict[str, int] | None,
-    directory: str,
+    config: Any, tokenizer: Any, target: Path, size: dict[str, int] | None, given: str
 ) -> None:
-    """Copies the processor's files: those in `directory`, else the checkpoint's. A chat template in them,
+    """Copies the processor's files: those in `given`, else the checkpoint's. A chat template in them,
     which it prefers, becomes the tokenizer's, and `size` its limits of an image's pixels."""
     template = tokenizer.chat_template
     for name in _PROCESSOR_FILES if config.get_text_config() is not config else ():
-        file = _given_file(directory, name) or _given_file(
+        file = _given_file(given, name) or _given_file(
             config._name_or_path, name, vars(config).get("_commit_hash"), downloads=True
         )
         if file is None:

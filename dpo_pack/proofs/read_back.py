@@ -13,7 +13,6 @@ import hashlib
 import inspect
 import io
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,10 +97,8 @@ def _wrong_logps(model: Any, job: dict[str, Any]) -> tuple[str | None, float]:
     if any(pictures for _, _, pictures in job["sequences"]):
         options = {"trust_remote_code": job["trust_remote_code"]}
         processor = transformers.AutoProcessor.from_pretrained(job["directory"], **options)
-        if job["image_sizes"] is not None:  # the one setting that may differ from that of the training
-            written, trained = job["image_sizes"]
-            if (found := dict(processor.image_processor.size)) != written:
-                return f"its processor has size {found} in place of {written}", math.inf
+        trained, written = job["image_sizes"] or (None, None)  # the one setting that may differ
+        if dict(processor.image_processor.size) == written:
             processor.image_processor.size = trained
     for (ids, number, pictures), logps in zip(job["sequences"], job["logps"], strict=True):
         tokens = torch.tensor([ids], device=device)

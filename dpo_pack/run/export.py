@@ -62,8 +62,7 @@ _ROOM_TO_READ = 1.5  # free memory in weights of the model, for a second one
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _USAGE_TITLE = "## How to use it"
 _NOT_FOR_4 = (
-    "This model needs transformers 5: older releases do not read `rope_parameters` in config.json and "
-    "compute something else without an error."
+    "It needs transformers 5: older releases ignore `rope_parameters` in config.json, without an error."
 )
 _MERGE = "dpopack merge"
 
@@ -84,21 +83,20 @@ def export_model(
     adapter, recipe, tokenizer = loaded.adapter, setup.recipe, setup.tokenizer
     dtype = exported_dtype(setup, loaded, console)
     turn_end, note = name_turn_end(loaded, tokenizer, _answer_ends(setup))
-    image_size, on_images = limit_images(loaded, recipe.data.max_pixels)
-    notes = [one for one in (note, on_images) if one]
-    usage = usage_section(
-        loaded, tokenizer, recipe.output_dir / "model", notes, trusts_code=recipe.model.trust_remote_code
-    )
+    images, about_images = limit_images(loaded, recipe.data.max_pixels)
+    note = ".\n\n".join(filter(None, (note, about_images)))
+    place = recipe.export.path or recipe.output_dir / "model"
+    usage = usage_section(loaded, tokenizer, place, note, trusts_code=recipe.model.trust_remote_code)
     base = None if adapter is None else adapter.base
     card = model_card(recipe, usage, totals=totals, evaluation=evaluation, adapter_base=base)
-    settings: dict[str, Any] = {"dtype": dtype, "turn_end": turn_end, "image_size": image_size}
+    settings: dict[str, Any] = {"dtype": dtype, "turn_end": turn_end, "image_size": images and images[1]}
     if is_sharded(loaded.model):
         settings["state"] = full_state(loaded.model, trained_only=adapter is not None)
     saved: dict[str, Tensor] = {}
     with ranks.first_goes_first():
         ranks.only_first_does(lambda: saved.update(write_model(loaded, tokenizer, target, card, **settings)))
-    for line in notes:
-        console.print(line)
+    if note:
+        console.print(note)
     return saved
 
 
@@ -174,23 +172,19 @@ def name_turn_end(
     )
 
 
-def limit_images(loaded: LoadedModel, max_pixels: int | None) -> tuple[dict[str, int] | None, str]:
-    """Returns the limits of the exported processor if `data.max_pixels` is below its own, and a line about
-    it, or about a processor that has no such setting."""
+def limit_images(loaded: LoadedModel, max_pixels: int | None) -> tuple[Any, str]:
+    """Returns the processor's limits of pixels and the exported ones, if they differ; a line about images."""
     vision = loaded.scorer.vision
     if vision is None or max_pixels is None:
         return None, ""
     said = f"In training, images of more than {max_pixels:,} pixels were scaled down (data.max_pixels)"
     if not (frames := vision.family.limited_frames):
-        return None, f"{said}. The files of this processor cannot say so: do the same where the model is used"
-    given = dict(vision.processor.size)
-    limit = max(max_pixels * frames, given["shortest_edge"])  # it scales smaller images up to its least size
-    if limit >= given["longest_edge"]:
+        return None, f"{said}; its processor cannot do that, so do it where the model is used"
+    size = dict(vision.processor.processor.image_processor.size)
+    limit = max(max_pixels * frames, size["shortest_edge"])  # it scales smaller images up to this
+    if limit >= size["longest_edge"]:
         return None, ""
-    return {
-        **given,
-        "longest_edge": limit,
-    }, f"{said}; the exported processor does the same (size.longest_edge)"
+    return (size, {**size, "longest_edge": limit}), f"{said}, as the exported processor does (longest_edge)"
 
 
 # ------------------------------------------------------------------------------------- read back and compare
@@ -223,11 +217,10 @@ def prepare_verification(
             logps = pair_sums(scorer, groups, device).flatten().tolist()
         bound = max(bound, 3 * numbers.get("rounding a token", 0.0))
     autocast = scorer.autocast or scorer.gather_dtype
-    limits, _ = limit_images(loaded, setup.recipe.data.max_pixels)
     return {
         "directory": str(directory),
         "auto_class": auto_class(loaded.model.config).__name__,
-        "image_sizes": None if limits is None else (limits, dict(scorer.vision.processor.size)),
+        "image_sizes": limit_images(loaded, setup.recipe.data.max_pixels)[0],
         "base": None if loaded.adapter is None else loaded.adapter.base,
         "revision": facts.settings.revision,
         "trust_remote_code": facts.settings.trust_remote_code,
@@ -272,9 +265,9 @@ def verify(job: dict[str, Any]) -> tuple[bool, str]:
     return True, sentence
 
 
-def verify_model(run: RunDir, console: Console, job: dict[str, Any]) -> None:
-    """Verifies the finished run's model on rank 0, and notes in run.json what was found. Raises RunError if
-    the files hold another model, Interrupted after a stop signal."""
+def verify_model(run: RunDir, console: Console, job: dict[str, Any]) -> bool:
+    """Verifies the finished run's model on rank 0, and notes in run.json what was found. Returns whether it
+    did. Raises RunError if the files hold another model, Interrupted after a stop signal."""
     try:
         with shown(console, "Verifying the model"):
             is_verified, found = verify(job)
@@ -285,6 +278,7 @@ def verify_model(run: RunDir, console: Console, job: dict[str, Any]) -> None:
         raise
     run.update(verified=is_verified, not_verified=None if is_verified else found)
     console.print(found.capitalize() if is_verified else f"Warning: {run.model} is {found}")
+    return is_verified
 
 
 # --------------------------------------------------------------------------------------------------- the card
@@ -341,12 +335,7 @@ def _front_matter(base: str, tags: list[str], **settings: Any) -> str:
 
 
 def usage_section(
-    loaded: LoadedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    target: Path,
-    notes: Collection[str],
-    *,
-    trusts_code: bool,
+    loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, target: Path, note: str, *, trusts_code: bool
 ) -> str:
     """Returns the card's section with an example. transformers loads an adapter with its base, if peft is
     installed. An upload replaces the line of `model_id`."""
@@ -359,7 +348,7 @@ def usage_section(
 inputs = tokenizer.apply_chat_template(
     messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
 )"""
-    said = "".join(f"{note}.\n\n" for note in notes)
+    said = f"{note}.\n\n" if note else ""
     return f"""{_USAGE_TITLE}
 
 {said}```python
@@ -451,10 +440,10 @@ def merge_adapter(
         round_weights(merged.model, rounded, keeps_type=False)
     turn_end, note = name_turn_end(merged, tokenizer)
     told = text_of(directory / "README.md").partition(_USAGE_TITLE)[2].partition("\n```")[0].split("\n\n")
-    notes = [one for one in (note, *(one.strip(".") for one in told if "data.max_pixels" in one)) if one]
-    usage = usage_section(merged, tokenizer, target, notes, trusts_code=trust_remote_code)
-    settings: dict[str, Any] = {"dtype": rounded, "turn_end": turn_end, "processor": str(directory)}
-    write_model(merged, tokenizer, target, _merged_card(adapter, usage), **settings)
+    note = ".\n\n".join(filter(None, (note, *(one.strip(".") for one in told if "data.max_pixels" in one))))
+    usage = usage_section(merged, tokenizer, target, note, trusts_code=trust_remote_code)
+    card, images = _merged_card(adapter, usage), {"processor": str(directory)}
+    write_model(merged, tokenizer, target, card, dtype=rounded, turn_end=turn_end, **images)
     return adapter, lines
 
 

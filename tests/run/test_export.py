@@ -60,7 +60,7 @@ def exported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> tuple[LoadedM
         for parameter in loaded.model.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
     capfd.readouterr()
-    usage = usage_section(loaded, tokenizer, tmp_path, ["Answers end with </s>"], trusts_code=False)
+    usage = usage_section(loaded, tokenizer, tmp_path, "Answers end with </s>", trusts_code=False)
     card = model_card(make_recipe(tmp_path), usage, totals=TOTALS, evaluation=EVALUATION)
     target = tmp_path / "my-run" / "model"
     write_model(loaded, tokenizer, target, card)
