@@ -6,7 +6,7 @@
           -> run_steps -> take_steps -> train_step                computes the gradient, clips it, updates
                                          -> accumulate_gradients  one forward and one backward for each row
                                      -> close_step                evaluates and saves, if these are due
-          -> finish                 exports the model
+          -> finish                 exports the model; the last step has a checkpoint by now
           -> verify_model           compares its files with what was trained (run/export.py)
           -> push_model             uploads it, if the recipe says so
 
@@ -71,7 +71,7 @@ from dpo_pack.run.samples import Sampler
 from dpo_pack.run.state import ends_run
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, keep_log, shown
-from dpo_pack.system.errors import DpoPackError, RunError, first_line
+from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
 from dpo_pack.system.files import Json, write_json_atomically
 from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
@@ -104,8 +104,8 @@ def train(
         if run.is_finished:
             console.print(f"This run is finished and {run.model} holds its model; nothing to do")
             console.print(f"  {way_on(recipe)}")
+            run.remove_leftovers()
             if not run.page.exists():  # the process was killed before it wrote the page
-                run.remove_leftovers()
                 write_page(run, console)
             return
         if recipe.export.push_to_hub is not None and (obstacle := why_no_upload()) is not None:
@@ -125,8 +125,8 @@ def train(
             raise
         # The run is finished and stays so, whatever follows. A model that is not what was trained ends the
         # command before the upload. The ranks that do not verify wait in `push_model`, or end.
-        if job is not None and ranks.is_first():
-            verify_model(run, console, job)
+        if ranks.is_first() and (job is None or verify_model(run, console, job)):
+            trainer.saver.drop_last()
         print_next(run.root, trainer.state.evaluation, console, has_images=recipe.model.images)
         if (target := recipe.export.push_to_hub) is not None:
             push_model(run, console, interruption, repo=target.repo, private=target.private)
@@ -195,6 +195,7 @@ class Trainer:
                 if self.state.owes_evaluation:  # before step 1, or not done when the run was stopped
                     self.close_step()
                 self.take_steps(after_step)
+                self.saver.save_last()
                 if self.recipe.checkpoint.load_best:
                     self.saver.require_best()
             except Interrupted as stopped:
@@ -339,6 +340,10 @@ class Trainer:
             saved = self.write_results()
         except Exception as error:  # the same command goes on after the last step
             saver.save_what_is_done(error, shared=DpoPackError)
+            if isinstance(error, CacheError) and saver.saved is saver.resume_point:
+                raise CacheError(
+                    f"{error} (export.path=DIR); the same command trains nothing again"
+                ) from error
             raise
         rate = state.num_pairs / max(state.train_seconds, 1e-9)
         seconds = format_seconds(self.log.totals()["seconds"])
@@ -360,7 +365,8 @@ class Trainer:
         best, criterion, verify = saver.best_evaluation(), self.inputs.criterion, self.recipe.export.verify
         self.sampler.write(saver.load_exported(), at_end=True)
         with shown(self.console, "Writing the model"):
-            saved = saver.export(run.model, self.console)
+            target = ranks.first_does_for_all(lambda: run.place_model(self.recipe.export.path))
+            saved = saver.export(target, self.console)
         ranks.every_rank_does(log.close)
         if (planned := self.inputs.planned) is not None:
             data, shape, model = self.setup.data, self.setup.policy_facts.shape, self.recipe.model.path

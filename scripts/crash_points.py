@@ -25,6 +25,8 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from support.crash_points import (  # noqa: E402
     EIO,
+    END,
+    END_BEGINS,
     FULL,
     HALF,
     KILL,
@@ -72,15 +74,14 @@ scripts/crash_points.py{arguments}`, {minutes:.0f} minutes.
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--every", type=int, default=1, metavar="N", help="Try every Nth crash point.")
+    parser.add_argument("--end", action="store_true", help="Try the end of a run that keeps no checkpoint.")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="Run N processes side by side.")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="Where to write the result.")
     options = parser.parse_args()
     begun = time.monotonic()
     with TemporaryDirectory(dir=_fast_directory()) as directory:
         jobs = [
-            functools.partial(
-                _try_part, Path(directory).resolve() / str(job), job, options.jobs, options.every
-            )
+            functools.partial(_try_part, Path(directory).resolve() / str(job), job, options)
             for job in range(options.jobs)
         ]
         parts = in_forks(jobs)
@@ -114,11 +115,15 @@ def _fast_directory() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
-def _try_part(directory: Path, job: int, num_jobs: int, every: int) -> tuple[Sequence[Step], list[Finding]]:
+def _try_part(directory: Path, job: int, options: argparse.Namespace) -> tuple[Sequence[Step], list[Finding]]:
     directory.mkdir()
-    bench = Bench(directory)
+    bench = Bench(directory, END if options.end else ())
     recording = record(bench)
-    crash_points = list(points(recording.steps))[::every][job::num_jobs]
+    steps = recording.steps
+    if options.end:
+        first = next(number for number, step in enumerate(steps) if step.path.startswith(END_BEGINS))
+        steps = steps[first:]
+    crash_points = list(points(steps))[:: options.every][job :: options.jobs]
     findings = []
     for number, point in enumerate(crash_points, start=1):
         last = try_point(bench, recording, *point)
@@ -126,7 +131,7 @@ def _try_part(directory: Path, job: int, num_jobs: int, every: int) -> tuple[Seq
         if last.wrong or number % 50 == 0:
             told = f"{number} of {len(crash_points)}: {last.where}, {last.what}: {last.wrong or 'right'}"
             print(told, flush=True)
-    return recording.steps, findings
+    return steps, findings
 
 
 def tables(crashes: Sequence[Finding]) -> str:

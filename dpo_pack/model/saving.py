@@ -39,12 +39,15 @@ def save_model(
     state: dict[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
     turn_end: int | None = None,
+    image_size: dict[str, int] | None = None,
+    processor: str = "",
 ) -> dict[str, Tensor]:
     """Writes weights (or only the adapter), configs and tokenizer as `from_pretrained` reads them.
 
     `state`: whole tensors of a sharded model. `dtype`: of the weights in the files; None: as they are.
-    `turn_end`: a token that the files of a model name as an end, before the model's EOS. Returns the tensors
-    that a reader finds under the names in the model."""
+    `turn_end`: a token that the files of a model name as an end, before the model's EOS. `image_size`: the
+    processor's limits of pixels, if they change. `processor`: a directory whose files of the processor come
+    before the checkpoint's. Returns the tensors that a reader finds under the names in the model."""
     model, adapter = loaded.model, loaded.adapter
     tensors = model.state_dict(keep_vars=True) if state is None else state
     if adapter is not None and state is None:
@@ -57,7 +60,7 @@ def save_model(
         if adapter is not None:
             adapter.save(target, saved if dtype is not None else state)
             _save_tokenizer(tokenizer, target)
-            _save_processor(model.config, tokenizer, target)
+            _save_processor(model.config, tokenizer, target, image_size, processor)
             return {name: tensor.to(tensors[name].dtype) for name, tensor in saved.items()}
         with contextlib.ExitStack() as stack:
             if model.can_generate():
@@ -81,7 +84,7 @@ def save_model(
         config.save_pretrained(target)
         _complete_config(target / "config.json", config, is_tied=is_tied(model))
         _save_tokenizer(tokenizer, target, turn_end)
-        _save_processor(config, tokenizer, target)
+        _save_processor(config, tokenizer, target, image_size, processor)
     return saved
 
 
@@ -139,22 +142,23 @@ def _complete_config(file: Path, config: PretrainedConfig, *, is_tied: bool) -> 
     for part in parts:
         if part.get("tie_word_embeddings", part is values and config.tie_word_embeddings) and not is_tied:
             part["tie_word_embeddings"] = before["tie_word_embeddings"] = False
-    try:
+    given: dict[Any, Any] = {}
+    with contextlib.suppress(OSError):  # the model was made in code, or its files are gone
         revision = vars(config).get("_commit_hash")
         given, _ = PretrainedConfig.get_config_dict(
             config._name_or_path, revision=revision, local_files_only=True
         )
-    except OSError:  # the model was made in code, or its files are gone
-        given = {}
     for name in (None, *values):
         part = values if name is None else values[name]
-        old = given if name is None else given.get(name)
+        of_part = config if name is None else getattr(config, name, None)
+        # Of some checkpoints, as Qwen2.5-VL, the keys of the text are the config's own.
+        old = given.get(name, given if of_part in (config, config.get_text_config()) else None)
         if not (isinstance(part, dict) and isinstance(old, dict)):
             continue
         if "torch_dtype" in old and "dtype" in part:
             part["torch_dtype"] = part["dtype"]
         # Keys that transformers 5 writes by a newer name, as num_experts of Qwen 3 MoE.
-        newer = getattr(config if name is None else getattr(config, name, None), "attribute_map", {})
+        newer = getattr(of_part, "attribute_map", {})
         part.update({key: part[newer[key]] for key in old if newer.get(key) in part})
         rope = part.get("rope_parameters")
         # Of several kinds, by type of layer, transformers 5 would read the one kind in `rope_scaling` only.
@@ -167,6 +171,13 @@ def _complete_config(file: Path, config: PretrainedConfig, *, is_tied: bool) -> 
         )
         if read.get("rope_parameters") == trained.get("rope_parameters"):
             return
+
+
+def needs_transformers_5(directory: Path) -> bool:
+    """Whether transformers 4 would read other rotary parameters than the config.json in `directory` has."""
+    values = read_json(directory / "config.json") or {}
+    parts = (values, values.get("text_config") or {})
+    return any(part.get("rope_parameters") and not part.keys() & {*_OLD_ROPE_KEYS} for part in parts)
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: int | None = None) -> None:
@@ -199,17 +210,30 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path, turn_end: 
         (target / name).write_text(text + "\n", encoding="utf-8")
 
 
-def _save_processor(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
-    """Copies the processor's files. A chat template in them, which it prefers, becomes the tokenizer's."""
+def _save_processor(
+    config: Any, tokenizer: Any, target: Path, size: dict[str, int] | None, given: str
+) -> None:
+    """Copies the processor's files: those in `given`, else the checkpoint's. A chat template in them,
+    which it prefers, becomes the tokenizer's, and `size` its limits of an image's pixels."""
     template = tokenizer.chat_template
     for name in _PROCESSOR_FILES if config.get_text_config() is not config else ():
-        file = _given_file(config._name_or_path, name, vars(config).get("_commit_hash"), downloads=True)
+        file = _given_file(given, name) or _given_file(
+            config._name_or_path, name, vars(config).get("_commit_hash"), downloads=True
+        )
         if file is None:
             continue
         shutil.copyfile(file, target / name)
         values = read_json(target / name) or {}
-        if template is not None and values.get("chat_template", template) != template:
-            text = json.dumps(values | {"chat_template": template}, indent=2, ensure_ascii=False)
+        before = copy.deepcopy(values)
+        if template is not None and "chat_template" in values:
+            values["chat_template"] = template
+        part = values if name == _PROCESSOR_FILES[0] else values.get("image_processor")
+        if size is not None and isinstance(part, dict):
+            part["size"] = (part.get("size") or {}) | size
+            for old in (part, part["size"]):  # the same limit, as older releases call it
+                old.update({"max_pixels": size["longest_edge"]} if "max_pixels" in old else {})
+        if values != before:
+            text = json.dumps(values, indent=2, ensure_ascii=False)
             (target / name).write_text(text + "\n", encoding="utf-8")
 
 

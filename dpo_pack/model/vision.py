@@ -33,13 +33,15 @@ class VisionFamily:
     """What is special about one `model_type` that reads images."""
 
     has_axes: bool = False  # positions are on three axes
+    limited_frames: int = 0  # its processor has a limit of an image's pixels, times this; 0: it has none
     by_prompt: bool = False  # its processor returns the tiles of a prompt, [1, tiles, ...], not of an image
     since: tuple[int, int] = (5, 18)  # older transformers ignores features without an error
 
 
-_AXES, _PLAIN = VisionFamily(has_axes=True), VisionFamily()
+_QWEN, _PLAIN = VisionFamily(has_axes=True, limited_frames=1), VisionFamily()
 FAMILIES: dict[str, VisionFamily] = {
-    **dict.fromkeys(("glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"), _AXES),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"), _QWEN),
+    "glm4v": VisionFamily(has_axes=True, limited_frames=2),
     **dict.fromkeys(("internvl", "llava", "llava_next", "mistral3"), _PLAIN),
     **dict.fromkeys(("idefics3", "smolvlm"), VisionFamily(by_prompt=True)),
     "lfm2_vl": VisionFamily(since=(5, 22)),

@@ -97,6 +97,9 @@ def _wrong_logps(model: Any, job: dict[str, Any]) -> tuple[str | None, float]:
     if any(pictures for _, _, pictures in job["sequences"]):
         options = {"trust_remote_code": job["trust_remote_code"]}
         processor = transformers.AutoProcessor.from_pretrained(job["directory"], **options)
+        trained, written = job["image_sizes"] or (None, None)  # the one setting that may differ
+        if dict(processor.image_processor.size) == written:
+            processor.image_processor.size = trained
     for (ids, number, pictures), logps in zip(job["sequences"], job["logps"], strict=True):
         tokens = torch.tensor([ids], device=device)
         images = _image_inputs(model, processor, pictures, tokens) if pictures else {}

@@ -147,6 +147,8 @@ class PushRecipe(types.Section):
 class ExportRecipe(types.Section):
     """The model that a run leaves: the type of its weights, its verification, and where it goes."""
 
+    path: types.LocalPath | None = None
+    """Directory for the model, as on another disk: output_dir/model is then a link to it. null: no other."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the exported weights; auto: the checkpoint's, where narrower; an adapter keeps its type."""
     verify: Literal["auto", "full", "tensors", "none"] = "auto"
@@ -225,6 +227,9 @@ class Recipe(types.Section):
         for key, is_on in (("compile", model.compile is True), ("mlp_tile_tokens", model.mlp_tile_tokens)):
             if is_on and model.gradient_checkpointing == "selective":
                 yield f"model.{key}", "not with gradient_checkpointing: selective; set that to true"
+        place, root = self.export.path, self.output_dir.absolute()
+        if place is not None and place.absolute().is_relative_to(root):
+            yield "export.path", "is in output_dir; give a path outside, or leave it out"
         if model.activation_offload and model.gradient_checkpointing is not True:
             yield "model.activation_offload", "needs model.gradient_checkpointing: true; set it, too"
         for key in ("path", "sync"):

@@ -236,7 +236,7 @@ class CheckpointRecipe(types.Section):
     """Checkpoints: what is saved during training, and what a run starts from."""
 
     every_steps: types.Count | None = None
-    """Steps between two checkpoints; null: save only when interrupted."""
+    """Steps between two; null: only if interrupted, and the last until the exported model is verified."""
     keep: types.Count = 2
     """How many of the newest checkpoints to keep."""
     keep_best: types.CountOrZero = 0

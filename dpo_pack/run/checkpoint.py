@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -45,11 +46,14 @@ from dpo_pack.run.checkpoint_files import (
     checkpoint_path,
     checkpoints,
     damage_of,
+    drop_later_checkpoints,
     load_tensors,
     saved_counters,
 )
-from dpo_pack.run.export import export_model, prepare_verification, verify
+from dpo_pack.run.export import export_model, exported_dtype, prepare_verification, verify
 from dpo_pack.run.log import RunLog
+from dpo_pack.run.memory_estimate import format_bytes
+from dpo_pack.run.models import training_bytes
 from dpo_pack.run.pairs import exact_tables
 from dpo_pack.run.run_dir import PARTS, RunDir, only_run
 from dpo_pack.run.setup import Setup, load_policy, prepare
@@ -144,6 +148,7 @@ class Saver:
         self.mark_resume_point()
         if self.run.has_own_checkpoint:
             self.saved = self.resume_point
+        self.warn_of_full_disk()
         best, directory = self.state.standing.best, self.run.checkpoints
         if self.run.checkpoint is None or not self.setup.recipe.checkpoint.keep_best:
             return
@@ -155,6 +160,31 @@ class Saver:
                 f"{self.state.step} can be the best of this run"
             )
             self.state.standing = replace(self.state.standing, best=kept)
+
+    def warn_of_full_disk(self) -> None:
+        """Warns if a disk lacks room for checkpoints and the model. Every rank must call it."""
+        setup, state, settings = self.setup, self.state, self.setup.recipe.checkpoint
+        dtype = exported_dtype(setup, self.loaded, Console(quiet=True))
+        tensors = list(_trained_parameters(state.scorer).values())
+        number, own = sum(tensor.numel() for tensor in tensors), tensors[0].dtype
+        model = setup.policy_facts.num_parameters if self.loaded.adapter is None else number
+        model *= (dtype or own).itemsize
+        optimizer = setup.recipe.optim.name
+        held = training_bytes(num_trained=number, trained_bytes=own.itemsize, optimizer=optimizer)
+        one = held.parameters * (1 + (state.reference is not None)) + held.optimizer + model * settings.export
+        kept = settings.keep_best + (settings.every_steps is not None) * settings.keep
+        number = min(kept, state.source.num_steps // (settings.every_steps or 1)) + 1  # the last step's
+        path = setup.recipe.export.path or self.run.root
+        place = next(one for one in (path, *path.parents) if one.exists())
+        needs = {self.run.root: max(0, number - len(checkpoints(self.run.checkpoints))) * one}
+        needs[place] = needs.get(place, 0) + model
+        for path, needed in needs.items():
+            if (free := shutil.disk_usage(path).free) < needed:
+                setup.console.print(
+                    f"Warning: {path} has {format_bytes(free)} free, and the run needs up to "
+                    f"{format_bytes(needed)} (a checkpoint: {format_bytes(one)}, the model: "
+                    f"{format_bytes(model)}); free space, or set export.path, checkpoint.keep or output_dir"
+                )
 
     @property
     def is_due(self) -> bool:
@@ -205,6 +235,24 @@ class Saver:
         except Exception as refused:  # the user must see the error that ends the run, not this one
             self.setup.console.print(f"  Warning: the last step is not saved: {first_line(refused)}")
 
+    def save_last(self) -> None:
+        """Saves the last step, if the disk has room: if not, it may have room for the model."""
+        try:
+            self.writer.wait()
+        except CacheError:  # the last step may be what was written in the background
+            self.saved = None
+        self.writer.in_background = False
+        if self.saved is not self.resume_point:
+            self.save_what_is_done(CacheError(""), shared=CacheError)
+
+    def drop_last(self) -> None:
+        """Removes the last step, whose weights are in the verified model, unless the recipe keeps it."""
+        step, settings = self.state.step, self.setup.recipe.checkpoint
+        is_best = step in self.state.standing.best_steps[: settings.keep_best]
+        if self.saved is self.resume_point and settings.every_steps is None and not is_best:
+            with contextlib.suppress(OSError):  # the run is finished
+                drop_later_checkpoints(self.run.checkpoints, step - 1)
+
     def best_evaluation(self) -> dict[str, Any] | None:
         """Returns run.json's entry on the best evaluation, if any. `checkpoint`: None if none is kept."""
         standing = self.state.standing
@@ -222,13 +270,12 @@ class Saver:
         }
 
     def require_best(self) -> None:
-        """Raises RunError if `load_exported` would find nothing, while the last step can still be saved."""
+        """Raises RunError if `load_exported` would find nothing."""
         remedy = "with checkpoint.load_best=false the same command exports the last weights"
         standing = self.state.standing
         if not standing.best:
             raise RunError(f"checkpoint.load_best: no evaluation gave a finite metric; {remedy}")
         path = checkpoint_path(self.run.checkpoints, standing.best_steps[0])
-        self.writer.wait()  # the writer may still be writing this checkpoint
         damage = damage_of(path)
         if damage is not None:
             raise RunError(f"checkpoint.load_best: {path} is damaged: {damage}; {remedy}")
@@ -240,11 +287,6 @@ class Saver:
             return self.state.step
         step = self.state.standing.best_steps[0]
         if step < self.state.step:
-            try:  # an error later could not save the last parameters
-                if self.saved is not self.resume_point:
-                    self.save()
-            except CacheError as refused:
-                self.setup.console.print(f"  Warning: the last step is not saved: {refused}")
             self.resume_point = replace(self.resume_point, step=step)  # that whose parameters the policy has
         self.state.evaluation = load_trained(checkpoint_path(self.run.checkpoints, step), self.state.scorer)
         return step

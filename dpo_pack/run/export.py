@@ -35,7 +35,7 @@ from dpo_pack.model.fingerprint import stored_dtype, tensor_digest
 from dpo_pack.model.loading import auto_class, load_config, load_tokenizer
 from dpo_pack.model.lora import SavedAdapter, read_adapter, require_peft, unknown_settings
 from dpo_pack.model.parallel import full_state, is_sharded
-from dpo_pack.model.saving import find_beyond, is_tied, round_weights, save_model
+from dpo_pack.model.saving import find_beyond, is_tied, needs_transformers_5, round_weights, save_model
 from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import FLOAT32_BOUND, image_groups, pair_sums, random_groups
@@ -61,6 +61,9 @@ _ROOM_TO_READ = 1.5  # free memory in weights of the model, for a second one
 # A reader is one process, not a rank.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _USAGE_TITLE = "## How to use it"
+_NOT_FOR_4 = (
+    "It needs transformers 5: older releases ignore `rope_parameters` in config.json, without an error."
+)
 _MERGE = "dpopack merge"
 
 # ---------------------------------------------------------------------------------------------------- write
@@ -80,12 +83,13 @@ def export_model(
     adapter, recipe, tokenizer = loaded.adapter, setup.recipe, setup.tokenizer
     dtype = exported_dtype(setup, loaded, console)
     turn_end, note = name_turn_end(loaded, tokenizer, _answer_ends(setup))
-    usage = usage_section(
-        loaded, tokenizer, recipe.output_dir / "model", note, trusts_code=recipe.model.trust_remote_code
-    )
+    images, about_images = limit_images(loaded, recipe.data.max_pixels)
+    note = ".\n\n".join(filter(None, (note, about_images)))
+    place = recipe.export.path or recipe.output_dir / "model"
+    usage = usage_section(loaded, tokenizer, place, note, trusts_code=recipe.model.trust_remote_code)
     base = None if adapter is None else adapter.base
     card = model_card(recipe, usage, totals=totals, evaluation=evaluation, adapter_base=base)
-    settings: dict[str, Any] = {"dtype": dtype, "turn_end": turn_end}
+    settings: dict[str, Any] = {"dtype": dtype, "turn_end": turn_end, "image_size": images and images[1]}
     if is_sharded(loaded.model):
         settings["state"] = full_state(loaded.model, trained_only=adapter is not None)
     saved: dict[str, Tensor] = {}
@@ -103,6 +107,8 @@ def write_model(
     with written_aside(target) as directory:
         directory.mkdir()
         saved = save_model(loaded, tokenizer, directory, **settings)
+        if needs_transformers_5(directory):
+            card = card.replace(f"{_USAGE_TITLE}\n", f"{_USAGE_TITLE}\n\n{_NOT_FOR_4}\n", 1)
         (directory / "README.md").write_text(card, encoding="utf-8")
         for weights in directory.glob("*.safetensors"):
             # safetensors lets only the owner read its files. Who may read the card may read the weights.
@@ -166,6 +172,21 @@ def name_turn_end(
     )
 
 
+def limit_images(loaded: LoadedModel, max_pixels: int | None) -> tuple[Any, str]:
+    """Returns the processor's limits of pixels and the exported ones, if they differ; a line about images."""
+    vision = loaded.scorer.vision
+    if vision is None or max_pixels is None:
+        return None, ""
+    said = f"In training, images of more than {max_pixels:,} pixels were scaled down (data.max_pixels)"
+    if not (frames := vision.family.limited_frames):
+        return None, f"{said}; its processor cannot do that, so do it where the model is used"
+    size = dict(vision.processor.processor.image_processor.size)
+    limit = max(max_pixels * frames, size["shortest_edge"])  # it scales smaller images up to this
+    if limit >= size["longest_edge"]:
+        return None, ""
+    return (size, {**size, "longest_edge": limit}), f"{said}, as the exported processor does (longest_edge)"
+
+
 # ------------------------------------------------------------------------------------- read back and compare
 
 
@@ -199,6 +220,7 @@ def prepare_verification(
     return {
         "directory": str(directory),
         "auto_class": auto_class(loaded.model.config).__name__,
+        "image_sizes": limit_images(loaded, setup.recipe.data.max_pixels)[0],
         "base": None if loaded.adapter is None else loaded.adapter.base,
         "revision": facts.settings.revision,
         "trust_remote_code": facts.settings.trust_remote_code,
@@ -243,9 +265,9 @@ def verify(job: dict[str, Any]) -> tuple[bool, str]:
     return True, sentence
 
 
-def verify_model(run: RunDir, console: Console, job: dict[str, Any]) -> None:
-    """Verifies the finished run's model on rank 0, and notes in run.json what was found. Raises RunError if
-    the files hold another model, Interrupted after a stop signal."""
+def verify_model(run: RunDir, console: Console, job: dict[str, Any]) -> bool:
+    """Verifies the finished run's model on rank 0, and notes in run.json what was found. Returns whether it
+    did. Raises RunError if the files hold another model, Interrupted after a stop signal."""
     try:
         with shown(console, "Verifying the model"):
             is_verified, found = verify(job)
@@ -256,6 +278,7 @@ def verify_model(run: RunDir, console: Console, job: dict[str, Any]) -> None:
         raise
     run.update(verified=is_verified, not_verified=None if is_verified else found)
     console.print(found.capitalize() if is_verified else f"Warning: {run.model} is {found}")
+    return is_verified
 
 
 # --------------------------------------------------------------------------------------------------- the card
@@ -416,8 +439,11 @@ def merge_adapter(
         lines.append(f"The weights are rounded to {_name(rounded)} (--dtype float32 keeps them)")
         round_weights(merged.model, rounded, keeps_type=False)
     turn_end, note = name_turn_end(merged, tokenizer)
+    told = text_of(directory / "README.md").partition(_USAGE_TITLE)[2].partition("\n```")[0].split("\n\n")
+    note = ".\n\n".join(filter(None, (note, *(one.strip(".") for one in told if "data.max_pixels" in one))))
     usage = usage_section(merged, tokenizer, target, note, trusts_code=trust_remote_code)
-    write_model(merged, tokenizer, target, _merged_card(adapter, usage), dtype=rounded, turn_end=turn_end)
+    card, images = _merged_card(adapter, usage), {"processor": str(directory)}
+    write_model(merged, tokenizer, target, card, dtype=rounded, turn_end=turn_end, **images)
     return adapter, lines
 
 

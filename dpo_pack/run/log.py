@@ -410,7 +410,8 @@ def describe_training(setup: Setup, planned: OfflineSource | None) -> None:
     )
     if recipe.checkpoint.every_steps is None:
         console.print(
-            "  checkpoints: only if interrupted; after a crash the run begins anew (checkpoint.every_steps)"
+            "  checkpoints: only if interrupted, and of the last step until the model is verified; after a "
+            "crash before that the run begins anew (checkpoint.every_steps)"
         )
     if packing.share_prompt and not recipe.shares_prompts:
         console.print("Note: prompts are not shared, because model.lora.dropout is above 0")

@@ -95,9 +95,21 @@ class RunDir:
 
     def remove_leftovers(self) -> None:
         """Removes the temporary files that a killed process has left."""
-        for directory in (self.root, self.checkpoints, self.rollouts, self.pairs):
-            for leftover in directory.glob(".*.tmp"):
+        target = self.model.resolve()  # of a link elsewhere, or what is in `root` already
+        places = ((self.root, ""), (self.checkpoints, ""), (self.rollouts, ""), (self.pairs, ""))
+        for directory, name in (*places, (target.parent, f"{target.name}.")):
+            for leftover in directory.glob(f".{name}*.tmp"):
                 ranks.only_first_does(functools.partial(discard, leftover))
+
+    def place_model(self, path: Path | None) -> Path:
+        """Returns where the model is to be written: model/, or `path`, to which model/ becomes a link."""
+        if path is None and self.model.is_symlink():
+            discard(self.model)
+        if path is not None and path.resolve() != self.model.resolve():
+            discard(self.model)  # of an earlier end of this run
+            with writing(self.model):
+                self.model.symlink_to(path.absolute())
+        return path or self.model
 
     def update(self, **changes: Any) -> None:
         """Sets keys of `run.json` and writes the file."""
@@ -211,6 +223,7 @@ def _require_metrics(metrics: Path, checkpoint: Path) -> None:
 
 def begin_run(run: RunDir, recipe_text: str, device: str) -> None:
     """Writes recipe.yaml and run.json. A run that begins at step 0 first removes an earlier run's files."""
+    run.remove_leftovers()  # first: model/ may be a link to where some are
     if run.checkpoint is None:  # a kill leaves recipe.yaml and run.json, which say that a run wrote the rest
         with writing(run.root):
             earlier = (run.root / part for part in PARTS.values())
@@ -219,7 +232,6 @@ def begin_run(run: RunDir, recipe_text: str, device: str) -> None:
                     remove_directory(path)
                 else:
                     path.unlink(missing_ok=True)
-    run.remove_leftovers()
     write_text_atomically(run.root / RECIPE_FILE, recipe_text)
     run.update(
         status="running",
@@ -293,6 +305,10 @@ def _refuse_to_replace(recipe: Recipe, *, is_ours: bool, overwrite: bool) -> Non
         if any(Path(path).resolve().is_relative_to(place.resolve()) for place in (*written, info)):
             what = f"this run would replace {path}, which {key} names"
             raise RunError(f"output_dir: {what}; use another output_dir")
+    if (place := recipe.export.path) is not None:
+        link, is_empty = recipe.output_dir / PARTS["model"], place.is_dir() and not any(place.iterdir())
+        if place.exists() and not is_empty and link.resolve() != place.resolve():
+            raise RunError(f"export.path: {place} exists already; give a path that does not exist")
     if is_ours:
         return
     if info.exists() and not overwrite:

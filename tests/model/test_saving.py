@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 from support.loading import load_usual
 from support.tiny_models import tiny_model
 from support.tiny_tokenizer import tiny_tokenizer
-from transformers import AutoConfig, AutoTokenizer
+from support.tiny_vision import vision_config
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from dpo_pack.data.tokenizer import end_of_turn
 from dpo_pack.model.fingerprint import stored_dtype
-from dpo_pack.model.saving import _complete_config, find_beyond, is_tied, save_model
-from dpo_pack.run.export import name_turn_end
+from dpo_pack.model.saving import _complete_config, find_beyond, is_tied, needs_transformers_5, save_model
+from dpo_pack.run.export import name_turn_end, write_model
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -97,3 +98,51 @@ def test_the_config_of_every_kind_of_model_is_read_as_it_was(family: str, tmp_pa
     before = AutoConfig.from_pretrained(tmp_path).to_dict()
     _complete_config(tmp_path / "config.json", model.config, is_tied=is_tied(model))
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == before
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_flat_config_and_its_processor_are_right_for_older_readers(family: str, tmp_path: Path) -> None:
+    model = AutoModelForImageTextToText.from_config(vision_config(family))
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    nested = json.loads(file.read_text())
+    text = nested.pop("text_config")
+    section = text.pop("rope_parameters")["mrope_section"]
+    older = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": section}}
+    del text["model_type"], nested["dtype"]
+    file.write_text(json.dumps({**text, **nested, **older, "torch_dtype": "float32"}))
+    limits = {"min_pixels": 3136, "max_pixels": 50176}
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps({**limits, "size": limits}))
+    size = {"shortest_edge": 3136, "longest_edge": 9408}
+    tokenizer, target = tiny_tokenizer(), tmp_path / "saved"
+    save_model(load_usual(tmp_path / "model"), tokenizer, target, image_size=size)
+    saved = json.loads((target / "config.json").read_text())["text_config"]
+    assert {key: saved[key] for key in older} == older and saved["torch_dtype"] == "float32"
+    assert not needs_transformers_5(target)
+    images = json.loads((target / "preprocessor_config.json").read_text())
+    limits["max_pixels"] = 9408
+    assert images == {**limits, "size": {**limits, **size}}
+    save_model(load_usual(tmp_path / "model"), tokenizer, tmp_path / "merged", processor=str(target))
+    assert json.loads((tmp_path / "merged" / "preprocessor_config.json").read_text()) == images
+
+
+@pytest.mark.parametrize(
+    ("older", "needs"),
+    [
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, False),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, True),
+    ],
+)
+def test_the_card_says_if_transformers_4_would_read_another_model(
+    older: dict[str, object], needs: bool, tmp_path: Path
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    values = json.loads(file.read_text())
+    del values["rope_parameters"]
+    file.write_text(json.dumps(values | older))
+    write_model(
+        load_usual(tmp_path / "model"), tiny_tokenizer(), tmp_path / "saved", "## How to use it\n\nAs"
+    )
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert ("needs transformers 5" in card) is needs and card.endswith("\n\nAs")

@@ -56,6 +56,7 @@ REFUSED: list[tuple[str, str]] = [
     ("data.train={path: a, image_folder: b}", "data.train.0.image_folder"),
     ("data.eval={path: a, columns: {images: b}}", "data.eval.0.columns.images"),
     ("export.push_to_hub={repo: noname}", "export.push_to_hub.repo"),
+    ("output_dir=run, export.path=run/model", "export.path"),
 ]  # fmt: skip
 
 

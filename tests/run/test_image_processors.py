@@ -102,3 +102,43 @@ def test_a_processor_that_writes_a_wrong_number_of_tokens_is_found(
     monkeypatch.setattr(type(processor), "replace_image_token", one_more)
     with pytest.raises(ModelError, match=r"writes \d+ tokens for a row's images, .* has \d+ features"):
         trained(run(file, "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "max_pixels", "limit"),
+    [
+        ("qwen2_5_vl", 28 * 28 * 6, 28 * 28 * 6),
+        ("qwen3_vl", 1, 28 * 28 * 4),  # its least size
+        ("glm4v", 28 * 28 * 5, 2 * 28 * 28 * 5),  # of two frames
+        ("qwen2_vl", 10**6, None),  # above its limit
+        ("llava", 28 * 28, None),  # has no such setting
+    ],
+)
+def test_the_exported_processor_scales_images_as_the_training_did(
+    family: str,
+    max_pixels: int,
+    limit: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, processor = real_run(family, tmp_path, monkeypatch)
+    own = dict(processor.image_processor.size)
+    recipe = run(
+        file, "run", "packing.token_budget=1024", "export.verify=full", f"data.max_pixels={max_pixels}"
+    )
+    job = verified_job(recipe)
+    written = json.loads((recipe.output_dir / "model" / "processor_config.json").read_text())[
+        "image_processor"
+    ]
+    assert written["size"] == ({**own, "longest_edge": limit} if limit else own)
+    told = f"images of more than {max_pixels:,} pixels were scaled down"
+    assert (told in (recipe.output_dir / "model" / "README.md").read_text()) == (family != "qwen2_vl")
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoProcessor, "from_pretrained", lambda *_, **__: processor)
+        if limit is not None:
+            assert "its processor has size" in answer_of(job, patch, capsys)["failure"]
+        processor.image_processor.size = written["size"]
+        found = answer_of(job, patch, capsys)
+    assert found["failure"] is None and found["error"] < 1e-5, found

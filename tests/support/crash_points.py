@@ -37,12 +37,15 @@ SETTINGS = (
     "checkpoint.keep_best=1",
     "logging.samples={num: 1, max_new_tokens: 1}",
 )
+# A run that keeps no checkpoint, and whose model goes elsewhere: its end, from its last checkpoint on.
+END = ("checkpoint.every_steps=null", "checkpoint.keep_best=0", "export.path={work}/elsewhere/model")
+END_BEGINS = "run/checkpoints"
 KILL, HALF, EIO, FULL = "killed before it", "killed in the middle", "EIO", "disk full from here"
 _RANDOM_NAME = re.compile(r"(?<=\.)[0-9a-f]{8}(?=\.tmp)|[0-9a-f]{32,64}|(?<=/\.tmp)\w{6}$")
 
 Value = TypeVar("Value")
-# A tree of files by relative path: their bytes, or None for a directory.
-Files = Mapping[str, bytes | None]
+# A tree of files by relative path: their bytes, a link's path, or None for a directory.
+Files = Mapping[str, bytes | Path | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,7 @@ class Bench:
     """A directory in which the small run runs again and again: inputs in assets/, all it writes in work/."""
 
     directory: Path
+    overrides: Sequence[str] = ()
     expected: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -130,7 +134,9 @@ class Bench:
         return Ending(status=status, message=message, output=output)
 
     def _recipe(self) -> Recipe:
-        return whole_run(self.assets, self.run_dir, f"reference.cache_dir={self.work}/cache", *SETTINGS)
+        overrides = [override.format(work=self.work) for override in self.overrides]
+        cache = f"reference.cache_dir={self.work}/cache"
+        return whole_run(self.assets, self.run_dir, cache, *SETTINGS, *overrides)
 
     def results(self) -> dict[str, Any]:
         """What must be the same, bit by bit, however the run came to its end."""
@@ -152,7 +158,8 @@ class Bench:
         wrong = [name for name in self.expected if found[name] != self.expected[name]]
         if wrong:
             return f"other {', '.join(wrong)}"
-        left = [path.relative_to(self.run_dir).as_posix() for path in self.run_dir.rglob(".*.tmp")]
+        places = (self.run_dir, self.work / "elsewhere")
+        left = [path.relative_to(self.work).as_posix() for d in places for path in d.rglob(".*.tmp")]
         return f"left over: {', '.join(left)}" if left and not may_leave else ""
 
 
@@ -313,10 +320,12 @@ def _wrong(bench: Bench, disturbed: Sequence[Ending], last: Ending) -> str:
 def read_files(directory: Path, known: dict[bytes, bytes] | None = None) -> Files:
     """Reads a tree of files. `known` keeps equal contents of several trees once."""
     known = {} if known is None else known
-    files: dict[str, bytes | None] = {}
+    files: dict[str, bytes | Path | None] = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        if path.is_dir():
+        if path.is_symlink():
+            files[name] = path.readlink()
+        elif path.is_dir():
             files[name] = None
         else:
             content = path.read_bytes()
@@ -331,6 +340,8 @@ def write_files(directory: Path, files: Files) -> None:
     for name, content in files.items():
         if content is None:
             (directory / name).mkdir(parents=True)
+        elif isinstance(content, Path):
+            (directory / name).symlink_to(content)
         else:
             (directory / name).write_bytes(content)
 

@@ -37,9 +37,10 @@ _CALLS = {
     **{76: ("truncate", "path"), 77: ("truncate", "fd"), 285: ("truncate", "fd")},
     **{83: ("mkdir", "path"), 258: ("mkdir", "at"), 84: ("rmdir", "path")},
     **{87: ("unlink", "path"), 263: ("unlink", "at")},
+    **{88: ("symlink", "at")},  # its first argument, the address of a text, is no descriptor
     **{90: ("chmod", "path"), 91: ("chmod", "fd"), 268: ("chmod", "at")},
 }
-_NEEDS_SPACE = ("write", "writev", "rename", "fsync", "truncate", "mkdir")
+_NEEDS_SPACE = ("write", "writev", "rename", "fsync", "truncate", "mkdir", "symlink")
 
 _TRACEME, _CONT, _GETREGS, _POKEUSER, _SYSCALL, _SETOPTIONS = 0, 7, 12, 6, 24, 0x4200
 _SYSGOOD, _FORK, _VFORK, _CLONE, _EXEC, _SECCOMP, _EXITKILL = 1, 2, 4, 8, 16, 0x80, 0x100000
@@ -231,6 +232,7 @@ def _operation(pid: int, registers: ctypes.Array[ctypes.c_ulonglong]) -> Operati
         "read": False,
         "fsync": False,
         "mkdir": not there,
+        "symlink": not there,
         "rename": there,
         "rmdir": there,
         "unlink": there,
