@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.data.formats import FORMATS, SIDES, are_labels
-from dpo_pack.data.tokenization import TokenizationSettings, TokenizedPair
+from dpo_pack.data.columns import are_labels
+from dpo_pack.data.formats import FORMATS, SIDES
+from dpo_pack.data.tokenization import CHOSEN_KEY, TokenizationSettings, TokenizedPair
 from dpo_pack.data.tokenizer import template_opens_turn
 from dpo_pack.data.written import MESSAGE_KEY, THINKING
 from dpo_pack.packing.lengths import AnyIntArray, Group
 
 FEW = 0.1  # of a source's pairs or rows: what fewer have may be right
+_MANY = 20  # of so many pairs, a column that decides should not prefer one side always
 _QUOTED_CHARACTERS = 40
 _LEAST_PROMPT_CHARACTERS = 8  # a shorter prompt may be in an answer by chance
 _EDGE_TOKENS = 4  # BOS and EOS at an edge are among so many tokens: a template may write line breaks there
@@ -178,6 +180,10 @@ def source_notes(summary: Mapping[str, Any], *, names_left_out: bool = True) -> 
     for name, sentence in _NOTES.items():
         if summary.get(name) and not (name == "prompts_without_template" and "foreign_marks" in faults):
             yield f"in {summary[name]:,} of {kept:,} {what} {sentence}"
+    if choices := [key for key in summary if key.startswith(CHOSEN_KEY)]:
+        told = ", ".join(f"{key.removeprefix(CHOSEN_KEY)} ({summary[key]:,} of {kept:,})" for key in choices)
+        is_always = len(choices) == 1 and kept >= _MANY and " where " in told  # it may mean the other one
+        yield f"{'Warning: chosen is always' if is_always else 'chosen is'} {told}"
     if keys := [key.removeprefix(MESSAGE_KEY) for key in summary if key.startswith(MESSAGE_KEY)]:
         yield f"of the messages the chat template leaves out the keys {', '.join(sorted(keys))}"
     if unknown := summary.get("unknown_tokens"):
@@ -201,8 +207,8 @@ _NOTES = {  # by counts of a summary
     "arguments_as_objects": "arguments of tool calls are given as objects, which the chat template takes",
     "arguments_as_text": "arguments of tool calls are given as JSON text, which the chat template takes",
     "texts_changed": "the chat template writes a text in another form, as with other white space or signs",
-    "prompts_without_template": "texts are without the marks of the chat template; for a chat model, "
-    "columns: {instruction: prompt} makes messages of them",
+    "prompts_without_template": "texts are without the marks of the chat template; for a chat model, name "
+    "the column of the prompt as instruction in columns, which makes messages of them",
 }
 _KEEP = "{keeping} keeps these pairs whole; data.truncation: drop leaves them out"
 # What each fault means for the model, and its remedy; `remedy_of` fills in the words in braces.

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 
 Message = dict[str, Any]
-Answers = tuple[list[Message], list[Message]]  # chosen and rejected
+Answers = tuple[list[Message], list[Message], str]  # chosen, rejected, and `Pair.choice`
 Row = Mapping[str, Any]
 _HUMAN_TURN, _ASSISTANT_TURN = "\n\nHuman:", "\n\nAssistant:"  # of HH-RLHF
 SIDES = ("chosen", "rejected")
@@ -46,6 +46,7 @@ class Pair:
     chosen_weights: Sequence[float] | None = None
     rejected_weights: Sequence[float] | None = None
     has_inferred_prompt: bool = False  # the prompt is the text with which both completions happen to begin
+    choice: str = ""  # why chosen is chosen, if the row does not call an answer so; {better} is a column
     template_options: Mapping[str, Any] = field(default_factory=dict)  # tools and chat_template_kwargs
 
 
@@ -76,11 +77,13 @@ def preference(row: Row) -> Pair:
     """Reads texts: `chosen`, `rejected` and `prompt`, or their common beginning if `prompt` is missing."""
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
     for column, text in zip(SIDES, (chosen, rejected), strict=True):
-        if _BEGINS_MESSAGES.match(text) and text.rstrip()[-1] == "]" and not _holds_messages(text):
+        if _BEGINS_MESSAGES.match(text) and text.rstrip()[-1] == "]" and not holds_messages(text):
             detail = f"{column} is a list of messages as text, but neither JSON nor as Python prints it"
             raise BadRow("wrong_type", f"{detail}; store it as JSON")
     if "prompt" in row:
         return _pair(row, _text(row, "prompt"), chosen, rejected)
+    if all(isinstance(parsed_text(text), dict) for text in (chosen, rejected)):
+        raise BadRow("wrong_type", "chosen and rejected are JSON of objects, and no column is the prompt")
     length = _implicit_prompt_length(chosen, rejected)
     if length == 0:
         raise BadRow("no_common_prompt", "no prompt column, and chosen and rejected begin differently")
@@ -112,7 +115,7 @@ def conversational(row: Row) -> Pair:
     if "prompt" not in row:
         _check_last_turns(chosen, rejected)
     elif not any(m["role"] == "user" and m.get("content") == row["prompt"] for m in prompt):
-        if isinstance(row["prompt"], str) and not _holds_messages(row["prompt"]):
+        if isinstance(row["prompt"], str) and not holds_messages(row["prompt"]):
             detail = "prompt is text, but chosen and rejected do not both begin with a user message of it"
             raise BadRow("prompt_mismatch", detail)
         prompt = _messages(row, "prompt")
@@ -126,12 +129,8 @@ def conversational(row: Row) -> Pair:
 
 def openai(row: Row) -> Row:
     """Returns a row of OpenAI's fine-tuning on preferences under the columns of `conversational`."""
-    asked = _object_or_json(row, "input", dict) or {}
-    if "messages" not in asked:
-        raise BadRow("missing_column", "input has no messages")
     chosen, rejected = _answer(row, "preferred_output"), _answer(row, "non_preferred_output")
-    given = {"prompt": asked["messages"], "tools": asked.get("tools"), "chosen": chosen, "rejected": rejected}
-    return {**row, **given}
+    return {**row, "prompt": _value(row, "input"), "chosen": chosen, "rejected": rejected}
 
 
 def swift(row: Row) -> Row:
@@ -169,8 +168,11 @@ def compared(row: Row) -> Answers:
     is_second_better = {_is_second_better(column, row[column]) for column in columns}
     if len(is_second_better) > 1:
         raise BadRow("contradicting_columns", "the columns preference and better name different answers")
-    first, second = _answer(row, "first"), _answer(row, "second")
-    return (second, first) if is_second_better.pop() else (first, second)
+    better, worse = ("second", "first") if is_second_better.pop() else ("first", "second")
+    value = re.sub("[{}]", "", str(row[columns[-1]])).strip()
+    if columns[-1] == "preference" and math.isfinite(number := _as_float(value)):
+        value = "above 0" if number > 0 else "below 0"
+    return _answer(row, better), _answer(row, worse), f"{{{better}}} where {{{columns[-1]}}} is {value}"
 
 
 def _is_second_better(column: str, value: object) -> bool:
@@ -192,30 +194,36 @@ _TIES = ("tie", "both", "neither", "equal", "draw", "same")
 
 
 def ranked(row: Row) -> Answers:
-    """Returns the best and the worst answer of `answers`, a list of `{answer, rank}`, or `{completion,
-    rank}`; the lowest rank is the best. Raises BadRow if all ranks are equal."""
-    answers = _as_list(_value(row, "answers"))
+    """Returns the best and the worst answer of `answers`, a list of objects with a text, by the first of
+    _ORDERS that they have. Raises BadRow if all are equal."""
+    answers = as_list(_value(row, "answers"))
     if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
         raise BadRow("wrong_type", "answers is not a list of {answer, rank} objects")
     if len(answers) < 2:
         raise BadRow("too_few_answers", f"answers has {len(answers)} entries, but a pair needs two")
-    ranks = [_as_float(_value(answer, "rank")) for answer in answers]
+    order = next((name for name in _ORDERS if any(name in answer for answer in answers)), "rank")
+    ranks = [_as_float(_value(answer, order)) for answer in answers]
     if not all(map(math.isfinite, ranks)):
-        wrong = next(answer["rank"] for answer in answers if not math.isfinite(_as_float(answer["rank"])))
-        raise BadRow("wrong_type", f"rank is {str(wrong)[:40]!r}, not a number")
+        wrong = next(answer[order] for answer in answers if not math.isfinite(_as_float(answer[order])))
+        raise BadRow("wrong_type", f"{order} is {str(wrong)[:40]!r}, not a number")
     if min(ranks) == max(ranks):
-        raise BadRow("tie", "all answers have the same rank")
-    best, worst = (answers[ranks.index(rank)] for rank in (min(ranks), max(ranks)))
-    column = "completion" if "completion" in best and "answer" not in best else "answer"
-    return _answer(best, column), _answer(worst, column)
+        raise BadRow("tie", f"all answers have the same {order}")
+    best, worst = (answers[ranks.index(rank)] for rank in (min(ranks), max(ranks))[:: _ORDERS[order]])
+    column = next((name for name in ("answer", "completion", "response") if name in best), "answer")
+    wins, loses = ("lowest", "highest")[:: _ORDERS[order]]
+    choice = f"the answer of the {wins} {order}, rejected that of the {loses}"
+    return _answer(best, column), _answer(worst, column), choice
+
+
+_ORDERS = {"rank": 1, "overall_score": -1, "score": -1}  # 1: the lowest is the best
 
 
 def alpaca_prompt(row: Row) -> list[Message]:
     """Returns the turns of `history`, and `instruction` and `input` with a line break between them."""
     instruction, input = _text(row, "instruction"), row.get("input")
-    history = _as_list(row.get("history") or [])
+    history = as_list(row.get("history") or [])
     if not isinstance(input, str | None):
-        raise BadRow("wrong_type", f"input is {_kind(input)}, not text")
+        raise BadRow("wrong_type", f"input is {kind_of(input)}, not text")
     turns = []
     for turn in history if isinstance(history, list) else [None]:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
@@ -228,11 +236,11 @@ def alpaca_prompt(row: Row) -> list[Message]:
 def dialogue_prompt(row: Row, column: str) -> list[Message]:
     """Returns the messages of a column, which end before the answer. Their keys may be those of ShareGPT."""
     value = _value(row, column)
-    if isinstance(value, str) and column == "prompt" and not _holds_messages(value):
+    if isinstance(value, str) and column == "prompt" and not holds_messages(value):
         return _turns(value)
-    value = _as_list(value)
+    value = as_list(value)
     if not isinstance(value, list):
-        raise BadRow("wrong_type", f"{column} is {_kind(value)}, not a list of messages")
+        raise BadRow("wrong_type", f"{column} is {kind_of(value)}, not a list of messages")
     return [_message(message, column) for message in value]
 
 
@@ -261,19 +269,19 @@ def preference_prompt(row: Row) -> Pair:
 def conversational_prompt(row: Row) -> Pair:
     """Reads the column `prompt` if it has messages. Else the prompt is the completions' common beginning."""
     value = row.get("prompt")
-    has_messages = _holds_messages(value) if isinstance(value, str) else isinstance(_as_list(value), list)
+    has_messages = holds_messages(value) if isinstance(value, str) else isinstance(as_list(value), list)
     prompt = _messages(row, "prompt") if has_messages else conversational(row).prompt
     return Pair(prompt=prompt, template_options=_template_options(row))
 
 
 def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
     """Returns the formats, in the order of FORMATS, that a row may have and that read all named `columns`."""
-    lists = {column for column, value in row.items() if isinstance(_as_list(value), list)}
+    lists = {column for column, value in row.items() if isinstance(as_list(value), list)}
     texts = {column for column, value in row.items() if isinstance(value, str)}
-    has_both, answers = row.keys() >= {*SIDES}, _as_list(row.get("answers"))
+    has_both, answers = row.keys() >= {*SIDES}, as_list(row.get("answers"))
     # A text prompt or one answer that happens to be JSON stays text.
     is_conversation = not (lists - texts).isdisjoint(("prompt", "chosen")) or (
-        texts.issuperset(SIDES) and all(_holds_messages(row[column]) for column in SIDES)
+        texts.issuperset(SIDES) and all(holds_messages(row[column]) for column in SIDES)
     )
     dialogues = [str(row.get(column)) for column in SIDES]
     is_transcript = all(_HUMAN_TURN in text and _ASSISTANT_TURN in text for text in dialogues)
@@ -290,7 +298,7 @@ def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
         "sharegpt": "conversations" in lists,
         "alpaca": "instruction" in texts,
         "compared": is_compared,
-        "ranked": is_ranked and "rank" in answers[0] and not has_both,
+        "ranked": is_ranked and not _ORDERS.keys().isdisjoint(answers[0]) and not has_both,
     }
     # An online run reads only the prompt; it makes messages of it, as other runs do.
     of_messages = matching["ranked"] or (is_compared and not {"preference", "better"}.isdisjoint(row))
@@ -310,40 +318,6 @@ def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
     ]
 
 
-def texts_of_columns(rows: Sequence[Row], *, beside: Container[str | None]) -> dict[str, list[str]]:
-    """Returns the texts of each column that has some, except of `beside`; no numbers and no blanks."""
-    texts: dict[str, list[str]] = {}
-    for row in rows:
-        for column, value in row.items():
-            if column not in beside and (found := list(_texts(value))):
-                texts.setdefault(column, []).extend(found)
-    return texts
-
-
-def are_labels(texts: Sequence[str]) -> bool:
-    """Returns True if the texts are ids or categories; docs/data.md has the rule and its reasons."""
-    if len(texts) < _FEWEST_LABELS or not all(text.isascii() and len(text.split()) == 1 for text in texts):
-        return False
-    return 2 * len(set(texts)) <= len(texts) or not any(map(str.isalpha, texts))
-
-
-_FEWEST_LABELS = 20  # fewer texts may be single words by chance
-
-
-def _texts(value: Any) -> Iterator[str]:
-    values = [value]
-    while values:
-        value = values.pop()
-        if isinstance(value, str):
-            try:
-                float(value)
-            except ValueError:
-                if value.strip():
-                    yield value
-        elif isinstance(value, list | dict):
-            values.extend(value.values() if isinstance(value, dict) else value)
-
-
 def with_system_message(prompt: list[Any], content: str) -> list[Any]:
     """Returns the prompt with a system message at its beginning. A prompt that has one is unchanged."""
     if prompt[0]["role"] in ("system", "developer"):
@@ -355,7 +329,7 @@ def with_system(row: Row, pair: Pair) -> Pair:
     """Returns the pair with the text of the column `system` as system message. Raises BadRow."""
     system, prompt = row.get("system"), pair.prompt
     if not isinstance(system, str | None):
-        raise BadRow("wrong_type", f"system is {_kind(system)}, not text")
+        raise BadRow("wrong_type", f"system is {kind_of(system)}, not text")
     if not (system or "").strip():
         return pair
     assert isinstance(prompt, list) and isinstance(system, str)
@@ -368,18 +342,18 @@ def with_system(row: Row, pair: Pair) -> Pair:
 
 def _as_messages(
     prompt: Callable[[Row], list[Message] | None],
-    completions: Callable[[Row], Answers] = lambda row: (_answer(row, "chosen"), _answer(row, "rejected")),
+    completions: Callable[[Row], Answers] = lambda row: (_answer(row, SIDES[0]), _answer(row, SIDES[1]), ""),
 ) -> dict[str, Any]:
     """Makes the functions of a `Format` of messages. `prompt` returns None if completions begin with it."""
 
     def read_pair(row: Row) -> Pair:
-        chosen, rejected = completions(row)
+        chosen, rejected, choice = completions(row)
         messages = {"chosen": chosen, "rejected": rejected}
         if (asked := prompt(row)) is not None:
             messages["prompt"] = asked
         pair = with_system(row, conversational({**row, **messages}))
         check_last_turn(pair, continues=True, is_asked=asked is not None)
-        return pair
+        return replace(pair, choice=choice)
 
     def read_prompt(row: Row) -> Pair:
         if (asked := prompt(row)) is None:
@@ -393,19 +367,19 @@ def _as_messages(
 def _answer(row: Row, column: str) -> list[Message]:
     """Returns the messages of an answer: a text, a message or a list of messages."""
     value = _value(row, column)
-    if isinstance(value, str) and not _holds_messages(value):
+    if isinstance(value, str) and not holds_messages(value):
         return [{"role": "assistant", "content": value}]
-    if isinstance(_as_list(value), list):
+    if isinstance(as_list(value), list):
         return dialogue_prompt(row, column)
-    message = _message(_parsed(value) if isinstance(value, str) else value, column)
+    message = _message(parsed_text(value) if isinstance(value, str) else value, column)
     if not isinstance(message, dict):
-        raise BadRow("wrong_type", f"{column} is {_kind(value)}, neither text nor a message")
+        raise BadRow("wrong_type", f"{column} is {kind_of(value)}, neither text nor a message")
     if message.get("role") != "assistant":
         raise BadRow("no_assistant_turn", f"{column} is a message of the role {message.get('role')!r}")
     return [message]
 
 
-def _parsed(text: str) -> Any:
+def parsed_text(text: str) -> Any:
     """Returns the list or object that a text is in JSON or as Python prints it; the text if it is neither."""
     if text.lstrip()[:1] not in ("[", "{") or len(text) > MAX_ROW_SIZE:
         return text
@@ -423,10 +397,10 @@ def _as_numpy_prints(text: str) -> Any:
     return ast.literal_eval(re.sub(r"\}\s*\n\s*\{", "}, {", text))  # no commas; no text has line breaks
 
 
-def _as_list(value: Any) -> Any:
-    """Returns the list that a text is (see `_parsed`), or that an object of lists is; others unchanged."""
-    parsed = _parsed(value) if isinstance(value, str) else value
-    if isinstance(parsed, dict) and not {"role", "from", "rank"}.isdisjoint(parsed):
+def as_list(value: Any) -> Any:
+    """Returns the list that a text is (see `parsed_text`) or an object of lists; others unchanged."""
+    parsed = parsed_text(value) if isinstance(value, str) else value
+    if isinstance(parsed, dict) and not {"role", "from", *_ORDERS}.isdisjoint(parsed):
         columns = {name: column for name, column in parsed.items() if column is not None}
         if all(isinstance(column, list) for column in columns.values()):
             with suppress(ValueError):  # the lists have different lengths
@@ -434,10 +408,10 @@ def _as_list(value: Any) -> Any:
     return parsed if isinstance(parsed, list) else value
 
 
-def _holds_messages(text: Any) -> bool:
+def holds_messages(text: Any) -> bool:
     """Returns True if a text is a message or a list of messages, in JSON or as Python prints it."""
-    parsed = _parsed(text) if isinstance(text, str) else text
-    messages = _as_list(parsed) if isinstance(_as_list(parsed), list) else [parsed]
+    parsed = parsed_text(text) if isinstance(text, str) else text
+    messages = as_list(parsed) if isinstance(as_list(parsed), list) else [parsed]
     return bool(messages) and all(
         isinstance(message, dict) and str(message.get("role", message.get("from"))) in _ROLES
         for message in messages
@@ -445,14 +419,28 @@ def _holds_messages(text: Any) -> bool:
 
 
 def _message(value: Any, column: str) -> Any:
-    """Returns a message of ShareGPT, `{from, value}`, as `{role, content}`; other values unchanged."""
-    if not isinstance(value, dict) or value.get("from") is None or value.get("role") is not None:
+    """Returns a message of ShareGPT, `{from, value}`, as `{role, content}`, and a call in JSON as one of
+    `tool_calls`; other values unchanged."""
+    if not isinstance(value, dict):
         return value
-    sender = str(value["from"])  # JSON may have a list there, which has no hash
+    is_shared = value.get("from") is not None and value.get("role") is None
+    who, what = ("from", "value") if is_shared else ("role", "content")
+    sender, content = str(value.get(who)), value.get(what)
+    if not is_shared and sender not in _RENAMED_ROLES:
+        return value
     if sender not in _SHAREGPT_ROLES:
         known = ", ".join(_SHAREGPT_ROLES)
         raise BadRow("unknown_role", f"{column} has a message from {sender[:40]!r}; known: {known}")
-    return {"role": _SHAREGPT_ROLES[sender], "content": value.get("value")}
+    others = {key: inner for key, inner in value.items() if key not in (who, what)}
+    if sender in _CALLS:
+        calls = parsed_text(content) if isinstance(content, str) else content
+        calls = calls if isinstance(calls, list) else [calls]
+        if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
+            way = "JSON of {name, arguments} or of a list of such; or write tool_calls, as OpenAI does"
+            raise BadRow("wrong_type", f"a message from {sender!r} in {column} is no call; calls are {way}")
+        others["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+        content = None
+    return {**others, "role": _SHAREGPT_ROLES[sender], "content": content}
 
 
 def _turns(text: str) -> list[Message]:
@@ -468,9 +456,12 @@ def _turns(text: str) -> list[Message]:
     return [{"role": roles[mark], "content": words} for mark, words in turns]
 
 
+_CALLS = ("function_call", "tool_call")  # of LLaMA-Factory and of ms-swift
+_RENAMED_ROLES = (*_CALLS, "tool_response")
 _SHAREGPT_ROLES = {
     **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
-    **{"system": "system", "tool": "tool", "observation": "tool"},
+    **{"system": "system", "tool": "tool", "observation": "tool", "tool_response": "tool"},
+    **dict.fromkeys(_CALLS, "assistant"),
 }
 _ROLES = {*_SHAREGPT_ROLES, "developer", "function", "ipython"}
 
@@ -537,23 +528,23 @@ def _text(row: Row, column: str) -> str:
     value = _value(row, column)
     if not isinstance(value, str):
         _without_nulls(value, column)  # a date is no JSON at all
-        raise BadRow("wrong_type", f"{column} is {_kind(value)}, not text")
+        raise BadRow("wrong_type", f"{column} is {kind_of(value)}, not text")
     return value
 
 
 def _messages(row: Row, column: str) -> list[Message]:
     """Returns the messages. One without `content` (a tool call) gets `content: None`, as templates expect."""
-    value = _as_list(_value(row, column))
+    value = as_list(_value(row, column))
     if not isinstance(value, list):
-        raise BadRow("wrong_type", f"{column} is {_kind(value)}, not a list of messages")
+        raise BadRow("wrong_type", f"{column} is {kind_of(value)}, not a list of messages")
     if not value:
         kind = "empty_prompt" if column == "prompt" else "empty_completion"
         raise BadRow(kind, f"{column} has no messages")
     is_plain = [type(m) is dict and type(m.get("content")) is type(m.get("role")) is str for m in value]
-    if all(is_plain) and max(map(len, value)) == 2:
+    if all(is_plain) and max(map(len, value)) == 2 and not any(m["role"] in _RENAMED_ROLES for m in value):
         return value
     reads_images = isinstance(row.get("images"), RowImages)
-    messages: list[Message] = _without_nulls(value, column)
+    messages: list[Message] = _without_nulls([_message(message, column) for message in value], column)
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRow("wrong_type", f"message {number} of {column} is not a {{role, content}} object")
@@ -561,7 +552,7 @@ def _messages(row: Row, column: str) -> list[Message]:
             message["tool_calls"] = _without_nulls(_object_or_json(message, "tool_calls", list), column)
         content = message.setdefault("content", None)
         if not (content is None or isinstance(content, str | list)):
-            raise BadRow("wrong_type", f"the content of message {number} of {column} is {_kind(content)}")
+            raise BadRow("wrong_type", f"the content of message {number} of {column} is {kind_of(content)}")
         items = () if reads_images else chain.from_iterable(part.items() for part in _parts(message))
         if any(holds_media(*item) or (item[0] == "type" and is_media_name(str(item[1]))) for item in items):
             detail = f"message {number} of {column} has images, video or audio, and only text is read"
@@ -647,7 +638,7 @@ def _token_weights(row: Row, column: str, num_tokens: int) -> list[float] | None
         detail = f"{column} has {len(weights):,} numbers for a completion of {num_tokens:,} tokens"
         raise BadRow("invalid_token_weights", detail)
     if num_tokens and not any(weights):
-        raise BadRow("nothing_scored", f"{column} are all 0, so the completion adds nothing to a loss")
+        raise BadRow("invalid_token_weights", f"{column} are all 0: the completion adds nothing to a loss")
     return weights
 
 
@@ -679,19 +670,19 @@ def _template_options(row: Row) -> dict[str, Any]:
 def _object_or_json(row: Row, column: str, kind: type) -> Any:
     value = row.get(column)
     if isinstance(value, str):
-        value = _parsed(value) if value.strip() else None  # its nulls stay, because a person wrote them
+        value = parsed_text(value) if value.strip() else None  # its nulls stay, because a person wrote them
         if isinstance(value, str):
             raise BadRow("wrong_type", f"{column} is text but not JSON")
     else:
         value = _without_nulls(value, column)
     if value is not None and not isinstance(value, kind):
-        raise BadRow("wrong_type", f"{column} is {_kind(value)}, not {_KINDS[kind]}")
+        raise BadRow("wrong_type", f"{column} is {kind_of(value)}, not {_KINDS[kind]}")
     if isinstance(value, list):  # some data sets have a JSON text for each tool
-        value = [_parsed(item) if isinstance(item, str) else item for item in value]
+        value = [parsed_text(item) if isinstance(item, str) else item for item in value]
     return value
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     return _KINDS.get(type(value), type(value).__name__)
 
 

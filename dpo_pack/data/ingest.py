@@ -20,15 +20,14 @@ from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any
 
+from dpo_pack.data.columns import Columns, are_labels, likelihood, proposal, texts_of_columns
 from dpo_pack.data.faults import Origin, faults_of
 from dpo_pack.data.formats import (
     FORMATS,
     BadRow,
     Pair,
-    are_labels,
     check_last_turn,
     possible_formats,
-    texts_of_columns,
     with_system,
 )
 from dpo_pack.data.images import ImageProcessor, ImageReader
@@ -185,7 +184,8 @@ class Ingestion:
                 )
             if first:
                 return first, every
-        format_name = likely or "preference"
+        reading = (name for name, fields in FIELDS_OF_FORMAT.items() if named.issubset(fields))
+        format_name = likely or next(reading, "preference")
         if is_whole and (unread := sorted(named.difference(FIELDS_OF_FORMAT[format_name]))):
             raise DataError(
                 f"{self.located.label}: no format reads these columns together; as {format_name}, "
@@ -212,8 +212,7 @@ class Ingestion:
         if not possible:
             self.known_columns = sorted(column for column in {*read, *texts} if column is not None)
             return
-        # Columns with many different texts come first, because questions differ; `system` comes last.
-        possible.sort(key=lambda column: (column == "system", -len(set(texts[column]))))
+        possible.sort(key=lambda column: likelihood(column, texts[column]))
         names = " or ".join(map(repr, possible[:_NAMED_COLUMNS]))
         raise DataError(
             f"{self.located.label}: no column 'prompt', and {names} may be it; set {self.located.key}."
@@ -382,28 +381,48 @@ class Ingestion:
 
     def _remedy(self, bad: BadRow) -> str:
         """Returns what the user can change so that rows with this fault are kept; "": nothing is known."""
-        names_prompt = "prompt" in FIELDS_OF_FORMAT[self.format]
-        if (bad.reason == "no_common_prompt" and not names_prompt) or (
-            bad.reason == "missing_column" and not self._is_in_most_rows(bad.reason)
-        ):
-            return ""
-        if bad.reason == "wrong_type" and not bad.detail.startswith(
-            ("prompt is", "chosen is", "rejected is")
-        ):
-            return ""
-        names = {"KEY": self.located.key, "PROMPT": self.source.columns.get("prompt") or "prompt"}
-        names["TEMPLATE"] = "name another template in tokenizer.chat_template"
-        return re.sub("KEY|PROMPT|TEMPLATE", lambda word: names[word[0]], _REMEDIES.get(bad.reason, ""))
+        if bad.reason in _ABOUT_COLUMNS:
+            if not self._is_in_most_rows(bad.reason):
+                return ""
+            if self.completion_tokens is None and (other := self._other_columns()):
+                return other
+        names = {"KEY": self.located.key, "TEMPLATE": "name another template in tokenizer.chat_template"}
+        reason = "media_read" if bad.reason == "media" and self.images is not None else bad.reason
+        return re.sub("KEY|TEMPLATE", lambda word: names[word[0]], _REMEDIES.get(reason, ""))
+
+    def _other_columns(self) -> str:
+        """Returns the `columns` with which most of the first rows are pairs; "": none are found."""
+        rows, present = self.opened.first_rows(), dict(self.source.columns)
+        kept: Columns = {
+            ours: theirs for ours, theirs in present.items() if ours in (*IMAGE_FIELDS, *_BESIDE)
+        }
+
+        def reads(columns: Columns) -> bool:
+            source = self.source.model_copy(update={"columns": {**kept, **columns}})
+            names, num_read = replace(self.opened.names, source=source), 0
+            for row in rows:
+                with suppress(BadRow, DataError):
+                    renamed = names.rename(dict(row))
+                    formats = possible_formats(renamed, source.columns)
+                    name = source.format if source.format != "auto" else (formats or ["preference"])[0]
+                    pair: Any = FORMATS[name].pair(renamed)
+                    check_last_turn(pair)
+                    is_read = columns.keys() - {"prompt"} <= {*FIELDS_OF_FORMAT[name]}
+                    turns = [] if isinstance(pair.chosen, str) else [pair.chosen[0], pair.rejected[0]]
+                    num_read += is_read and all(turn["role"] == "assistant" for turn in turns)
+            return 2 * num_read > len(rows)
+
+        is_chat = self.tokenizer.chat_template is not None and self.images is None
+        fields = ("instruction", "prompt", "messages") if is_chat else ("prompt", "instruction", "messages")
+        found = {**kept, **(proposal(rows, reads, fields) or present)}
+        found = {ours: theirs for ours, theirs in found.items() if ours != theirs or ours == "system"}
+        named = ", ".join(f"{ours}: {theirs or 'null'}" for ours, theirs in found.items())
+        return f"set {self.located.key}.columns: {{{named}}}" if found != present else ""
 
 
-_OTHER_COLUMNS = (
-    "mend the rows, or set KEY.columns: {messages: PROMPT} if PROMPT is a list and the answers are texts, "
-    "{instruction: PROMPT} if it is a question and the answers are lists, {prompt: PROMPT.messages} if it is "
-    "an object with messages"
-)
+_ABOUT_COLUMNS = ("wrong_type", "prompt_mismatch", "missing_column", "no_common_prompt")
+_BESIDE = ("weight", "tools", "chat_template_kwargs", "system")  # a prompt and answers
 _REMEDIES = {
-    "wrong_type": _OTHER_COLUMNS,
-    "prompt_mismatch": _OTHER_COLUMNS,
     "role_not_written": "map the role to one that the template writes, or TEMPLATE",
     "text_not_written": "put all text into the message's content, as text or as parts, or TEMPLATE",
     "reasoning_not_written": "leave the reasoning out, keep it with an option of the template in "
@@ -414,17 +433,19 @@ _REMEDIES = {
     "rewritten_turns": "set data.scored_turns: all, or TEMPLATE, one that has {% generation %} marks",
     "unknown_option": "correct the name, or set KEY.columns: {chat_template_kwargs: null}, which reads no "
     "options of rows",
-    "missing_column": "name the column in KEY.columns; a row needs two answers",
+    "missing_column": "name the columns of prompt, chosen and rejected in KEY.columns, or first, second and "
+    "better or preference, if a column says which is better; join two rows of KTO: each has one answer",
     "no_common_prompt": "name the column of the prompt in KEY.columns",
     "answered_prompt": "set data.continue_final_message: true if the answers go on with this message, or "
     "name another column in KEY.columns, or set its format",
     "no_json_type": "store it as text, or name files of JSON lines in KEY.path",
     "tie": "remove such rows",
     "nothing_scored": "write the role assistant, or score all roles with data.scored_turns: all",
-    "media": "set model.images: true to train on images of prompts, name their column as image in "
-    "KEY.columns, set KEY.format (pictured: texts and images), or remove them if the text is enough",
+    "media": "set model.images: true to train on images of prompts, or remove them if the text is enough",
+    "media_read": "name the column of the prompt's images as image in KEY.columns, set KEY.format (pictured: "
+    "texts and images), or remove them if the text is enough",  # with model.images
     "missing_image": "set KEY.image_folder, or mend the rows",
-    "image_outside": "set KEY.image_folder to a folder that has them all",
+    "image_outside": "set KEY.image_folder to a folder that has them all; paths with .. must stay in it",
     "too_long": "raise data.max_length, choose another data.truncation, or set data.max_pixels of images",
     "prompt_too_long": "raise data.max_prompt_length or choose another data.truncation",
 }

@@ -21,6 +21,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from dpo_pack.data.columns import keys_of, open_dialogues, side_of, value_at
 from dpo_pack.data.formats import FORMATS, MAX_ROW_SIZE, BadRow, RowImages, holds_media, is_media_name
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT, IMAGE_FIELDS, SourceRecipe
 from dpo_pack.system.errors import DataError, first_line
@@ -61,12 +62,11 @@ class ColumnNames:
 
     source: SourceRecipe
     key: str  # the recipe key of the source, "data.train.0"
-    prompts_suffice: bool = False  # rows need no completions: they will be generated
     reads_images: bool = False  # model.images
 
     def rename(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Returns the row with our column names; that of a column may be a path of keys, `input.messages`.
-        Raises BadRow if a mapped column is missing, or if a column has images, video or audio."""
+        """Returns the row with our column names; that of a column may be a path of keys, `input.messages`, of
+        objects or JSON text. Raises BadRow if a mapped column is missing, or if a column has media."""
         renamed, mapping = dict(row), self.source.columns
         for name in TAKEN_ONCE.intersection(mapping.values()).difference(mapping):
             renamed.pop(name, None)
@@ -74,9 +74,7 @@ class ColumnNames:
             if theirs is None:
                 renamed.pop(ours, None)
                 continue
-            nested: Any = row if "." in theirs else None
-            for key in theirs.split("."):
-                nested = nested.get(key) if isinstance(nested, dict) else None
+            nested, why = value_at(row, theirs) if "." in theirs else (None, "")
             if nested is not None and theirs in row:
                 raise DataError(
                     f"{self.source.path}: there are a column {theirs!r} and such a key of an object, and "
@@ -84,19 +82,25 @@ class ColumnNames:
                 )
             if nested is None and theirs not in row:
                 missing = _missing(f"{self.key}.columns.{ours}", theirs, tuple(row))
-                raise BadRow("missing_column", missing, row)
+                raise BadRow("missing_column", f"{missing}{why}", row)
             renamed[ours] = row[theirs] if nested is None else nested
         known = {theirs for ours, theirs in mapping.items() if self.reads_images or ours not in IMAGE_FIELDS}
         if self.reads_images:
             known |= _take_images(row, renamed, mapping)
         for column, value in row.items():
-            detail = ""
             if isinstance(value, bytes) and column in _TEXT_FIELDS:
-                detail = "is binary, and its bytes are no UTF-8 text"
-            elif column not in known and holds_media(column, value):
-                detail = "has images, video or audio"
-            if detail:
-                raise BadRow("media", f"column {column!r} {detail}, and only text is read", row)
+                detail = f"column {column!r} is binary, and its bytes are no UTF-8 text"
+                raise BadRow("media", f"{detail}, and only text is read", row)
+            if not holds_media(column, value) or (column in known and not side_of(column)):
+                continue
+            detail = f"column {column!r} has images, video or audio"
+            is_second = self.reads_images and renamed.get("images") and not re.search("video|audio", column)
+            if side_of(column) or is_second:
+                rule = "chosen and rejected have one prompt with one list of images"
+                raise BadRow("image_count", f"{detail}, too, or of one answer; {rule}", row)
+            raise BadRow("media", f"{detail}, and only text is read", row)
+        if self.source.format == "auto" or FORMATS[self.source.format].content == "messages":
+            open_dialogues(renamed)
         return renamed
 
     def select(self, columns: Columns) -> list[str] | None:
@@ -113,19 +117,10 @@ class ColumnNames:
                     missing = _missing(f"{self.key}.columns.{ours}", theirs, tuple(owners))
                     raise DataError(f"{self.source.path}: {missing}; correct the name")
                 inner.append(theirs)
-        present = (*owners, *inner)
         names = {field: mapping.get(field, field) for fields in FIELDS_OF_FORMAT.values() for field in fields}
-        read = set(present).intersection(names.values())
-        needed = [format.completion_columns for format in FORMATS.values()]
-        if self.prompts_suffice:
-            needed += [(format.prompt_column,) for format in FORMATS.values() if format.prompt_column]
-        if not any(all(names[column] in read for column in columns) for columns in needed):
-            what = "column 'prompt'" if self.prompts_suffice else "columns 'chosen' and 'rejected'"
-            raise DataError(
-                f"{self.source.path}: no {what}; the columns are: {', '.join(present)}; name them in "
-                f"{self.key}.columns; if a column says which of two answers is better, name first, second "
-                "and preference; rows of KTO have one answer only: join two of one prompt"
-            )
+        read = {*owners, *inner}.intersection(names.values())
+        if not any({*map(names.get, format.completion_columns)} <= read for format in FORMATS.values()):
+            return None  # the rows are refused, with columns that may be meant
         has_prompt = mapping.get("prompt", "prompt") in (*read, None)
         others = re.compile("binary" if has_prompt else "binary|string")
         wanted = [n for n, kind in columns if n in read or is_media_name(n) or others.search(kind)]
@@ -178,7 +173,7 @@ class OpenRows:
         num_rows: int | None = None,
     ) -> None:
         """`columns`: those of a columnar source. Raises DataError if it lacks the columns that it needs."""
-        self._read, self._names = read, names
+        self._read, self.names = read, names
         self.row_word = row_word  # the unit of row numbers: "row" or "line"
         self.num_rows = num_rows  # None if it is not known before the end
         self.columns = dict.fromkeys(name for name, _ in columns or ())  # of JSON: of the rows read so far
@@ -187,17 +182,18 @@ class OpenRows:
 
     def _read_unparsed(self, wanted: Sequence[str] | None) -> Generator[tuple[int, Any], None, None]:
         number = 0
-        with _readable(self._names.source.path, lambda: f"after {self.row_word} {number}"):
+        with _readable(self.names.source.path, lambda: f"after {self.row_word} {number}"):
             for number, row in self._read(wanted):
                 yield number, row
 
     def _read_rows(self) -> Generator[NumberedRow, None, None]:
+        nested = [name for name in self.names.source.columns.values() if name is not None and "." in name]
         for number, row in self.unparsed:
             row = _json_row(row) if isinstance(row, bytes) else row
             if isinstance(row, dict):
-                self.columns.update(dict.fromkeys(row))
+                self.columns.update(dict.fromkeys([*row, *keys_of(row, nested)]))
                 try:
-                    row = self._names.rename(row)
+                    row = self.names.rename(row)
                 except BadRow as bad:
                     row = bad.with_traceback(None)
             elif not isinstance(row, BadRow):

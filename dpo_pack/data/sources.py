@@ -311,10 +311,9 @@ def load_source(
 ) -> LoadedSource:
     """Returns the pairs of one source; `key` is its recipe key. With `max_new_tokens`, rows are prompts; with
     `max_rows`, only so many are read, and nothing is written. Raises DataError and ModelError."""
-    is_prompts = max_new_tokens is not None
     memo = cache_dir / "file_hashes.json" if max_rows is None else None
     ingestion = Ingestion(
-        located=locate_source(source, key, memo, prompts_suffice=is_prompts, reads_images=images is not None),
+        located=locate_source(source, key, memo, reads_images=images is not None),
         source=source,
         data=data,
         tokenizer=tokenizer,
@@ -324,7 +323,7 @@ def load_source(
         progress=progress,
     )
     with ingestion.start() as rows:
-        if is_prompts or max_rows is not None:
+        if max_new_tokens is not None or max_rows is not None:
             return _read_source(ingestion, rows)
         facts = _facts_of_tokens(ingestion, tokenizer_key)
         directory = cache_dir / "tokens" / content_key({**facts, "source": ingestion.located.fingerprint})
@@ -380,13 +379,12 @@ def locate_source(
     key: str,
     hash_memo: Path | None,
     *,
-    prompts_suffice: bool = False,
     reads_images: bool = False,
 ) -> LocatedSource:
     """Finds a source and computes a key of its content, "" without `hash_memo`, a file of hashes. Raises
     DataError if the source or split does not exist, RecipeError if keys of the recipe do not fit it."""
     label, path = source.path, Path(source.path)
-    names = ColumnNames(source=source, key=key, prompts_suffice=prompts_suffice, reads_images=reads_images)
+    names = ColumnNames(source=source, key=key, reads_images=reads_images)
     unread: list[str] = []
     try:
         if not path.exists():

@@ -51,14 +51,15 @@ from dpo_pack.data.tokenizer import (
 )
 from dpo_pack.data.written import check_written, suited
 from dpo_pack.packing.lengths import AnyIntArray, Bools, Group, common_prefix_length
-from dpo_pack.recipe.data import DataRecipe, SourceRecipe
+from dpo_pack.recipe.data import FIELDS_OF_FORMAT, DataRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
-TOKENIZATION_VERSION = 8
+TOKENIZATION_VERSION = 9
 
 # A longer text is refused, because encoding takes a second and 200 MB for a million characters.
 _MAX_TEXT_CHARS = 1 << 22
+CHOSEN_KEY = "chosen_is/"  # begins the names of counts: why an answer is chosen
 # Byte n of an inferred prompt's key hashes its first BEGINNINGS[n] characters, of which a split needs few.
 BEGINNINGS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 DroppedRow = tuple[int, BadRow]  # the number of a row without a pair or prompt, and the reason
@@ -462,12 +463,15 @@ def _count(kept: Sequence[TokenizedPair], settings: TokenizationSettings) -> Cou
     is_pairs, tokenizer = settings.completion_tokens is None, settings.tokenizer
     unknown = tokenizer.unk_token_id  # some tokenizers name EOS, because they never need one
     knows_all = unknown in (None, tokenizer.eos_token_id, tokenizer.bos_token_id)
+    columns = {**{name: name for name in FIELDS_OF_FORMAT[settings.format]}, **settings.source.columns}
     counts = Counter[str](dict.fromkeys(_COUNTS if is_pairs else (), 0))
     counts.update({} if settings.images is None else {"images": 0, "images_scaled": 0})
     for one in kept:
         row, whole, fitted = one.row, one.whole, one.fitted
         counts.update(row.counts)
         counts["prompts_inferred"] += row.pair.has_inferred_prompt
+        if row.pair.choice:
+            counts[CHOSEN_KEY + row.pair.choice.format_map(columns)] += 1
         if row.has_other_turns:
             counts["pairs_with_other_turns"] += 1
         for ids in () if knows_all else (fitted.context, *fitted.completions):

@@ -13,8 +13,10 @@ import pytest
 import yaml
 from support.refusals import refusal
 from support.rows import load_splits, said, write_rows
+from support.tiny_pictures import encoded, picture, picture_processor, picture_tokenizer
 from support.tiny_tokenizer import tiny_tokenizer
 
+from dpo_pack.data.faults import source_notes
 from dpo_pack.data.sources import Data
 from dpo_pack.system.errors import DataError, RecipeError
 
@@ -93,6 +95,44 @@ DISTILABEL_ORCA = {
     "status": "unchanged",
     "in_gsm8k_train": False,
 }
+ULTRA: dict[str, Any] = {
+    "source": "evol_instruct",
+    "instruction": "why",
+    "models": ["a", "b", "c"],
+    "completions": [
+        {"annotations": {"honesty": {"Rating": "4", "Rationale": "x"}}, "custom_system_prompt": "be brief"}
+        | {
+            "critique": "x",
+            "fine-grained_score": 3.0,
+            "model": name,
+            "overall_score": score,
+            "principle": "h",
+        }
+        | {"response": response}
+        for name, score, response in (("a", 7.0, "so"), ("b", 8.5, "good"), ("c", 3.0, "bad"))
+    ],
+    "correct_answers": ["None"],
+    "incorrect_answers": ["None"],
+}
+SHP = {
+    "post_id": "x1",
+    "domain": "askculinary_train",
+    "upvote_ratio": 0.9,
+    "history": "why",
+    "c_root_id_A": "h1",
+    "c_root_id_B": "h2",
+    "score_A": 9,
+    "score_B": 3,
+    "human_ref_A": "good",
+    "human_ref_B": "bad",
+    "labels": 1,
+    "seconds_difference": 30.0,
+    "score_ratio": 3.0,
+}
+TEXT = json.dumps({"question": "why", "chosen": "good", "rejected": "bad"})
+IMAGE = {"bytes": encoded(picture(1)), "path": "1.png"}
+SEEN = {"ds_name": "x", "origin_dataset": "y", "origin_split": json.dumps({"model": "m"}), "image": IMAGE}
+PARTS = [{"text": None, "type": "image"}, {"text": "why", "type": "text"}]
 # By the name in docs/data.md: the columns of a row, and the format and the number of messages of its prompt.
 ROWS: dict[str, tuple[dict[str, Any], str, int]] = {
     "Anthropic/hh-rlhf": (TURNS, "transcript", 0),
@@ -139,6 +179,24 @@ ROWS: dict[str, tuple[dict[str, Any], str, int]] = {
     "argilla/distilabel-capybara-dpo-7k-binarized": (CAPYBARA, "conversational", 3),
     "Skywork/Skywork-Reward-Preference-80K-v0.2": ({**WHOLE, "source": "x"}, "conversational", 1),
     "PKU-Alignment/PKU-SafeRLHF": (PKU, "compared", 1),
+    "openbmb/UltraFeedback": (ULTRA, "ranked", 1),
+    "stanfordnlp/SHP": (SHP, "compared", 1),
+    "openbmb/RLHF-V-Dataset": ({**SEEN, "text": TEXT, "image_path": "x/1.jpg"}, "alpaca", 1),
+    "openbmb/RLAIF-V-Dataset": (
+        {**SEEN, "question": "why", "chosen": "good", "rejected": "bad", "image_path": "x/1.jpg"},
+        "alpaca",
+        1,
+    ),
+    "trl-lib/rlaif-v": (
+        {
+            "images": [IMAGE],
+            "prompt": [said("user", PARTS)],
+            "chosen": [said("assistant", [{"text": "good", "type": "text"}])],
+            "rejected": [said("assistant", [{"text": "bad", "type": "text"}])],
+        },
+        "conversational",
+        1,
+    ),
     "argilla/dpo-mix-7k": ({"dataset": "x", **WHOLE, "chosen_rating": 5.0}, "conversational", 1),
     "argilla/distilabel-math-preference-dpo": (
         {"metadata": None, "instruction": "why", "chosen_response": "good", "rejected_response": "bad"},
@@ -165,6 +223,8 @@ def documented() -> dict[str, dict[str, Any]]:
 
 
 load = partial(load_splits, tokenizer=TOKENIZER)
+PICTURED = picture_tokenizer()
+load_pictured = partial(load_splits, tokenizer=PICTURED, images=picture_processor())
 
 
 def loaded(tmp_path: Path, rows: list[dict[str, Any]], source: dict[str, Any], **data: Any) -> Data:
@@ -192,7 +252,8 @@ def test_the_docs_read_a_popular_data_set(name: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     source = documented()[name]
     kept = {key: source[key] for key in ("config", "data_dir", "revision") if key in source}
-    splits = load(tmp_path, source)
+    pictured = not {"image", "images"}.isdisjoint(row)
+    splits = load_pictured(tmp_path, source) if pictured else load(tmp_path, source)
     assert asked == {
         "path": name,
         "split": source.get("split", "train"),
@@ -200,12 +261,14 @@ def test_the_docs_read_a_popular_data_set(name: str, tmp_path: Path, monkeypatch
     }
     assert splits.report["train"]["sources"][0]["format"] == format
     group = splits.train.group(0)
-    prompt, chosen, rejected = (TOKENIZER.decode(ids) for ids in (group.context, *group.completions))
+    tokenizer = PICTURED if pictured else TOKENIZER
+    prompt, chosen, rejected = (str(tokenizer.decode(ids)) for ids in (group.context, *group.completions))
+    assert len(group.images) == pictured
     assert prompt.count("why") == 1 and "good" in chosen and "bad" in rejected
     if num_messages:
         assert prompt.count("<s>") == num_messages + 1 and prompt.endswith("<s>assistant\n")
         assert not re.search("Human|extra_id", prompt)
-    assert ("be kind" in prompt) == ("be kind" in json.dumps(row))
+    assert ("be kind" in prompt) == ("be kind" in str(row))
 
 
 # ---- One format taken for another
@@ -255,6 +318,27 @@ def test_a_tie_stops_the_run_with_its_row_or_is_left_out_and_counted(tmp_path: P
     assert splits.train.num_pairs == 4 and dropped == {"tie": {"rows": 2, "line_numbers": [1, 4]}}
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("openbmb/UltraFeedback", "the answer of the highest overall_score, rejected that of the lowest"),
+        ("stanfordnlp/SHP", "human_ref_A where labels is 1"),
+        ("nvidia/HelpSteer3", "response1 where overall_preference is below 0"),
+    ],
+)
+def test_what_was_chosen_is_told_in_the_words_of_the_file_and_equal_answers_are_no_pair(
+    name: str, told: str, tmp_path: Path
+) -> None:
+    row, columns = ROWS[name][0], documented()[name]["columns"]
+    scores = [{**one, "overall_score": 5.0} for one in ULTRA["completions"]]
+    equal = {**row, "labels": "tie", "overall_preference": 0, "completions": scores}
+    assert "tie: 1 of 3 rows" in refused(tmp_path, [row, equal, row], columns=columns)
+    report = loaded(tmp_path, [row, equal, row], {"columns": columns}, on_bad_row="skip").report
+    assert f"chosen is {told} (2 of 2)" in source_notes(report["train"]["sources"][0])
+    always = loaded(tmp_path, [row] * 20, {"columns": columns}).report["train"]["sources"][0]
+    assert any("Warning: chosen is always" in note for note in source_notes(always)) == (" where " in told)
+
+
 # ---- System prompts
 
 
@@ -272,7 +356,7 @@ def test_a_system_column_is_read_of_conversations_where_the_recipe_names_it(tmp_
 def test_a_system_prompt_of_texts_is_refused_and_is_read_of_messages(tmp_path: Path) -> None:
     assert "or {instruction: question} to use the chat template" in refused(tmp_path, [ORCA])
     message = refused(tmp_path, [ORCA], columns={"prompt": "question", "system": "system"})
-    assert "system is not read; remove it from data.train.0.columns" in message
+    assert message.endswith("set data.train.0.columns: {system: system, instruction: question}")
     splits = loaded(tmp_path, [ORCA], {"columns": {"instruction": "question", "system": "system"}})
     assert TOKENIZER.decode(splits.train.group(0).context).startswith("<s>system\nbe kind</s>")
 

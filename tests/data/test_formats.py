@@ -270,7 +270,9 @@ BAD_ROWS = [
         ("alpaca", {**INSTRUCTION, **change}, "wrong_type")
         for change in ({"input": 3}, {"history": [["hi"]]}, {"history": "hi"}, {"system": 3})
     ),
-    ("sharegpt", {"conversations": [{"from": "function_call", "value": "{}"}], **CHOICE}, "unknown_role"),
+    ("sharegpt", {"conversations": [{"from": "robot", "value": "{}"}], **CHOICE}, "unknown_role"),
+    ("sharegpt", {"conversations": [{"from": "function_call", "value": "f(1)"}], **CHOICE}, "wrong_type"),
+    ("preference", {side: f'{{"q": "{side}"}}' for side in ("chosen", "rejected")}, "wrong_type"),
     ("messages", TWO_SYSTEMS, "two_system_prompts"),
     *(
         ("swift", {"messages": messages, "rejected_response": "bad"}, reason)

@@ -115,6 +115,10 @@ def test_a_leaf_that_json_does_not_have_is_a_bad_row_that_names_the_key() -> Non
         FORMATS["preference"].pair({"prompt": "when", "chosen": date(2024, 5, 2), "rejected": "never"})
 
 
+def shared(role: str, content: str) -> dict[str, str]:
+    return {"from": {"user": "human", "assistant": "gpt"}[role], "value": content}
+
+
 LISTS = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
 WHOLE = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
 
@@ -133,6 +137,12 @@ WHOLE = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
             "preferred_output": [GOOD],
             "non_preferred_output": [BAD],
         },
+        {"prompt": "why", "chosen": json.dumps([ASK, GOOD]), "rejected": json.dumps([ASK, BAD])},
+        {key: json.dumps({"messages": value, "tools": []}) for key, value in WHOLE.items()},
+        {key: str({"messages": value}) for key, value in WHOLE.items()},
+        {key: {"conversations": [shared(**message) for message in value]} for key, value in LISTS.items()},
+        {key: [shared(**message) for message in value] for key, value in WHOLE.items()},
+        {"prompt": [ASK], "answers": [{"score": 1, "response": "bad"}, {"score": 2.5, "response": "good"}]},
         {"prompt": [ASK], "answers": [{"rank": 1, "completion": [BAD]}, {"rank": 0, "completion": [GOOD]}]},
         {"first": WHOLE["rejected"], "second": WHOLE["chosen"], "better": "model_b"},
         {"messages": WHOLE["chosen"], "rejected_response": "bad"},
@@ -174,21 +184,88 @@ def test_columns_may_name_a_key_in_a_column(tmp_path: Path) -> None:
         pairs_of(rows_file(tmp_path, both, name="c.jsonl"), columns=columns)
 
 
+CALL = {"name": "f", "arguments": {"city": "Rome"}}
+CALLING = said("assistant", None, tool_calls=[{"type": "function", "function": CALL}])
+
+
+@pytest.mark.parametrize("file", ["rows.jsonl", "rows.parquet"])
 @pytest.mark.parametrize(
-    ("row", "line"),
+    ("row", "prompt", "chosen"),
     [
-        ({**LISTS, "chosen": "good", "rejected": "bad"}, "{messages: prompt}"),
-        ({**LISTS, "prompt": "why"}, "{instruction: prompt}"),
-        ({"prompt": "why", "chosen": GOOD, "rejected": BAD}, "{instruction: prompt}"),
-        ({**LISTS, "prompt": {"messages": [ASK]}}, "{prompt: prompt.messages}"),
+        (
+            {"conversations": [shared("user", "why"), {"from": "function_call", "value": json.dumps(CALL)},
+                               {"from": "observation", "value": "21"}],
+             "chosen": shared("assistant", "good")},
+            [ASK, CALLING, said("tool", "21")], [GOOD],
+        ),
+        (
+            {"conversations": [shared("user", "why")],
+             "chosen": {"from": "function_call", "value": json.dumps([CALL])}}, [ASK], [CALLING],
+        ),
+        (
+            {"messages": [ASK, said("tool_call", json.dumps(CALL)), said("tool_response", "21"), GOOD]},
+            [ASK, CALLING, said("tool", "21")], [GOOD],
+        ),
+        (
+            {key: json.dumps({"messages": [one]})
+             for key, one in zip(LISTS, (ASK, CALLING, BAD), strict=True)},
+            [ASK], [CALLING],
+        ),
+    ],
+)  # fmt: skip
+def test_calls_and_their_tools_are_read_in_every_form(
+    row: dict[str, Any], prompt: Any, chosen: Any, file: str, tmp_path: Path
+) -> None:
+    tools = [{"name": "f", "description": "tells"}]
+    for owner in ({"tools": json.dumps(tools)}, {"tools": tools}):
+        side = "rejected_response" if "messages" in row else "rejected"
+        rows_file(tmp_path, {side: "bad", **row, **owner})
+        if file == "rows.parquet":
+            pq.write_table(pa.Table.from_pylist([{side: "bad", **row, **owner}]), tmp_path / file)
+        (pair,) = pairs_of(tmp_path / file)
+        assert (pair.prompt, pair.chosen, pair.rejected) == (prompt, chosen, [BAD])
+        assert pair.template_options == {"tools": tools}
+
+
+def test_objects_with_tools_must_agree_and_keep_them(tmp_path: Path) -> None:
+    tools = [{"name": "f"}]
+    row = {key: json.dumps({"messages": value, "tools": tools}) for key, value in WHOLE.items()}
+    assert [pair.template_options for pair in pairs_of(rows_file(tmp_path, row))] == [{"tools": tools}]
+    for other, reason in (
+        ({"tools": [{"name": "g"}]}, "contradicting"),
+        ({"system": "be kind"}, "wrong_type"),
+    ):
+        wrong = {**row, "rejected": {"messages": WHOLE["rejected"], **other}}
+        with pytest.raises(DataError, match=reason):
+            pairs_of(rows_file(tmp_path, wrong))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"question": "why", "good": "good", "bad": "bad", "other": 1}', None),
+        ("{'question': 'why', 'good': 'good', 'bad': 'bad', 'other': 1}", None),
+        ('[{"question": "why"}]', "text is a list, neither an object nor JSON of one"),
+        ("plain words", "text is text, neither an object nor JSON of one"),
+        ('{"q": "why"}', "text has q"),
     ],
 )
-def test_an_error_names_columns_that_read_the_rows(row: dict[str, Any], line: str, tmp_path: Path) -> None:
-    path = rows_file(tmp_path, row)
-    with pytest.raises(DataError, match=rf"set data\.train\.0\.columns: .*{line}"):
-        pairs_of(path)
-    field, column = line.strip("{}").split(": ")
-    assert [pair.prompt for pair in pairs_of(path, columns={field: column})] == [[ASK]]
+def test_columns_may_name_a_key_in_json_text(text: str, says: str | None, tmp_path: Path) -> None:
+    columns = {"instruction": "text.question", "chosen": "text.good", "rejected": "text.bad"}
+    path = rows_file(tmp_path, {"text": text, "id": 1})
+    if says:
+        with pytest.raises(DataError, match=f"no column 'text.question'.*; {says}"):
+            pairs_of(path, columns=columns)
+        return
+    (pair,) = pairs_of(path, columns=columns)
+    assert (pair.prompt, pair.chosen, pair.rejected) == ([ASK], [GOOD], [BAD])
+    recipe = {"path": str(path), "columns": columns}
+    data = DataRecipe.model_validate({"train": recipe})
+    source = load_source(
+        data.train[0], "data.train.0", data=data, tokenizer=TOKENIZER, tokenizer_key="", cache_dir=tmp_path,
+        max_rows=9,
+    )  # fmt: skip
+    assert source.store.summary["columns_not_read"] == ["id", "text.other"]
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"

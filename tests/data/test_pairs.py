@@ -111,7 +111,7 @@ def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_neutral(tmp
     fingerprint = locate_source(data.train[0], "data.train.0", tmp_path / "hashes.json").fingerprint
     assert key(data.train[0]) == content_key(
         {
-            **{"version": 8, "source": fingerprint, "tokenizer": "tokenizer", "found_format": "preference"},
+            **{"version": 9, "source": fingerprint, "tokenizer": "tokenizer", "found_format": "preference"},
             **{"split": "train", "format": "auto", "columns": {}, "max_pairs": None, "max_length": 2048},
             **{"max_prompt_length": None, "truncation": "prompt_left", "on_bad_row": "error"},
             "system_prompt": None,
@@ -165,8 +165,8 @@ def test_missing_columns_of_json_rows_name_the_key_that_maps_them(tmp_path: Path
     path = write(tmp_path / "a.jsonl", [{"question": "q", "better": "a", "worse": "b"}])
     message = refused(tmp_path, path, on_bad_row=on_bad_row)
     assert "line 1: no column 'chosen' (there are: question, better, worse); " in message
-    assert "; name the column in data.train.0.columns" in message and "skip" not in message
     columns = {"prompt": "question", "chosen": "better", "rejected": "worse"}
+    assert message.endswith(f"; set data.train.0.columns: {columns}".replace("'", ""))
     assert load(tmp_path, {"path": path, "columns": columns}).train.num_pairs == 1
 
 
@@ -250,7 +250,7 @@ def test_answers_in_an_object_do_not_hide_a_column_that_may_be_the_prompt(tmp_pa
         "path": write(tmp_path / "a.jsonl", rows),
         "columns": {"chosen": "answer.a", "rejected": "answer.b"},
     }
-    assert "'question' may be it" in refused(tmp_path, source)
+    assert "{prompt: question}" in refused(tmp_path, source)
     source["columns"]["prompt"] = "question"
     assert load(tmp_path, source).train.num_pairs == len(rows)
 
@@ -276,7 +276,7 @@ def test_a_misspelt_column_is_named_and_not_taken_for_one_that_is_not_there(tmp_
     message = refused(tmp_path, {"path": path, "columns": {"prompt": "qestion"}})
     names = "no column 'qestion', which data.train.0.columns.prompt names"
     assert f"{names} (did you mean question? there are: question, " in message
-    assert "missing_column: 33 of 33 rows; name the column in data.train.0.columns" in message
+    assert "missing_column: 33 of 33 rows; set data.train.0.columns: {prompt: question}" in message
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
@@ -302,7 +302,7 @@ LONG = {"prompt": "p", "chosen": "a " * 50, "rejected": "b"}
             [{"chosen": "a"}, {"chosen": "a"}, {"chosen": 1, "rejected": 2}],
             SKIP,
             r"no pairs left of 3 rows \(missing_column 2, wrong_type 1\)"
-            ".*the first: line 1: no column 'rejected'.*name the column in data.train.0.columns",
+            ".*the first: line 1: no column 'rejected'.*name the columns of prompt, chosen and",
         ),
         ([LONG], {"max_length": 20}, "choose another data.truncation"),
         # A fault of most rows does not suggest to skip them.

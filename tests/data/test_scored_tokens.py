@@ -57,7 +57,7 @@ def test_a_changed_byte_of_scored_tokens_makes_the_store_anew(tmp_path: Path) ->
         ({"chosen_weights": [2, 1, 0, 0]}, "chosen_weights is no list of 1 and 0"),
         ({"chosen_weights": [1, -1, 0, 0]}, "chosen_weights is no list of 1 and 0"),
         ({"rejected_weights": [1, 0, float("nan")]}, "rejected_weights is no list of 1 and 0"),
-        ({"rejected_weights": [0, 0, 0.0]}, "rejected_weights are all 0, so the completion adds nothing"),
+        ({"rejected_weights": [0, 0, 0.0]}, "rejected_weights are all 0: the completion adds nothing"),
         ({"rejected_weights": [1, True, 0]}, "rejected_weights is no list of 1 and 0"),
         ({"rejected_weights": 1}, "rejected_weights is no list of 1 and 0"),
     ],

@@ -35,10 +35,6 @@ CHAT = {
 WITHOUT_GENERATION_PROMPT = (
     "{% for m in messages %}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{% endfor %}"
 )
-WITHOUT_EOS = (
-    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
-)
 
 
 @pytest.fixture
@@ -121,12 +117,7 @@ EMPTY = {**PAIR, "chosen": ""}
 LABELS = [{**PAIR, "prompt": f"item-{number}"} for number in range(30)]
 CUT_LEFT = ["data.truncation=prompt_left", "data.max_length=64"]
 CUT_RIGHT = ["data.truncation=completion_right", "data.max_length=32"]
-MOVED = {"prompt": "The answer is ", "chosen": "better", "rejected": "helpful"}
 IDS = {"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [9, 2]}
-SPECIAL = {**CHAT, "prompt": [user("What is </s> for?")]}
-FOREIGN = {**PAIR, "prompt": "<|im_start|>user\nWhich?<|im_end|>\n<|im_start|>assistant\n"}
-TOOLS = {**CHAT, "tools": [{"type": "function", "function": {"name": "weather"}}]}
-INSIDE = {**IDS, "chosen_ids": [7, 2, 7, 8, 7, 8, 2], "rejected_ids": [9, 2]}
 TWO_BOS = "<s><s>" + CHAT_TEMPLATE
 LATE = CHAT_TEMPLATE.replace("and thinking", "")
 # A fault: rows, recipe keys, template, the warning's name, of how many it is said, and the remedy's key.
@@ -138,8 +129,6 @@ FAULTS: list[tuple[list[Row], list[str], str, str, str, str]] = [
     ([CHAT] * 3, [], WITHOUT_GENERATION_PROMPT, "no_generation_prompt", "3 of 3 pairs",
      r'"<s>assistant\\+n" .*tokenizer\.chat_template'),
     ([CHAT] * 3, [], LATE, "prompt_boundary_moved", "3 of 3 pairs", "chat_template_kwargs"),
-    ([MOVED], [], CHAT_TEMPLATE, "prompt_boundary_moved", "1 of 1 pair", "space"),
-    ([CHAT], [], WITHOUT_EOS, "no_eos", "1 of 1 pair", r"</s> \(id 2\).*tokenizer\.chat_template"),
     ([IDS], [], CHAT_TEMPLATE, "no_eos", "1 of 1 pair", "</s>.*chosen_ids and rejected_ids"),
     ([LONG_CHAT] * 3, CUT_LEFT, CHAT_TEMPLATE, "prompt_cut", "3 of 3 pairs", r"data\.max_length: \d+"),
     ([LONG_ANSWER] * 3, CUT_RIGHT, CHAT_TEMPLATE, "completion_cut", "3 of 3 pairs", r"data\.max_length: \d+"),
@@ -147,17 +136,10 @@ FAULTS: list[tuple[list[Row], list[str], str, str, str, str]] = [
      r"data\.train\.0\.columns"),
     ([PAIR, EMPTY], [], CHAT_TEMPLATE, "empty_completion", r"1 of 2 rows \(line 2\)",
      r"data\.train\.0\.columns"),
-    ([SPECIAL], [], CHAT_TEMPLATE, "control_tokens_in_text", "1 of 1 pair", "remove it from the texts"),
-    ([FOREIGN] * 3, [], CHAT_TEMPLATE, "foreign_marks", "3 of 3 pairs", "give messages in place of texts"),
     ([{**CHAT, "prompt": [user("<image>What?"), assistant("A cat."), user("Sure?")]}], [], CHAT_TEMPLATE,
      "foreign_marks", "1 of 1 pair", r"images with model\.images: true"),
-    ([TOOLS], [], CHAT_TEMPLATE.replace("if tools", "if false"), "tools_not_written", "1 of 1 pair",
-     r"tokenizer\.chat_template"),
-    ([INSIDE], [], CHAT_TEMPLATE, "eos_inside", "1 of 1 pair", "leave EOS out"),
     ([CHAT], [], TWO_BOS, "bos_twice", "1 of 1 pair", r"tokenizer\.chat_template"),
     (LABELS, [], CHAT_TEMPLATE, "prompt_is_a_label", "30 of 30 pairs", r"data\.train\.0\.columns\.prompt"),
-    ([{"question": "x", "answer": "y"}] * 3, [], CHAT_TEMPLATE, "missing_column", "3 of 3 rows",
-     r"data\.train\.0\.columns"),
 ]  # fmt: skip
 
 
