@@ -411,6 +411,13 @@ def test_what_the_settings_do_not_say_is_to_be_filled_in(tmp_path: Path) -> None
     assert re.search(r"(?m)^# - dataset: orca - .*dataset_info\.json", text)
 
 
+def test_keys_of_data_sets_that_are_not_read_are_listed(tmp_path: Path) -> None:
+    source = {"path": "g/h", "split": "train", "type": "chat_template.default", "roles": {"user": ["human"]}}
+    for peer, more in (("axolotl", {}), ("trl", {"columns": ["chosen"]})):
+        text, _ = translated(tmp_path, peer, {**BASE[peer], "datasets": [{**source, **more}]})
+        assert re.search(r"(?m)^# - datasets: .*not read: roles$", text.partition("output_dir:")[0])
+
+
 def test_values_that_a_recipe_may_not_have_are_listed_and_left_out(tmp_path: Path) -> None:
     content = {
         **BASE["trl"], "learning_rate": "fast", "warmup_steps": "some", "beta": -1, "no_such_key": 3,
@@ -442,6 +449,11 @@ def test_values_that_a_recipe_may_not_have_are_listed_and_left_out(tmp_path: Pat
         ("llamafactory", {"stage": "dpo", "dataset": "sft"}, "dataset: sft: .*ranking"),
         ("llamafactory", {"stage": "dpo", "finetuning_type": "oft"}, "finetuning_type: oft"),
         ("llamafactory", {"stage": "dpo", "pref_loss": "kto_pair"}, "pref_loss: kto_pair"),
+        (
+            "trl",
+            {"datasets": [{"path": "json", "data_files": ["a", "b"], "fraction": 1}]},
+            "datasets: .*folder",
+        ),
         ("trl", "- a list", "no mapping"),
         ("trl", "beta: 1\nbeta: 2\n", "line 2.*'beta' is given twice"),
     ],

@@ -210,10 +210,22 @@ def _sources(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
             ours |= {"split": None, "config": None}
         if cut := re.fullmatch(r"(\w+)\[:(\d+)\]", str(ours["split"])):
             ours |= {"split": cut[1], "max_pairs": int(cut[2])}
+        if len(names) > 1 and (ours["share"] or ours["max_pairs"]):
+            raise RecipeError("a part of several files together: put them in a folder, and name it as path")
         unset = {"split": "train", "config": "default", "weight": 1.0}
         ours = {key: value for key, value in ours.items() if value not in (None, {}, "", unset.get(key))}
         sources += [{"path": name, **ours} for name in names]
     return sources
+
+
+_READ_KEYS = {"path", "id", "name", "config", "split", "data_dir", "data_files", "revision", "columns"}
+_READ_KEYS |= {"fraction", "weight", "type", "ds_type"}
+
+
+def _unread(described: list[dict[str, Any]]) -> list[str]:
+    """Says which keys of data sets no source gets. Roles and texts are found under their usual names."""
+    keys = {key for one in described for key, value in one.items() if value and not key.startswith("field_")}
+    return [f"not read: {', '.join(sorted(keys - _READ_KEYS))}"] if keys - _READ_KEYS else []
 
 
 def trl_sources(value: Any, settings: Settings) -> Outcome:
@@ -239,11 +251,11 @@ def mixture(value: Any, settings: Settings) -> Outcome:
     """Reads `datasets` of TRL's DatasetMixtureConfig, or the alignment handbook's `dataset_mixture`."""
     mixed = value if isinstance(value, dict) else {"datasets": value}
     ours: dict[str, Any] = {"data.train": _sources(mixed["datasets"])}
-    size, absent = mixed.get("test_split_size", settings.get("test_split_size")), ""
+    size, absent = mixed.get("test_split_size", settings.get("test_split_size")), _unread(mixed["datasets"])
     if size and settings.get("eval_strategy", "no") not in ("no", False):
         ours["data.eval"] = {"fraction": size if size < 1 else 0.02}
-        absent = f"TRL holds out {size} pairs; set data.eval to a fraction" if size >= 1 else ""
-    return Outcome(values=ours, absent=absent)
+        absent += [f"TRL holds out {size} pairs; set data.eval to a fraction"] if size >= 1 else []
+    return Outcome(values=ours, absent="; ".join(absent))
 
 
 def mixer(value: Any, settings: Settings) -> Outcome:
@@ -264,7 +276,7 @@ _COLUMNS = {
 
 
 def axolotl_sources(value: Any, settings: Settings) -> Outcome:
-    described, formats = [], []
+    described, formats, absent = [], [], _unread(value)
     for one in value:
         own = one["type"] if isinstance(one.get("type"), dict) else {}  # a type that the user defines
         columns, fields = dict(_COLUMNS.get(str(one.get("type")).rsplit(".", 1)[-1], {})), {**one, **own}
@@ -273,8 +285,10 @@ def axolotl_sources(value: Any, settings: Settings) -> Outcome:
             columns |= {ours: theirs} if theirs else {}
         described.append({**one, "columns": {k: theirs for k, theirs in columns.items() if k != theirs}})
         formats += [f"{name}: {text!r}" for name, text in own.items() if name.endswith("_format") and text]
-    what = f"columns are taken as they are; text that these formats add is NOT added: {', '.join(formats)}"
-    return Outcome(values={"": _sources(described)}, absent=what if formats else "")
+    if formats:
+        what = "columns are taken as they are; text that these formats add is NOT added"
+        absent += [f"{what}: {', '.join(formats)}"]
+    return Outcome(values={"": _sources(described)}, absent="; ".join(absent))
 
 
 # A key of "columns" in dataset_info.json -> our field of a pair.
