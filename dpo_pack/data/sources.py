@@ -39,7 +39,7 @@ from dpo_pack.data.store import (
 )
 from dpo_pack.data.tokenization import BEGINNINGS, TOKENIZATION_VERSION, Prompt, tokenizer_fingerprint
 from dpo_pack.data.tokenizer import Tokenizer
-from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray
 from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
@@ -174,7 +174,7 @@ def _divided(
     )
 
 
-def _mixed(source_indices: NDArray[np.int32], shares: NDArray[np.float64]) -> Positions:
+def _mixed(source_indices: AnyIntArray, shares: FloatArray) -> IntArray:
     """Returns the first pairs of each source, as many as give each its part of the largest mixture."""
     sizes, parts = np.bincount(source_indices, minlength=len(shares)), shares / shares.sum()
     kept = np.round((sizes / parts).min() * parts).astype(np.int64)
