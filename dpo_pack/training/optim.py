@@ -25,7 +25,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dpo_pack.data.store import PairTable
 from dpo_pack.packing.lengths import IntArray
-from dpo_pack.recipe.training import POLYNOMIAL_LR_END
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.files import write_json_atomically
@@ -97,8 +96,7 @@ def learning_rate_schedule(
     optimizer: Optimizer, name: str, *, num_steps: int, warmup_steps: int, min_lr_ratio: float
 ) -> LambdaLR:
     """Returns the schedule `name`, by the formulas of transformers' get_scheduler. Step i of w warm-up steps
-    has the rate lr x (i - 1) / w. `linear` and `cosine` end at `min_lr_ratio` times the largest rate."""
-    end = POLYNOMIAL_LR_END / optimizer.defaults["lr"] if name == "polynomial" else min_lr_ratio
+    has the rate lr x (i - 1) / w. `linear`, `polynomial` and `cosine` end at lr x `min_lr_ratio`."""
 
     def factor(step: int) -> float:
         if step < warmup_steps and name != "constant":
@@ -112,7 +110,7 @@ def learning_rate_schedule(
         left = num_left / num_falling
         if name == "cosine":
             left = (1 + math.cos(math.pi * (1 - left))) / 2
-        return left * (1 - end) + end
+        return left * (1 - min_lr_ratio) + min_lr_ratio
 
     return LambdaLR(optimizer, factor)
 

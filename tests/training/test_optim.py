@@ -12,7 +12,7 @@ from support.tiny_models import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
-from dpo_pack.recipe.training import OptimRecipe
+from dpo_pack.recipe.training import POLYNOMIAL_LR_END, OptimRecipe
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.optim import (
     build_optimizer,
@@ -79,7 +79,9 @@ def test_the_rates_of_a_schedule_by_hand(name: str, options: dict[str, Any], exp
 @pytest.mark.parametrize("warmup_steps", [0, 2, 7])
 @pytest.mark.parametrize("name", get_args(OptimRecipe.model_fields["schedule"].annotation))
 def test_the_rates_of_a_schedule_are_those_of_transformers(name: str, warmup_steps: int) -> None:
-    ours, theirs = (rates(name, num_steps=8, warmup_steps=warmup_steps, theirs=it) for it in (False, True))
+    end = POLYNOMIAL_LR_END / LR if name == "polynomial" else 0.0
+    options = {"num_steps": 8, "warmup_steps": warmup_steps, "min_lr_ratio": end}
+    ours, theirs = (rates(name, theirs=it, **options) for it in (False, True))
     assert ours == pytest.approx(theirs, rel=1e-12)
 
 
