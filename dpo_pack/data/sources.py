@@ -39,7 +39,7 @@ from dpo_pack.data.store import (
 )
 from dpo_pack.data.tokenization import BEGINNINGS, TOKENIZATION_VERSION, Prompt, tokenizer_fingerprint
 from dpo_pack.data.tokenizer import Tokenizer
-from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray
 from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
@@ -54,7 +54,7 @@ _HUB_KEYS = ("config", "data_dir", "revision")
 # that somebody forgets to list here costs a new store; it never finds tokens of an old value. The
 # content of a hub data set, which `datasets` names, depends on config, data_dir and revision.
 _SOURCE_KEYS_BESIDE_TOKENS = {
-    *("path", "name", "weight", "config", "data_dir", "revision"),
+    *("path", "name", "weight", "share", "config", "data_dir", "revision"),
     *("chat_template_kwargs", "image_folder"),  # see _facts_of_tokens
 }
 _DATA_KEYS_BESIDE_TOKENS = {
@@ -130,6 +130,11 @@ def _divided(
     train = PairTable.of([source.store for source in sources.values()])
     evals = {name: PairTable.of([source.store]) for name, source in eval_sources.items()}
     prompts = tuple(prompt for source in sources.values() for prompt in source.prompts)
+    shares = np.array([source.recipe.share or 0.0 for source in sources.values()])
+    if shares.all():
+        mixed = _mixed(train.source_indices, shares)
+        train, prompts = train.select(mixed), tuple(prompts[n] for n in mixed) if prompts else ()
+    in_mixture = np.bincount(train.source_indices, minlength=len(shares)).tolist()
     eval_prompts = {name: source.prompts for name, source in eval_sources.items()}
     held_out_by = None
     if isinstance(held_out, EvalFraction):
@@ -144,7 +149,10 @@ def _divided(
             "data.train: with the sources' weights an epoch has no pair; raise data.train.*.weight"
         )
     report: Json = {"train": _describe(train, is_pairs), "eval": {}, "held_out_by": held_out_by}
-    report["train"]["sources"] = [_of_source(name, one, is_pairs) for name, one in sources.items()]
+    report["train"]["sources"] = [
+        _of_source(name, one, is_pairs) | ({"pairs_in_mixture": number} if one.recipe.share else {})
+        for (name, one), number in zip(sources.items(), in_mixture, strict=True)
+    ]
     for name, table in evals.items():
         report["eval"][name] = _describe(table, is_pairs) if is_pairs else {"prompts": table.num_pairs}
         if name in eval_sources:
@@ -164,6 +172,14 @@ def _divided(
         prompts=prompts,
         eval_prompts={} if is_pairs else eval_prompts,
     )
+
+
+def _mixed(source_indices: AnyIntArray, shares: FloatArray) -> IntArray:
+    """Returns the first pairs of each source, as many as give each its part of the largest mixture."""
+    sizes, parts = np.bincount(source_indices, minlength=len(shares)), shares / shares.sum()
+    kept = np.round((sizes / parts).min() * parts).astype(np.int64)
+    rank = np.arange(len(source_indices)) - (np.cumsum(sizes) - sizes)[source_indices]
+    return np.flatnonzero(rank < kept[source_indices])
 
 
 # ---- Held-out pairs

@@ -84,6 +84,8 @@ class SourceRecipe(types.Section):
     """Use at most this many pairs; null: all."""
     weight: types.PositiveNumber = 1.0
     """How often an epoch has each pair, at random for a fraction: 2.5 is twice or three times."""
+    share: types.PositiveNumber | None = None
+    """Its part of the mixture, beside the other sources' shares: so many first pairs; null: all pairs."""
 
     def broken_rules(self) -> Iterator[types.Problem]:
         columns = list(self.columns.values())
@@ -181,8 +183,12 @@ class DataRecipe(types.Section):
                 if name and name in names[:index]:
                     yield f"{part}.{index}.name", f"another source of data.{part} has the name '{name}', too"
         for index, source in enumerate(self.eval_sources):
-            if source.weight != 1.0:
-                yield f"eval.{index}.weight", "only training sources are mixed by weight; leave it out"
+            for key in ("weight", "share"):
+                if source.is_changed(key):
+                    yield f"eval.{index}.{key}", f"only training sources are mixed by {key}; leave it out"
+        without = [index for index, source in enumerate(self.train) if source.share is None]
+        if 0 < len(without) < len(self.train):
+            yield f"train.{without[0]}.share", "other sources have one; give each source a share, or none"
 
 
 class PackingRecipe(types.Section):

@@ -218,6 +218,8 @@ def _print_data(data: Data, console: Console, scored_turns: str, *, seconds: flo
         if others := source.get("pairs_with_other_turns"):
             are = "not scored" if scored_turns == "assistant" else "scored too"
             notes.append(f"{others:,} pairs have messages of others in their answers, which are {are}")
+        if (number := source.get("pairs_in_mixture")) is not None:
+            notes.append(f"its share of the mixture is its first {number:,} pairs")
         if columns := source["columns_not_read"]:
             notes.append(f"columns that are not read: {', '.join(columns)}")
         for note in notes:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.text import show
-from dpo_pack.recipe.training import LOWER_IS_BETTER, EarlyStoppingRecipe, OptimRecipe
+from dpo_pack.recipe.training import LOWER_IS_BETTER, POLYNOMIAL_LR_END, EarlyStoppingRecipe, OptimRecipe
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.batches import BatchSource
 from dpo_pack.training.health import Health
@@ -132,9 +132,9 @@ def new_state(
     numbers = settings.model_dump(include={"lr", "betas", "eps", "weight_decay"})
     optimizer = build_optimizer(settings.name, scorer, **numbers)
     steps = {"num_steps": source.num_steps, "warmup_steps": settings.num_warmup_steps(source.num_steps)}
-    scheduler = learning_rate_schedule(
-        optimizer, settings.schedule, min_lr_ratio=settings.min_lr_ratio, **steps
-    )
+    is_polynomial = settings.schedule == "polynomial"
+    end = POLYNOMIAL_LR_END / settings.lr if is_polynomial else settings.min_lr_ratio
+    scheduler = learning_rate_schedule(optimizer, settings.schedule, min_lr_ratio=end, **steps)
     for warning in schedule_warnings(optimizer, lr=settings.lr, **steps):
         console.print(warning)
     return TrainState(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import Adafactor, get_scheduler
-from transformers.trainer_pt_utils import get_parameter_names
+from torch.optim.lr_scheduler import LambdaLR
 
 from dpo_pack.data.store import PairTable
 from dpo_pack.packing.lengths import IntArray
@@ -32,8 +31,9 @@ from dpo_pack.system.files import write_json_atomically
 from dpo_pack.system.ranks import gather_over_ranks, sum_over_ranks
 from dpo_pack.training.split_adamw import SplitAdamW
 
-# Biases and norms by their names, in lower case: the patterns of transformers' Trainer.
-_NOT_DECAYED = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+# Biases and norms by their paths, in lower case: the patterns of transformers' Trainer. Its functions are not
+# called here: their modules import peft, and with it torch's compiler, seconds of each start.
+_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.|_)norm(?:$|\.)")
 
 
 def build_optimizer(
@@ -45,13 +45,13 @@ def build_optimizer(
     absolute, as in transformers' Trainer. Raises RecipeError if these two would train bfloat16 parameters."""
     # As in transformers' Trainer, names and kinds of modules count too: gpt_oss's experts have matrices of
     # biases, and Cohere's query and key norms have a row for each head.
-    decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED)))
+    norms = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, nn.LayerNorm))
     matrices: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
     vectors: dict[str, Any] = {"params": [], "weight_decay": 0.0}
     for path, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = matrices if parameter.ndim >= 2 and path in decayed else vectors
-            group["params"].append(parameter)
+            is_vector = parameter.ndim < 2 or path.startswith(norms) or _NOT_DECAYED.search(path.lower())
+            (vectors if is_vector else matrices)["params"].append(parameter)
     groups = [group for group in (matrices, vectors) if group["params"]]
     trains_bfloat16 = any(weight.dtype == torch.bfloat16 for group in groups for weight in group["params"])
     if name == "adamw" and trains_bfloat16:
@@ -64,6 +64,8 @@ def build_optimizer(
             "round away; set optim.name: adamw or model.dtype: float32"
         )
     if name == "adafactor":  # each group has its `weight_decay`
+        from transformers import Adafactor
+
         return Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False)
     from bitsandbytes.optim import AdamW8bit
 
@@ -92,23 +94,25 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
 
 def learning_rate_schedule(
     optimizer: Optimizer, name: str, *, num_steps: int, warmup_steps: int, min_lr_ratio: float
-) -> LRScheduler:
-    """Returns transformers' schedule `name`. Step i of w warm-up steps has the rate lr x (i - 1) / w.
-    `linear` and `cosine` end at `min_lr_ratio` times the largest rate."""
-    options = None
-    if min_lr_ratio > 0.0 and name == "linear":  # of transformers' schedules only this line ends above 0
-        name, options = "polynomial", {"power": 1.0, "lr_end": min_lr_ratio * optimizer.defaults["lr"]}
-    elif min_lr_ratio > 0.0:
-        name, options = "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
-    scheduler: LRScheduler = get_scheduler(
-        name,
-        optimizer,
-        num_warmup_steps=warmup_steps,
-        # A polynomial is divided by the steps after warm-up.
-        num_training_steps=max(num_steps, warmup_steps + (name == "polynomial")),
-        scheduler_specific_kwargs=options,
-    )
-    return scheduler
+) -> LambdaLR:
+    """Returns the schedule `name`, by the formulas of transformers' get_scheduler. Step i of w warm-up steps
+    has the rate lr x (i - 1) / w. `linear`, `polynomial` and `cosine` end at lr x `min_lr_ratio`."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps and name != "constant":
+            return step / warmup_steps
+        if name in ("constant", "constant_with_warmup"):
+            return 1.0
+        if name == "inverse_sqrt":
+            timescale = warmup_steps or 10_000
+            return math.sqrt(timescale / (step - warmup_steps + timescale))
+        num_left, num_falling = max(0, num_steps - step), max(1, num_steps - warmup_steps)
+        left = num_left / num_falling
+        if name == "cosine":
+            left = (1 + math.cos(math.pi * (1 - left))) / 2
+        return left * (1 - min_lr_ratio) + min_lr_ratio
+
+    return LambdaLR(optimizer, factor)
 
 
 def schedule_warnings(optimizer: Optimizer, *, lr: float, num_steps: int, warmup_steps: int) -> Iterator[str]:

@@ -67,6 +67,22 @@ def test_pairs_of_all_sources_are_in_order_with_source_row_and_weight(tmp_path: 
     assert splits.eval == {}
 
 
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [((0.5, 0.5), [4, 4]), ((3, 1), [4, 1]), ((0.1, 0.3), [3, 10]), ((9, 0.1), [4, 0])],  # as in TRL
+)
+def test_a_share_takes_the_first_pairs_of_each_source(
+    tmp_path: Path, shares: tuple[float, float], expected: list[int]
+) -> None:
+    paths = [write(tmp_path / f"{n}.jsonl", rows(*range(n))) for n in (4, 10)]
+    sources = [{"path": path, "share": share} for path, share in zip(paths, shares, strict=True)]
+    splits = load(tmp_path, sources)
+    assert splits.train.row_numbers.tolist() == [row + 1 for number in expected for row in range(number)]
+    assert [source["pairs_in_mixture"] for source in splits.report["train"]["sources"]] == expected
+    held_out = load(tmp_path, sources, eval={"fraction": 0.3})
+    assert held_out.train.num_pairs + held_out.eval["held_out"].num_pairs == sum(expected)
+
+
 def test_max_pairs_are_the_first_that_are_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*rows(0), {"prompt": "bad"}, *rows(1, 2, 3)])
     splits = load(tmp_path, {"path": path, "max_pairs": 2}, on_bad_row="skip")

@@ -70,6 +70,37 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "model.gradient_checkpointing": True, "train.epochs": 3,
         },
     ),
+    "the handbook's Zephyr": (
+        "trl",
+        {
+            "model_name_or_path": "garden/rose-7b-sft", "torch_dtype": None, "dataset_mixture": {
+                "datasets": [
+                    {"id": "garden/talk", "config": "default", "split": "train_a", "weight": 1.0,
+                     "columns": ["chosen", "rejected"]},
+                    {"id": "garden/talk", "config": "Pairs", "split": "b", "weight": 0.5,
+                     "columns": ["prompt", "chosen", "rejected"]},
+                ], "test_split_size": 500, "seed": 0,
+            },
+            "bf16": True, "beta": 0.02, "loss_type": "apo_zero", "dataset_num_proc": 4, "do_eval": True,
+            "eval_strategy": "steps", "eval_steps": 50, "gradient_accumulation_steps": 4,
+            "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False},
+            "hub_model_id": "garden-dpo", "push_to_hub": True, "learning_rate": 4e-7, "max_grad_norm": 0.2,
+            "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+            "max_length": 1024, "max_prompt_length": 512, "num_train_epochs": 1, "optim": "adamw_torch",
+            "output_dir": "data/garden-dpo", "padding_free": True, "per_device_train_batch_size": 2,
+            "report_to": ["wandb"], "save_strategy": "steps", "save_steps": 0.5, "save_total_limit": 1,
+            "seed": 7, "use_liger_kernel": True, "warmup_ratio": 0.1, "chat_template": "{{ messages }}",
+        },
+        {
+            "data.train.0.split": "train_a", "data.train.0.config": None,
+            "data.train.0.columns": {"prompt": None}, "data.train.1.config": "Pairs",
+            "data.train.1.columns": {}, "data.train.1.weight": 0.5,
+            "data.train.1.share": None, "data.eval.fraction": 0.02, "loss.beta": 0.02,
+            "loss.type": "apo_zero", "optim.schedule": "cosine", "optim.min_lr_ratio": 0.1,
+            "checkpoint.every_steps": None,
+            "export.push_to_hub": None, "packing.pairs_per_step": 8,
+        },
+    ),
 }  # fmt: skip
 INFO = {
     "dpo_en_demo": {
@@ -77,6 +108,10 @@ INFO = {
         "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
     },
     "orca": {"hf_hub_url": "Intel/orca_dpo_pairs", "ranking": True, "columns": {"prompt": "question"}},
+    "shapes": {
+        "file_name": "shapes.json", "ranking": True, "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "images": "pictures"},
+    },
     "sft": {"file_name": "sft.json"},
 }  # fmt: skip
 
@@ -208,10 +243,15 @@ READ: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"dataset_name": "json", "data_files": {"train": ["u.jsonl", "v.jsonl"], "test": "w.jsonl"}},
          {"data.train.1.path": "v.jsonl", "data.eval.0.path": "w.jsonl", "data.eval.0.split": "train"}),
         ({"datasets": [SOURCE], "test_split_size": 0.1},
-         {"data.train.0.path": "g/h", "data.train.0.max_pairs": 9, "data.train.0.weight": 0.5,
+         {"data.train.0.path": "g/h", "data.train.0.max_pairs": 9, "data.train.0.share": 0.5,
           "data.eval.fraction": 0.1}),
         ({"dataset_mixture": {"datasets": [{"id": "g/h", "config": "k"}], "test_split_size": 100}},
          {"data.train.0.path": "g/h", "data.train.0.config": "k", "data.eval.fraction": 0.02}),
+        ({"dataset_name": "u.jsonl", "dataset_train_split": "train_x"},
+         {"data.train.0.path": "u.jsonl", "data.train.0.split": "train", "data.eval": ()}),
+        ({"dataset_name": "u.jsonl", "eval_dataset_name": "v.jsonl"}, {"data.eval.0.path": "v.jsonl"}),
+        ({"push_to_hub": True, "hub_model_id": "y"}, {"export.push_to_hub": None}),
+        ({"save_steps": 0.5}, {"checkpoint.every_steps": None}),
         ({"dataset_mixer": {"i/j": 1.0, "k/l": 0.5}, "dataset_splits": ["train_a", "test_b"]},
          {"data.train.1.weight": 0.5, "data.train.0.split": "train_a", "data.eval.1.split": "test_b"}),
         ({"loss_type": ["kto_pair"]}, {"loss.type": "bco_pair"}),
@@ -263,7 +303,12 @@ READ: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"eval_dataset": ["dpo_en_demo"], "val_size": 0.0, "max_samples": 5, "dataset": "orca"},
          {"data.train.0.columns": {"instruction": "question"}, "data.train.0.max_pairs": 5,
           "data.eval.0.format": "sharegpt", "data.eval.0.columns": {}}),
-        ({"dataset_dir": "."}, {"data.train.0.format": "alpaca"}),
+        ({"dataset_dir": "."}, {"data.train.0.format": "alpaca", "model.images": False,
+         "data.max_pixels": None}),
+        ({"dataset": "shapes"}, {"model.images": True, "data.max_pixels": 768 * 768}),
+        ({"dataset": "orca, shapes", "image_max_pixels": 262144, "media_dir": "m"},
+         {"model.images": True, "data.max_pixels": 262144, "data.train.0.image_folder": None,
+          "data.train.1.columns": {"images": "pictures"}, "data.train.1.image_folder": Path("m")}),
         ({"val_size": 0.2}, {"data.eval.fraction": 0.2}),
         ({"cutoff_len": 99}, {"data.max_length": 99, "data.truncation": "completion_right"}),
         ({"early_stopping_steps": 2, "eval_strategy": "steps", "eval_steps": 5},
@@ -366,6 +411,13 @@ def test_what_the_settings_do_not_say_is_to_be_filled_in(tmp_path: Path) -> None
     assert re.search(r"(?m)^# - dataset: orca - .*dataset_info\.json", text)
 
 
+def test_keys_of_data_sets_that_are_not_read_are_listed(tmp_path: Path) -> None:
+    source = {"path": "g/h", "split": "train", "type": "chat_template.default", "roles": {"user": ["human"]}}
+    for peer, more in (("axolotl", {}), ("trl", {"columns": ["chosen"]})):
+        text, _ = translated(tmp_path, peer, {**BASE[peer], "datasets": [{**source, **more}]})
+        assert re.search(r"(?m)^# - datasets: .*not read: roles$", text.partition("output_dir:")[0])
+
+
 def test_values_that_a_recipe_may_not_have_are_listed_and_left_out(tmp_path: Path) -> None:
     content = {
         **BASE["trl"], "learning_rate": "fast", "warmup_steps": "some", "beta": -1, "no_such_key": 3,
@@ -397,6 +449,11 @@ def test_values_that_a_recipe_may_not_have_are_listed_and_left_out(tmp_path: Pat
         ("llamafactory", {"stage": "dpo", "dataset": "sft"}, "dataset: sft: .*ranking"),
         ("llamafactory", {"stage": "dpo", "finetuning_type": "oft"}, "finetuning_type: oft"),
         ("llamafactory", {"stage": "dpo", "pref_loss": "kto_pair"}, "pref_loss: kto_pair"),
+        (
+            "trl",
+            {"datasets": [{"path": "json", "data_files": ["a", "b"], "fraction": 1}]},
+            "datasets: .*folder",
+        ),
         ("trl", "- a list", "no mapping"),
         ("trl", "beta: 1\nbeta: 2\n", "line 2.*'beta' is given twice"),
     ],

@@ -16,6 +16,8 @@ from dpo_pack.recipe.load import check_environment
 REFUSED: list[tuple[str, str]] = [
     ("data.max_prompt_length=2048", "data.max_prompt_length"),
     ("data.eval=[{path: e, weight: 2}]", "data.eval.0.weight"),
+    ("data.eval=[{path: e, share: 2}]", "data.eval.0.share"),
+    ("data.train=[{path: a, share: 2}, {path: b}]", "data.train.1.share"),
     ("data.train=[{path: a, name: n}, {path: b, name: n}]", "data.train.1.name"),
     ("data.train.0.format=transcript, data.continue_final_message=true", "data.continue_final_message"),
     ("data.train.0.columns={chosen: a, rejected: a}", "data.train.0.columns"),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from math import cos, pi
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 import torch
 from support.tiny_models import tiny_config
 from torch import nn
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
-from dpo_pack.recipe.training import OptimRecipe
+from dpo_pack.recipe.training import POLYNOMIAL_LR_END, OptimRecipe
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.optim import (
     build_optimizer,
@@ -34,13 +34,14 @@ def tiny_network() -> nn.Sequential:
     return network
 
 
-def rates(name: str, *, num_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> list[float]:
+def rates(name: str, *, num_steps: int, theirs: bool = False, **options: Any) -> list[float]:
     """The learning rate each step is taken with, as a part of the peak; one more than there are steps."""
-    layer = nn.Linear(1, 1)
-    optimizer = build_optimizer("adamw", layer, lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-    scheduler = learning_rate_schedule(
-        optimizer, name, num_steps=num_steps, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio
-    )
+    optimizer = build("adamw", nn.Linear(1, 1), lr=LR)
+    if theirs:
+        scheduler = get_scheduler(name, optimizer, options["warmup_steps"], num_steps)
+    else:
+        options = {"warmup_steps": 0, "min_lr_ratio": 0.0, **options}
+        scheduler = learning_rate_schedule(optimizer, name, num_steps=num_steps, **options)
     taken = []
     for _ in range(num_steps + 1):
         taken.append(float(scheduler.get_last_lr()[0]) / LR)
@@ -61,8 +62,7 @@ FLOOR: dict[str, Any] = {"min_lr_ratio": 0.2}
         ("linear", {"warmup_steps": 2}, [0.0, 0.5, 1.0, 0.5, 0.0]),
         ("linear", {"warmup_steps": 2, **FLOOR}, [0.0, 0.5, 1.0, 0.6, 0.2]),
         ("linear", {"warmup_steps": 4}, [0.0, 0.25, 0.5, 0.75, 0.0]),  # all warm-up
-        ("linear", {"warmup_steps": 4, **FLOOR}, [0.0, 0.25, 0.5, 0.75, 1.0]),  # the last is never used
-        ("polynomial", {"warmup_steps": 4}, [0.0, 0.25, 0.5, 0.75, 1.0]),
+        ("linear", {"warmup_steps": 4, **FLOOR}, [0.0, 0.25, 0.5, 0.75, 0.2]),  # the last is never used
         ("cosine", {}, WAVE),
         ("cosine", FLOOR, [0.2 + 0.8 * part for part in WAVE]),
         ("cosine", {"warmup_steps": 2}, [0.0, 0.5, 1.0, 0.5, 0.0]),
@@ -74,6 +74,15 @@ FLOOR: dict[str, Any] = {"min_lr_ratio": 0.2}
 def test_the_rates_of_a_schedule_by_hand(name: str, options: dict[str, Any], expected: list[float]) -> None:
     """Of four steps and one more."""
     assert rates(name, num_steps=4, **options) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 2, 7])
+@pytest.mark.parametrize("name", get_args(OptimRecipe.model_fields["schedule"].annotation))
+def test_the_rates_of_a_schedule_are_those_of_transformers(name: str, warmup_steps: int) -> None:
+    end = POLYNOMIAL_LR_END / LR if name == "polynomial" else 0.0
+    options = {"num_steps": 8, "warmup_steps": warmup_steps, "min_lr_ratio": end}
+    ours, theirs = (rates(name, theirs=it, **options) for it in (False, True))
+    assert ours == pytest.approx(theirs, rel=1e-12)
 
 
 @pytest.mark.parametrize(

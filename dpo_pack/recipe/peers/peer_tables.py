@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from dpo_pack.recipe.data import DATA_FILE_SUFFIXES
 from dpo_pack.recipe.text import read_yaml
 from dpo_pack.system.errors import RecipeError
 
@@ -187,24 +188,44 @@ def llamafactory_loss(value: Any, settings: Settings) -> Any:
     return value if len(terms) == 1 else terms
 
 
+def _is_file(path: Any) -> bool:
+    return str(path).endswith(DATA_FILE_SUFFIXES)
+
+
 def _sources(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the sources of data sets that are described as for `load_dataset`: one for each data file."""
     sources = []
     for one in described:
         names, files = [one.get("path", one.get("id"))], one.get("data_files")
-        same = ("split", "data_dir", "revision", "format", "columns", "max_pairs")
+        same = ("split", "data_dir", "revision", "format", "columns", "max_pairs", "image_folder")
         ours: dict[str, Any] = {key: one.get(key) for key in same}
         ours["config"] = one.get("name", one.get("config"))
-        ours["weight"] = one.get("fraction", one.get("weight"))
+        ours |= {"weight": one.get("weight"), "share": one.get("fraction")}
+        if isinstance(ours["columns"], list):  # those that are read: without a prompt, it is in both answers
+            ours["columns"] = {} if "prompt" in ours["columns"] else {"prompt": None}
         if files and names[0] in ("json", "csv", "parquet", "arrow", None):
             files = files[ours["split"] or "train"] if isinstance(files, dict) else files
-            names, ours = _listed(files), ours | {"split": None, "config": None}
+            names = _listed(files)
+        if _is_file(names[0]):
+            ours |= {"split": None, "config": None}
         if cut := re.fullmatch(r"(\w+)\[:(\d+)\]", str(ours["split"])):
             ours |= {"split": cut[1], "max_pairs": int(cut[2])}
+        if len(names) > 1 and (ours["share"] or ours["max_pairs"]):
+            raise RecipeError("a part of several files together: put them in a folder, and name it as path")
         unset = {"split": "train", "config": "default", "weight": 1.0}
         ours = {key: value for key, value in ours.items() if value not in (None, {}, "", unset.get(key))}
         sources += [{"path": name, **ours} for name in names]
     return sources
+
+
+_READ_KEYS = {"path", "id", "name", "config", "split", "data_dir", "data_files", "revision", "columns"}
+_READ_KEYS |= {"fraction", "weight", "type", "ds_type"}
+
+
+def _unread(described: list[dict[str, Any]]) -> list[str]:
+    """Says which keys of data sets no source gets. Roles and texts are found under their usual names."""
+    keys = {key for one in described for key, value in one.items() if value and not key.startswith("field_")}
+    return [f"not read: {', '.join(sorted(keys - _READ_KEYS))}"] if keys - _READ_KEYS else []
 
 
 def trl_sources(value: Any, settings: Settings) -> Outcome:
@@ -214,22 +235,27 @@ def trl_sources(value: Any, settings: Settings) -> Outcome:
     train = {"path": value, "data_files": files, "split": settings["dataset_train_split"]}
     train |= {"config": settings.get("dataset_config"), "data_dir": settings.get("data_dir")}
     ours = {"data.train": _sources([train])}
-    has_test = not files or (isinstance(files, dict) and test in files)
-    if has_test and settings.get("eval_strategy", "no") not in ("no", False):
-        held_out = {"path": settings.get("eval_dataset_name", value), "split": test}
-        ours["data.eval"] = _sources([train | held_out])
-    return Outcome(values=ours)
+    if settings.get("eval_strategy", "no") in ("no", False):
+        return Outcome(values=ours)
+    held_out = {"path": settings.get("eval_dataset_name", value), "split": test}
+    if (
+        test not in files
+        if isinstance(files, dict)
+        else files or held_out["path"] == value and _is_file(value)
+    ):
+        return Outcome(values=ours, absent=f"a file has no split {test}; name held-out pairs in data.eval")
+    return Outcome(values=ours | {"data.eval": _sources([train | held_out])})
 
 
 def mixture(value: Any, settings: Settings) -> Outcome:
     """Reads `datasets` of TRL's DatasetMixtureConfig, or the alignment handbook's `dataset_mixture`."""
     mixed = value if isinstance(value, dict) else {"datasets": value}
     ours: dict[str, Any] = {"data.train": _sources(mixed["datasets"])}
-    size, absent = mixed.get("test_split_size", settings.get("test_split_size")), ""
-    if size and settings.get("eval_strategy", "no") != "no":
+    size, absent = mixed.get("test_split_size", settings.get("test_split_size")), _unread(mixed["datasets"])
+    if size and settings.get("eval_strategy", "no") not in ("no", False):
         ours["data.eval"] = {"fraction": size if size < 1 else 0.02}
-        absent = f"TRL holds out {size} pairs; set data.eval to a fraction" if size >= 1 else ""
-    return Outcome(values=ours, absent=absent)
+        absent += [f"TRL holds out {size} pairs; set data.eval to a fraction"] if size >= 1 else []
+    return Outcome(values=ours, absent="; ".join(absent))
 
 
 def mixer(value: Any, settings: Settings) -> Outcome:
@@ -250,7 +276,7 @@ _COLUMNS = {
 
 
 def axolotl_sources(value: Any, settings: Settings) -> Outcome:
-    described, formats = [], []
+    described, formats, absent = [], [], _unread(value)
     for one in value:
         own = one["type"] if isinstance(one.get("type"), dict) else {}  # a type that the user defines
         columns, fields = dict(_COLUMNS.get(str(one.get("type")).rsplit(".", 1)[-1], {})), {**one, **own}
@@ -259,12 +285,14 @@ def axolotl_sources(value: Any, settings: Settings) -> Outcome:
             columns |= {ours: theirs} if theirs else {}
         described.append({**one, "columns": {k: theirs for k, theirs in columns.items() if k != theirs}})
         formats += [f"{name}: {text!r}" for name, text in own.items() if name.endswith("_format") and text]
-    what = f"columns are taken as they are; text that these formats add is NOT added: {', '.join(formats)}"
-    return Outcome(values={"": _sources(described)}, absent=what if formats else "")
+    if formats:
+        what = "columns are taken as they are; text that these formats add is NOT added"
+        absent += [f"{what}: {', '.join(formats)}"]
+    return Outcome(values={"": _sources(described)}, absent="; ".join(absent))
 
 
 # A key of "columns" in dataset_info.json -> our field of a pair.
-_FIELDS = {name: name for name in ("chosen", "rejected", "system", "tools", "history")}
+_FIELDS = {name: name for name in ("chosen", "rejected", "system", "tools", "history", "images")}
 _FIELDS |= {"messages": "conversations", "prompt": "instruction", "query": "input"}
 
 
@@ -275,7 +303,7 @@ def llamafactory_sources(value: Any, settings: Settings) -> Any:
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         return Outcome(absent="no dataset_info.json describes it here; name the pairs yourself")
-    entries, described = json.loads(file.read_text(encoding="utf-8")), []
+    entries, described, has_images = json.loads(file.read_text(encoding="utf-8")), [], False
     for name in _listed(value):
         info = entries.get(name, {})
         formatting, columns = info.get("formatting") or "alpaca", info.get("columns") or {}
@@ -287,8 +315,11 @@ def llamafactory_sources(value: Any, settings: Settings) -> Any:
             "config": info.get("subset"), "data_dir": info.get("folder"), "split": info.get("split"),
             "max_pairs": settings.get("max_samples") or info.get("num_samples"), "format": formatting,
             "columns": {_FIELDS[key]: at for key, at in columns.items() if at and at != _FIELDS.get(key, at)},
+            "image_folder": settings.get("media_dir") if columns.get("images") else None,
         })  # fmt: skip
-    return _sources(described)
+        has_images = has_images or bool(columns.get("images"))
+    pictures = {"model.images": True, "data.max_pixels": settings["image_max_pixels"]} if has_images else {}
+    return Outcome(values={"": _sources(described), **pictures})
 
 
 _TRACKERS = {
@@ -321,7 +352,10 @@ READERS: dict[str, Callable[[Any, Settings], Any]] = {
     "load_best": lambda value, s: Outcome(values={"checkpoint.load_best": True, "checkpoint.keep_best": 1}),
     "metric": lambda value, s: value.removeprefix("eval_"),
     "patience": lambda value, s: {"patience": value},
-    "hub": lambda value, s: {"repo": s.get("hub_model_id"), "private": s.get("hub_private_repo", False)},
+    "hub": lambda value, s: (
+        {"repo": s["hub_model_id"], "private": s.get("hub_private_repo", False)}
+        if "/" in s.get("hub_model_id", "") else Outcome(absent="set export.push_to_hub: {repo: owner/name}")
+    ),
     "fraction": lambda value, s: {"fraction": value} if value < 1 else Outcome(absent="it is no part of 1"),
     "last_word": lambda value, s: str(value).rsplit(".", 1)[-1].lower(),
     "dpo_only": lambda value, s: value if s["rl"] == "dpo" else Outcome(unneeded="only dpo reads it"),
