@@ -80,7 +80,7 @@ def test_the_rates_of_a_schedule_by_hand(name: str, options: dict[str, Any], exp
 @pytest.mark.parametrize("name", get_args(OptimRecipe.model_fields["schedule"].annotation))
 def test_the_rates_of_a_schedule_are_those_of_transformers(name: str, warmup_steps: int) -> None:
     end = POLYNOMIAL_LR_END / LR if name == "polynomial" else 0.0
-    options = {"num_steps": 8, "warmup_steps": warmup_steps, "min_lr_ratio": end}
+    options: dict[str, Any] = {"num_steps": 8, "warmup_steps": warmup_steps, "min_lr_ratio": end}
     ours, theirs = (rates(name, theirs=it, **options) for it in (False, True))
     assert ours == pytest.approx(theirs, rel=1e-12)
 
