@@ -58,9 +58,9 @@ HEAD_BOUNDS = {
 }
 
 
-# The rounding (standard deviation) of the difference between two computations of a token's log-prob in
-# different rows, in epsilons of the dtype of products x the largest logit: that of logits which are rounded to
-# 16 bits, or of sums in fp32. Measured in docs/numerics.md, section Ties.
+# The standard deviation of the difference between two computations of a token's log-prob in other rows, in
+# epsilons of the products' dtype x the largest logit: 16 bits round logits, fp32 rounds sums. Measured in
+# docs/numerics.md, section Ties.
 ROUNDING = {torch.float16: 0.5, torch.bfloat16: 0.5, torch.float32: 2.0, torch.float64: 2.0}
 # Whether torch adds a product in low precision to an fp32 tensor: cuBLAS does.
 _ADDS_TO_FLOAT32 = torch.version.hip is None

@@ -34,8 +34,8 @@ MARGIN_QUANTILES = {"rewards/margins_p10": 0.1, "rewards/margins_p50": 0.5, "rew
 # Resamples of an interval: the most, and with many prompts at least so many, which draw at most _MAX_DRAWS.
 NUM_RESAMPLES, _MIN_RESAMPLES, _MAX_DRAWS = 1000, 200, 50_000_000
 
-# The numbers that are kept for each pair: its loss x weight, log-probs in nats, sums over tokens. `_variance` is
-# that of the log-prob's rounding, in nats^2.
+# The numbers that are kept for each pair: its loss x weight, log-probs in nats, sums over tokens; `_variance`
+# is that of a log-prob's rounding, in nats^2.
 NAMES = (
     "loss", "policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected", "chosen_tokens",
     "rejected_tokens", "chosen_entropy", "rejected_entropy", "chosen_top1", "chosen_mean_logit",

@@ -168,11 +168,11 @@ def check_followable(policy: CompletionLogps, reference: CompletionLogps) -> Non
 
 # ------------------------------------------------------------------------------------ before the first step
 
-# A log-prob may differ by so many standard deviations of its rounding, and the root mean square of a row by so
-# many. That of few sequences may be larger by chance.
+# A log-prob may differ by so many standard deviations of its rounding, and a row's root mean square by so
+# many; that of few sequences may be larger by chance.
 _EACH, _ROW = 6.0, 2.0
-# Measured rounding is at most so many times that of the logits; more is a fault. Routers are exempt: rounding can
-# send a token to other experts.
+# Measured rounding is at most so many times that of the logits; more is a fault. Routers are exempt: rounding
+# can send a token to other experts.
 _MOST_MEASURED = 4.0
 
 
@@ -212,12 +212,12 @@ def check_start(scorer: CompletionLogps, facts: ModelFacts, builder: RowBuilder,
         allowed = allowed.maximum(measured.minimum(most * rounding))
         excess = max(_excess(exact.sums - reference, allowed), _excess(exact.sums - output.sums, allowed))
     if not excess <= 1:
+        largest = float((output.sums - reference).abs().max())
         raise RunError(
-            f"the policy at step 0 is not its cached reference: a log-prob differs by "
-            f"{float((output.sums - reference).abs().max()):.3g} nats, and the log-probs of the first row by "
-            f"{excess:.2g} times what rounding explains; likely causes: policy and reference ran in different "
-            "dtypes or autocast, or another release filled the cache (set another reference.cache_dir to "
-            "compute the reference again)"
+            f"the policy at step 0 is not its cached reference: a log-prob differs by {largest:.3g} nats, "
+            f"and the first row's differ {excess:.2g} times as much as rounding explains; likely causes: policy "
+            "and reference ran in different dtypes or autocast, or another release filled the cache (set "
+            "another reference.cache_dir to compute the reference again)"
         )
 
 

@@ -169,11 +169,17 @@ def test_random_models_start_and_planted_faults_do_not(level: str, number: int, 
 def test_another_kernel_for_longer_rows_is_rounding(
     autocast: str, job: Path, tmp_path: Path, console: Console
 ) -> None:
-    """The head adds one number to all logits, up to some hundred, so log-probs stay the same but for rounding: a row's products round otherwise than those of its halves, or
-    all products otherwise than the reference pass's: two right rows differ by a tenth of a nat a token."""
+    """The head adds one number to all logits, up to some hundred, which changes log-probs by rounding alone.
+    A row's products round otherwise than those of its halves, or all otherwise than the reference pass's."""
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
-    changes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": len(tokenizer), "tie_word_embeddings": False}
+    changes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "vocab_size": len(tokenizer),
+        "tie_word_embeddings": False,
+    }
     model = tiny_model("llama", **changes)
     model.get_output_embeddings().weight.data.add_(20.0 * torch.randn(256))
     model.save_pretrained(tmp_path / "model")

@@ -110,7 +110,7 @@ def test_averages_of_two_pairs_by_hand() -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_only_a_margin_within_its_rounding_is_a_tie(sign: int) -> None:
-    """A sum of the variance 0.04 rounds by 0.2 nats, a log-ratio margin by root(2) of that; twice is a tie."""
+    """A sum of variance 0.04 rounds by 0.2 nats, a margin by root(2) of that; twice is a tie."""
     bound = 2 * math.sqrt(2) * 0.2
     for part, expected in ((0.0, 0.5), (0.99, 0.5), (1.01, 1.0 if sign > 0 else 0.0)):
         values = values_of(
