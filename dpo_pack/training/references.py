@@ -210,14 +210,16 @@ def check_start(scorer: CompletionLogps, facts: ModelFacts, builder: RowBuilder,
             exact = scorer(row.row)
         measured = _measured(exact.token_logps - output.token_logps, output.num_tokens)
         allowed = allowed.maximum(measured.minimum(most * rounding))
-        excess = max(_excess(exact.sums - reference, allowed), _excess(exact.sums - output.sums, allowed))
+        excess = _excess(exact.sums - reference, allowed)
+        if excess <= 1:
+            excess = _excess(exact.sums - output.sums, allowed)
     if not excess <= 1:
         largest = float((output.sums - reference).abs().max())
         raise RunError(
             f"the policy at step 0 is not its cached reference: a log-prob differs by {largest:.3g} nats, "
-            f"and the first row's differ {excess:.2g} times as much as rounding explains; likely causes: policy "
-            "and reference ran in different dtypes or autocast, or another release filled the cache (set "
-            "another reference.cache_dir to compute the reference again)"
+            f"and the first row's differ {excess:.2g} times as much as rounding explains; likely causes: "
+            "policy and reference ran in different dtypes or autocast, or another release filled the cache "
+            "(set another reference.cache_dir to compute the reference again)"
         )
 
 
