@@ -43,7 +43,8 @@ from dpo_pack.system.machine import cpu_name, package_versions  # noqa: E402
 from dpo_pack.training.batches import RowBuilder  # noqa: E402
 from dpo_pack.training.references import check_start  # noqa: E402
 
-# The most that oneDNN may use, and ATen's level. oneDNN uses more than at the level before, or the CPU lacks it.
+# The most that oneDNN may use, and ATen's level. oneDNN uses more than at the level before, or this
+# CPU lacks it.
 LEVELS = {
     "SSE41": "default",
     "AVX2": "avx2",
@@ -52,7 +53,11 @@ LEVELS = {
     "AVX512_CORE_AMX": "avx512",
 }
 OTHER_KERNEL = "other kernel"  # the machine's own level, with a switch of kernels that needs no AVX-512
-_SAYS = "import torch; torch.nn.Conv2d(16, 32, 3)(torch.ones(2, 16, 32, 32)); print(torch._C._get_cpu_capability())"
+_SAYS = """
+import torch
+torch.nn.Conv2d(16, 32, 3)(torch.ones(2, 16, 32, 32))
+print(torch._C._get_cpu_capability())
+"""
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_neox", "qwen3_moe", "qwen3_5_text")
 PRECISIONS = {
     "float32": Precision(parameters=torch.float32, autocast=None),

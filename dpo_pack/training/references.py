@@ -195,7 +195,7 @@ def check_start(scorer: CompletionLogps, facts: ModelFacts, builder: RowBuilder,
     change = (scorer(row.row).sums - output.sums).nan_to_num(0.0)  # NaN is not caused by dropout
     others = np.array_split(pairs, 2) if len(pairs) > 1 else [pairs.repeat(2)]
     in_others = torch.cat([scorer(builder.build(other).row).token_logps for other in others])
-    if not _excess(change, rounding) <= 1:
+    if _excess(change, rounding) > 1:
         raise RunError(
             f"the policy is not repeatable: a log-prob of the first row differs by "
             f"{float(change.abs().max()):.3g} nats when it is computed again; dropout or router noise is on: "

@@ -173,7 +173,7 @@ def test_another_kernel_for_longer_rows_is_rounding(
     A row's products round otherwise than those of its halves, or all otherwise than the reference pass's."""
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
-    changes = {
+    changes: dict[str, Any] = {
         "hidden_size": 256,
         "intermediate_size": 512,
         "num_hidden_layers": 4,
