@@ -16,7 +16,7 @@ class OtherKernel(TorchDispatchMode):
     those of two halves. Fp32 is treated alike."""
 
     def __init__(self, more_than_rows: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.most_rows = more_than_rows
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
