@@ -126,7 +126,7 @@ def with_leak(scorer: CompletionLogps) -> Iterator[None]:
     attend: Any = scorer.backend
 
     def leaky(query: Tensor, key: Tensor, value: Tensor, segments: Any, options: Any) -> Tensor:
-        output = attend(query, key, value, segments, options).clone()
+        output: Tensor = attend(query, key, value, segments, options).clone()
         begin = sum(segments.query_lengths[:2])
         if begin < len(output):
             output[begin] = (output[begin] + output[begin - 1]) / 2
