@@ -310,7 +310,6 @@ class Trainer:
         means = averages(
             ranks.gather_over_ranks(outcome.values),
             beta=self.objective.options.beta,
-            dtype=self.state.scorer.compute_dtype,
             has_reference=self.objective.needs_reference,
         )
         return {

@@ -117,12 +117,12 @@ class ModelFacts:
     def namespace(self) -> dict[str, Any]:
         """All facts besides token ids that the model's log-probs depend on, as a JSON object. All ranks must
         read it together: rank 0 hashes all weights, the others read its file of hashes. Raises ModelError."""
-        memo, precision = self.cache_dir / "model_hashes.json", self.precision
+        precision = self.precision
         autocast = None if precision.autocast is None else str(precision.autocast).removeprefix("torch.")
         with ranks.first_goes_first():
             namespace: dict[str, Any] = {
                 "numerics_version": NUMERICS_VERSION,
-                "weights": weights_fingerprint(self.settings.path, self.settings.revision, memo),
+                **self.read_fingerprints(),
                 "config": relevant_config(self.config),
                 "parameters": str(precision.parameters).removeprefix("torch."),
                 "autocast": autocast,
@@ -136,9 +136,15 @@ class ModelFacts:
                 namespace["quantized"] = self.settings.quantize
             if self.processor is not None:
                 namespace["whole_config"] = relevant_config(self.config, whole=True)
-            if self.adapter is not None:
-                namespace["adapter"] = adapter_fingerprint(self.adapter, memo)
         return namespace
+
+    def read_fingerprints(self) -> dict[str, str]:
+        """Returns the part of `namespace` that is in files of weights, as they are now. Raises ModelError."""
+        memo = self.cache_dir / "model_hashes.json"
+        found = {"weights": weights_fingerprint(self.settings.path, self.settings.revision, memo)}
+        if self.adapter is not None:
+            found["adapter"] = adapter_fingerprint(self.adapter, memo)
+        return found
 
 
 def without_weights(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:

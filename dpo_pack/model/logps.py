@@ -31,8 +31,9 @@ class HeadTransform:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedStatistics:
-    """Which of a token's four statistics the head computes beside its log-prob; the others are NaN. Each of
-    the two fields costs one more read of all logits."""
+    """Which of a token's first four statistics the head computes beside its log-prob; the others are NaN.
+    Each of the two fields costs one more read of all logits. The fifth, always computed, is the variance of
+    the log-prob's rounding in nats^2, see `ROUNDING`."""
 
     metrics: bool = True  # 0-2: entropy (nats), 1.0 if the target has the largest logit, mean logit
     squares: bool = False  # 3: log sum_v p(v)^2 (nats), the log of a sampled token's expected probability
@@ -57,6 +58,10 @@ HEAD_BOUNDS = {
 }
 
 
+# The standard deviation of the difference between two computations of a token's log-prob in other rows, in
+# epsilons of the products' dtype x the largest logit: 16 bits round logits, fp32 rounds sums. Measured in
+# docs/numerics.md, section Ties.
+ROUNDING = {torch.float16: 0.5, torch.bfloat16: 0.5, torch.float32: 2.0, torch.float64: 2.0}
 # Whether torch adds a product in low precision to an fp32 tensor: cuBLAS does.
 _ADDS_TO_FLOAT32 = torch.version.hip is None
 
@@ -74,7 +79,7 @@ def token_logps(
     passes: HeadPasses,
 ) -> tuple[Tensor, Tensor]:
     """Computes the log-prob of each target under the head's softmax: hidden [N, D], weight [V, D], bias [V]
-    or None, targets [N] int64 -> [N] fp32 log-probs, differentiable, and [N, 4] fp32 statistics, see
+    or None, targets [N] int64 -> [N] fp32 log-probs, differentiable, and [N, 5] fp32 statistics, see
     `WantedStatistics`. Matrix products are in `compute_dtype` (autocast has no effect in an autograd
     Function's backward), the log-softmax in fp32 or float64. The backward pass computes a chunk's logits
     again, unless their part of the gradient was kept or the head is frozen."""
@@ -121,7 +126,7 @@ class _ChunkedLogps(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         # `logps` must not be a view of another tensor, because FSDP2 puts its backward hook on it.
         logps = torch.empty(len(targets), dtype=wide, device=hidden.device)
-        log_normalizer, statistics = torch.empty_like(logps), logps.new_full((len(targets), 4), torch.nan)
+        log_normalizer, statistics = torch.empty_like(logps), logps.new_full((len(targets), 5), torch.nan)
         # d logp / d hidden. When the head is frozen, the backward pass needs no other tensor.
         direction = torch.empty_like(hidden) if ctx.needs_input_grad[0] and not trains_head else None
         kept: list[Tensor] = []
@@ -210,8 +215,9 @@ def _chunk_forward(
     *,
     excess_dtype: torch.dtype | None,
 ) -> ChunkResults:
-    """Returns log-probs, log-normalizers, four wanted statistics, [C] each, and, if `excess_dtype` is given,
+    """Returns log-probs, log-normalizers, five statistics, [C] each, and, if `excess_dtype` is given,
     `_excess`, [C, V]. product: [C, V] = hidden states x head; may be overwritten."""
+    dtype = product.dtype
     logits, slope = _logits(product, bias, transform)
     del product  # frees memory in low precision, where the logits are a copy
     target_logit = logits.gather(1, targets[:, None]).squeeze(1)
@@ -222,6 +228,10 @@ def _chunk_forward(
     softmax = centered.exp() if wanted.metrics else centered.exp_()
     total = softmax.sum(dim=1)
     log_normalizer = peak + total.log()
+    # Rounding is relative to the largest logit and, in fp32 as log-probs are, to the normalizer.
+    wide = ROUNDING[logits.dtype] * torch.finfo(logits.dtype).eps * log_normalizer
+    narrow = ROUNDING[dtype] * torch.finfo(dtype).eps * torch.maximum(peak.abs(), target_logit.abs())
+    variance = wide.square() + narrow.square()
     if wanted.metrics:
         entropy = total.log() - centered.mul_(softmax).sum(dim=1) / total
         is_top1 = (target_logit >= peak).to(total.dtype)
@@ -230,7 +240,7 @@ def _chunk_forward(
     del logits, centered
     if excess_dtype is not None:
         excess = _excess(softmax.div_(total[:, None]), targets, slope).to(excess_dtype)
-    statistics = (entropy, is_top1, mean_logit, log_sum_squares)
+    statistics = (entropy, is_top1, mean_logit, log_sum_squares, variance)
     return target_logit - log_normalizer, log_normalizer, statistics, excess
 
 

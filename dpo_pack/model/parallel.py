@@ -308,6 +308,11 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a sharded tensor, detached; of another tensor the whole."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def full_state(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
     """Returns the model's saved tensors on rank 0's CPU, an empty dict elsewhere. Every rank must call it."""
     state, whole = dict[str, Tensor](), dict[int, Tensor]()

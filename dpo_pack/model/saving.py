@@ -13,13 +13,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from dpo_pack.model.config import eos_tokens
 from dpo_pack.model.loading import quiet_transformers
+from dpo_pack.model.parallel import local_part
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.system.files import read_json
 
@@ -108,7 +108,7 @@ def find_beyond(state: dict[str, Tensor], dtype: torch.dtype) -> str | None:
     """Returns the name of the first tensor with a finite value (on this rank) that is infinite in `dtype`."""
     most = torch.finfo(dtype).max
     for name, tensor in state.items():
-        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        tensor = local_part(tensor)
         is_number = tensor.is_floating_point() and len(tensor.shape)
         if is_number and bool(((tensor.abs() > most) & tensor.isfinite()).any()):
             return name

@@ -34,7 +34,7 @@ class RowLogps(NamedTuple):
     sums: Tensor  # [S] float64, differentiable
     num_tokens: Tensor  # [S] int64
     token_logps: Tensor  # [N] fp32, differentiable, sequence by sequence: the terms of `sums`
-    statistics: Tensor  # [S, 4] float64, detached: sums of the four of `WantedStatistics`; NaN: not wanted
+    statistics: Tensor  # [S, 5] float64, detached: sums of the five of `WantedStatistics`; NaN: not wanted
     # See `CompletionLogps._routing_sums`; [0] without `Row.token_copies`.
     expert_counts: Tensor  # [R, E] float64
     expert_probs: Tensor  # [E] float64, differentiable
@@ -84,7 +84,7 @@ class CompletionLogps(nn.Module):
         scored = outputs.last_hidden_state.flatten(0, 1).index_select(0, row.logit_index)  # [N, D]
         head = self.model.get_output_embeddings()
         weight, bias = (head.weight, head.bias) if self.adapter is None else self.adapter.head_weights(head)
-        logps, statistics = token_logps(  # [N], [N, 4]
+        logps, statistics = token_logps(  # [N], [N, 5]
             scored,
             weight,
             bias,

@@ -158,7 +158,9 @@ def prove_equivalence(scorer: CompletionLogps, groups: Sequence[Group], device: 
     bound = f"mean error a token <= {proofs.ROUNDINGS:g} x rounding"
     if scorer.compute_dtype == torch.float32:
         bound = f"max error <= {proofs.FLOAT32_BOUND:.0e}, or {bound}"
-    elif scorer.gather_dtype is None and next(scorer.model.parameters()).dtype == torch.float32:
+    elif scorer.gather_dtype is None and (
+        next(scorer.model.parameters()).dtype == torch.float32 or not is_sharded(scorer.model)
+    ):
         with scorer.in_float32():
             exact_numbers, is_exact = distance_of_row(scorer, groups, device)
         numbers |= {f"{name}, in float32": number for name, number in exact_numbers.items()}

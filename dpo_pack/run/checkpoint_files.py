@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
+from dpo_pack.model.parallel import local_part
 from dpo_pack.run.state import Counters
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import CacheError, RunError, first_line
@@ -318,8 +318,7 @@ class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
 
 def _has_room_for_copy(tree: Mapping[str, Any]) -> bool:
     """Whether a tensor is on a GPU, and copies of all ranks of this machine fit into half the free RAM."""
-    every = [value for _, value in leaves(tree, separator=".") if isinstance(value, Tensor)]
-    own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in every]
+    own = [local_part(value) for _, value in leaves(tree, separator=".") if isinstance(value, Tensor)]
     num_bytes = sum(tensor.nbytes for tensor in own) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return any(tensor.is_cuda for tensor in own) and 2 * num_bytes <= host_memory().free
 

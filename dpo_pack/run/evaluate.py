@@ -117,7 +117,7 @@ def evaluate_sets(
             name, found[0], pairs, setup.objective, source_names=named, dtype=dtype, seed=recipe.seed
         )
         if exact is not None:
-            margins = pair_metrics(found[1], beta=recipe.loss.beta, dtype=dtype)["rewards/margins"]
+            margins = pair_metrics(found[1], beta=recipe.loss.beta)["rewards/margins"]
             errors = margins.cpu().numpy() - result.metrics["rewards/margins"]
             result.record["margin_noise"] = float(np.sqrt((errors**2).mean()))
         if pairs.num_pairs < all_pairs[name].num_pairs:
@@ -173,17 +173,17 @@ def held_out_result(
 ) -> HeldOutResult:
     """Returns averages, intervals and groups of `evaluate_pairs`' values, from matrix products in `dtype`."""
     beta, has_reference = objective.options.beta, objective.needs_reference
-    columns = pair_metrics(values, beta=beta, dtype=dtype)
+    columns = pair_metrics(values, beta=beta)
     metrics = {
         metric: columns[metric].cpu().numpy()
         for metric in METRICS_WITH_INTERVALS
         if has_reference or not metric.startswith("kl/")
     }
-    noise = margin_rounding(values, beta=beta, dtype=dtype)
+    noise = margin_rounding(values, beta=beta)
     record = {
         **means_by_group(metrics, table, source_names, seed=seed),
         # These replace its means: another order of summation may change the lowest bit.
-        **averages(values, beta=beta, dtype=dtype, has_reference=has_reference),
+        **averages(values, beta=beta, has_reference=has_reference),
         **length_preference(metrics["rewards/accuracies"], table),
         "eval_precision": str(dtype).removeprefix("torch."),
         "margin_noise": float(noise.square().mean().sqrt()),

@@ -147,7 +147,7 @@ def _offline_models(
         # reference pass computed or the cache had: dropout, changed files, values of another release show.
         if recipe.reference.path is None and run.checkpoint is None:
             first_row = next(row for rows in planned.first_plan.pack_step(0) for row in rows)
-            check_start(loaded.scorer, planned.builder, first_row, dtype=dtype)
+            check_start(loaded.scorer, setup.policy_facts, planned.builder, first_row)
     reference = moving or CachedReference(lookup=None if frozen is None else frozen.of, exact=exact)
     return loaded, reference, frozen, seconds
 

@@ -159,6 +159,7 @@ def load_and_prove(
     """Loads the model and proves, by a test, that it computes rows exactly; the caller checks the outcome.
     That of the same model, settings, device and code is read from the cache, unless `again` is set. With
     `model.compile: auto` a model that torch cannot compile is loaded once more, uncompiled."""
+    model.namespace  # noqa: B018  # hashed before the weights are read: `check_start` hashes once more
     loaded = load_model(model, device=device, strategy=strategy, adds_adapter=adds_adapter)
     if device.type == "cuda":
         loaded.kernels.extend(take_kernels(loaded.scorer, device))

@@ -26,29 +26,30 @@ from dpo_pack.training.batches import PairRow
 # A pair is saturated if sigmoid(-margin), the factor in the sigmoid loss's gradient, is below this.
 SATURATED_SLOPE = 0.01
 SATURATED_MARGIN = math.log(1 / SATURATED_SLOPE - 1)  # 4.595
-# The rounding of one token's log-prob, in nats, if the log-prob is about 1 nat, by the dtype of the matrix
-# products. Two computations of one token in other rows differ by about this much, see docs/numerics.md.
-ROUNDING_PER_TOKEN = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+# A margin is a tie if it is at most so many standard deviations of its rounding.
+TIE_ROUNDINGS = 2.0
 # Metric -> level; torch interpolates a quantile linearly between the two nearest pairs.
 MARGIN_QUANTILES = {"rewards/margins_p10": 0.1, "rewards/margins_p50": 0.5, "rewards/margins_p90": 0.9}
 
 # Resamples of an interval: the most, and with many prompts at least so many, which draw at most _MAX_DRAWS.
 NUM_RESAMPLES, _MIN_RESAMPLES, _MAX_DRAWS = 1000, 200, 50_000_000
 
-# The numbers that are kept for each pair: its loss x weight, log-probs in nats, sums over tokens.
+# The numbers that are kept for each pair: its loss x weight, log-probs in nats, sums over tokens; `_variance`
+# is that of a log-prob's rounding, in nats^2.
 NAMES = (
     "loss", "policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected", "chosen_tokens",
     "rejected_tokens", "chosen_entropy", "rejected_entropy", "chosen_top1", "chosen_mean_logit",
-    "rejected_mean_logit",
+    "rejected_mean_logit", "chosen_variance", "rejected_variance",
 )  # fmt: skip
 
 
 @torch.no_grad()
 def pair_values(output: RowLogps, row: PairRow, losses: Tensor) -> Tensor:
     """Returns NAMES of each pair, [P, numbers kept] float64, detached. losses: [P] loss x weight."""
-    entropy, top1, mean_logit, _ = output.statistics.view(-1, 2, 4).unbind(dim=2)  # [P, (chosen, rejected)]
+    of_pairs = output.statistics.view(-1, 2, 5)
+    entropy, top1, mean_logit, _, variance = of_pairs.unbind(dim=2)  # [P, (chosen, rejected)]
     sums = (output.sums.view(-1, 2), row.reference, output.num_tokens.view(-1, 2).double())
-    return torch.cat((losses[:, None], *sums, entropy, top1[:, :1], mean_logit), dim=1)
+    return torch.cat((losses[:, None], *sums, entropy, top1[:, :1], mean_logit, variance), dim=1)
 
 
 def join_values(parts: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -61,24 +62,14 @@ def column(values: Tensor, name: str) -> Tensor:
     return values[:, NAMES.index(name)]
 
 
-def rounding(sums: Tensor, num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns an estimate of the rounding error of summed log-probs, in nats, in the shape of `sums`: errors
-    of tokens are independent. `dtype` is that of the matrix products."""
-    return ROUNDING_PER_TOKEN[dtype] * num_tokens.sqrt() * (sums / num_tokens).abs().clamp(min=1.0)
+def margin_rounding(values: Tensor, *, beta: float) -> Tensor:
+    """Returns an estimate of the rounding of each pair's reward margin, [P] standard deviations: errors of
+    tokens are independent."""
+    return beta * (column(values, "chosen_variance") + column(values, "rejected_variance")).sqrt()
 
 
-def margin_rounding(values: Tensor, *, beta: float, dtype: torch.dtype) -> Tensor:
-    """Returns an estimate of the rounding error of each pair's reward margin, [P], see `rounding`."""
-    chosen, rejected = (
-        rounding(column(values, f"policy_{side}"), column(values, f"{side}_tokens"), dtype)
-        for side in ("chosen", "rejected")
-    )
-    return beta * torch.hypot(chosen, rejected)
-
-
-def pair_metrics(values: Tensor, *, beta: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns by name, for each metric that is a mean over pairs, the value of each pair, [P]. `dtype` is
-    that of the policy's matrix products."""
+def pair_metrics(values: Tensor, *, beta: float) -> dict[str, Tensor]:
+    """Returns by name, for each metric that is a mean over pairs, the value of each pair, [P]."""
     loss, chosen, rejected, reference_chosen, reference_rejected, *tokens = values.unbind(dim=1)[:7]
     chosen_logratios, rejected_logratios = chosen - reference_chosen, rejected - reference_rejected
     chosen_rewards, rejected_rewards = beta * chosen_logratios, beta * rejected_logratios
@@ -86,7 +77,7 @@ def pair_metrics(values: Tensor, *, beta: float, dtype: torch.dtype) -> dict[str
     chosen_tokens, rejected_tokens = tokens
     # A tie counts as 0.5: a policy that equals its reference prefers neither completion. If policy and
     # reference were computed in different rows, its margin is only as near to zero as rounding allows.
-    is_tie = margins.abs() <= margin_rounding(values, beta=beta, dtype=dtype)
+    is_tie = margins.abs() <= TIE_ROUNDINGS * margin_rounding(values, beta=beta)
     return {
         "loss": loss,
         "rewards/chosen": chosen_rewards,
@@ -107,12 +98,10 @@ def pair_metrics(values: Tensor, *, beta: float, dtype: torch.dtype) -> dict[str
     }
 
 
-def averages(
-    values: Tensor, *, beta: float, dtype: torch.dtype, has_reference: bool = True
-) -> dict[str, float]:
+def averages(values: Tensor, *, beta: float, has_reference: bool = True) -> dict[str, float]:
     """Returns all metrics by name, over all pairs of `values`. Waits for the device, once. Without a
     reference there is no divergence from it, so no `kl/*`."""
-    columns = pair_metrics(values, beta=beta, dtype=dtype)
+    columns = pair_metrics(values, beta=beta)
     metrics = {name: of_pairs.mean() for name, of_pairs in columns.items()}
     margins = columns["rewards/margins"]
     levels = on_device(np.asarray(list(MARGIN_QUANTILES.values())), margins.device).to(margins.dtype)

@@ -11,22 +11,26 @@ Legend: P pairs of a row.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dpo_pack.data.store import PairTable
-from dpo_pack.model.layout import Row
+from dpo_pack.model.config import routes_tokens
+from dpo_pack.model.facts import ModelFacts
+from dpo_pack.model.logps import sequence_sums
 from dpo_pack.model.lora import plain_name
-from dpo_pack.model.parallel import is_sharded
-from dpo_pack.model.scorer import CompletionLogps, LoadedModel, RowLogps
+from dpo_pack.model.parallel import is_sharded, local_part
+from dpo_pack.model.scorer import CompletionLogps, LoadedModel
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.system.errors import ModelError, RunError
-from dpo_pack.system.ranks import every_rank_says
+from dpo_pack.system.ranks import every_rank_says, first_goes_first
 from dpo_pack.training.batches import GlobalBatch, PairRow, RowBuilder
-from dpo_pack.training.metrics import rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,40 +168,83 @@ def check_followable(policy: CompletionLogps, reference: CompletionLogps) -> Non
 
 # ------------------------------------------------------------------------------------ before the first step
 
-ALLOWED_ROUNDING = 10.0  # two computations of a sum may differ by its rounding x this
+# A log-prob may differ by so many standard deviations of its rounding, and a row's root mean square by so
+# many; that of few sequences may be larger by chance.
+_EACH, _ROW = 6.0, 2.0
+# Measured rounding is at most so many times that of the logits; more is a fault. Routers are exempt: rounding
+# can send a token to other experts.
+_MOST_MEASURED = 4.0
 
 
 @torch.no_grad()
-def check_start(
-    policy: Callable[[Row], RowLogps], builder: RowBuilder, pairs: IntArray, *, dtype: torch.dtype
-) -> None:
-    """Compares the policy's log-probs of one row of `pairs`, [P] positions, with the cached reference. Raises
-    RunError if they differ by more than ten times the rounding of a sum in `dtype`."""
+def check_start(scorer: CompletionLogps, facts: ModelFacts, builder: RowBuilder, pairs: IntArray) -> None:
+    """Proves that the policy is its cached reference, by its weights, and by the log-probs of one row of
+    `pairs`, [P] positions. Raises RunError. Every rank must call it.
+
+    How much log-probs may differ is first taken from the size of the logits. If they differ more, it is
+    measured: how much they change in rows of another length, for which matrix products may take other
+    kernels, and, for a model in 16 bits, in fp32. Then the reference must be as near to fp32 as the policy.
+    Leaks and wrong positions, which policy and reference share, are found by the proofs."""
+    _check_weights(scorer, facts)
     row = builder.build(pairs)
-    output = policy(row.row)
-    sums, num_tokens = output.sums.view(-1, 2), output.num_tokens.view(-1, 2)  # [P, (chosen, rejected)]
-    difference = (sums - row.reference).abs()
-    noise = ALLOWED_ROUNDING * rounding(sums, num_tokens.double(), dtype)
+    output, reference = scorer(row.row), row.reference.flatten()  # [S] sequences
+    rounding = output.statistics[:, 4].sqrt()
     # A sharded policy computes on all ranks or on none, so all ranks continue if one finds a difference.
-    if all(every_rank_says(bool((difference <= noise).all()))):
+    if all(every_rank_says(_excess(output.sums - reference, rounding) <= 1)):
         return
-    # The row again tells dropout from noise. Because routers can choose other experts, ten times the change
-    # when the pairs stand in reverse order is allowed.
-    again = policy(row.row).sums.view(-1, 2)
-    in_reverse = policy(builder.build(pairs[::-1].copy()).row).sums.view(-1, 2).flip(0)
-    change = (again - sums).nan_to_num(0.0).abs()  # NaN is not caused by dropout
-    if bool((change > noise).any()):
+    change = (scorer(row.row).sums - output.sums).nan_to_num(0.0)  # NaN is not caused by dropout
+    others = np.array_split(pairs, 2) if len(pairs) > 1 else [pairs.repeat(2)]
+    in_others = torch.cat([scorer(builder.build(other).row).token_logps for other in others])
+    if _excess(change, rounding) > 1:
         raise RunError(
-            f"the policy is not repeatable: a log-prob of the first row differs by {float(change.max()):.3g} "
-            "nats when it is computed again; dropout or router noise is on: set it to zero in the model's "
-            "config.json"
+            f"the policy is not repeatable: a log-prob of the first row differs by "
+            f"{float(change.abs().max()):.3g} nats when it is computed again; dropout or router noise is on: "
+            "set it to zero in the model's config.json"
         )
-    noise = torch.maximum(noise, ALLOWED_ROUNDING * (in_reverse - sums).abs().max())
-    if not bool((difference <= noise).all()):
+    most = math.inf if routes_tokens(scorer.model.config) else _MOST_MEASURED
+    measured = _measured(in_others[: len(output.token_logps)] - output.token_logps, output.num_tokens)
+    allowed = rounding.maximum(measured.minimum(most * rounding))
+    excess = _excess(output.sums - reference, allowed)
+    if not excess <= 1 and scorer.compute_dtype.itemsize < 4 and not is_sharded(scorer.model):
+        with scorer.in_float32():
+            exact = scorer(row.row)
+        measured = _measured(exact.token_logps - output.token_logps, output.num_tokens)
+        allowed = allowed.maximum(measured.minimum(most * rounding))
+        excess = _excess(exact.sums - reference, allowed)
+        if excess <= 1:
+            excess = _excess(exact.sums - output.sums, allowed)
+    if not excess <= 1:
+        largest = float((output.sums - reference).abs().max())
         raise RunError(
-            f"the policy at step 0 is not its cached reference: a log-prob differs by "
-            f"{float(difference.max()):.3g} nats, and rounding explains only {float(noise.max()):.2g}; "
-            "likely causes: the model or its adapter changed on disk while it was read, policy and reference "
-            "ran in different dtypes or autocast, or another release filled the cache (set another "
-            "reference.cache_dir to compute the reference again)"
+            f"the policy at step 0 is not its cached reference: a log-prob differs by {largest:.3g} nats, "
+            f"and the first row's differ {excess:.2g} times as much as rounding explains; likely causes: "
+            "policy and reference ran in different dtypes or autocast, or another release filled the cache "
+            "(set another reference.cache_dir to compute the reference again)"
         )
+
+
+def _check_weights(scorer: CompletionLogps, facts: ModelFacts) -> None:
+    with first_goes_first():
+        found = facts.read_fingerprints()
+    if any(facts.namespace[name] != fingerprint for name, fingerprint in found.items()):
+        raise RunError(f"{facts.label} changed on disk while it was read; start the run again")
+    if scorer.adapter is None or not scorer.adapter.is_new:
+        return
+    for name, weight in scorer.model.named_parameters():
+        if re.search(r"\.lora_(embedding_)?B\.", name) and bool(local_part(weight).any()):
+            raise RunError(f"the new adapter's {name} is not zero, so the policy is not its reference")
+
+
+def _excess(errors: Tensor, rounding: Tensor) -> float:
+    """Returns how many times errors, [S], are what rounding, [S] standard deviations, explains; or NaN."""
+    parts = errors / rounding
+    together = parts.square().mean().sqrt() / max(_ROW, _EACH / math.sqrt(len(parts)))
+    return float(torch.maximum(parts.abs().max() / _EACH, together))
+
+
+def _measured(changes: Tensor, num_tokens: Tensor) -> Tensor:
+    """Returns the rounding of log-probs, [S] standard deviations, from changes of their tokens, [N]: from
+    those of tokens, and of sequences, whose tokens may change together."""
+    of_sequences = sequence_sums(changes, num_tokens) / num_tokens.sqrt()
+    deviation = torch.maximum(changes.double().square().mean(), of_sequences.square().mean()).sqrt()
+    return deviation * num_tokens.sqrt()

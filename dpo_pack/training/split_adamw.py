@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from dpo_pack.model.parallel import local_part
 
 # Of fp32 masters and gradients at any time: enough work to hide the launches of a GPU's kernels, and little
 # enough for a CPU's caches.
@@ -114,17 +115,14 @@ class SplitAdamW(Optimizer):
         """Yields this rank's part of a parameter, in slices of at most `num_elements`."""
         state = self._state(parameter)
         assert parameter.grad is not None and parameter.dtype in (torch.bfloat16, torch.float32)
-        flat = [_local(parameter).view(-1), _local(parameter.grad).reshape(-1)]  # a gradient may be strided
+        # A gradient may be strided.
+        flat = [local_part(parameter).view(-1), local_part(parameter.grad).reshape(-1)]
         names = ("exp_avg", "exp_avg_sq", "low_bits")
-        flat += [_local(state[name]).view(-1) for name in names if name in state]
+        flat += [local_part(state[name]).view(-1) for name in names if name in state]
         length = max(_ALIGNMENT, num_elements // _ALIGNMENT * _ALIGNMENT)
         for parts in zip(*(tensor.split(length) for tensor in flat), strict=True):
             if len(parts[0]):  # this rank may have no part of the parameter
                 yield _Slice(state["step"], *parts)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _batches(slices: Iterable[_Slice], num_elements: int) -> Iterator[list[_Slice]]:

@@ -43,7 +43,7 @@ def pair_losses(objective: Objective, output: RowLogps, row: PairRow, mean_chose
     )
     weights = row.pair_weights
     if objective.weighting == "wpo":
-        log_squares = output.statistics.view(-1, 2, 4)[:, :, 3]
+        log_squares = output.statistics[:, 3].view(-1, 2)
         weights = weights * wpo_weights(policy - log_squares, num_tokens)
     return losses * weights
 

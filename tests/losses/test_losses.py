@@ -312,7 +312,7 @@ def test_weights_of_pairs_multiply_every_term(weighting: str | None) -> None:
     objective = make_objective([("sigmoid", 1.0)], asdict(loss_options(beta=0.5)), weighting=weighting)
     sums = torch.tensor([-2.0, -3.0, -1.0, -1.0], dtype=torch.float64) * log(2)
     lengths = torch.tensor([2, 3, 1, 1])
-    statistics = torch.zeros(4, 4, dtype=torch.float64)
+    statistics = torch.zeros(4, 5, dtype=torch.float64)
     statistics[:, 3] = torch.tensor([-4.0, -3.0, -2.0, -1.0], dtype=torch.float64) * log(2)
     nothing = torch.zeros(0)
     output = RowLogps(sums, lengths, nothing, statistics, nothing, nothing)

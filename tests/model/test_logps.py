@@ -153,7 +153,10 @@ def test_statistics_are_those_of_the_full_distribution(transform: HeadTransform)
     _, statistics = chunked(head, transform)
     logits = plain_logits(head, transform).detach()
     entropy = torch.distributions.Categorical(logits=logits).entropy()
-    ours, is_top1, mean_logit, log_sum_squares = statistics.unbind(dim=1)
+    ours, is_top1, mean_logit, log_sum_squares, variance = statistics.unbind(dim=1)
+    largest = torch.maximum(logits.amax(dim=1).abs(), logits.gather(1, head.targets[:, None])[:, 0].abs())
+    rounding = 2 * torch.hypot(largest, logits.logsumexp(dim=1))
+    torch.testing.assert_close(variance.sqrt() / torch.finfo(torch.float64).eps, rounding)
     torch.testing.assert_close(ours, entropy)
     torch.testing.assert_close(mean_logit, logits.mean(dim=1))
     squares = logits.softmax(dim=1).square().sum(dim=1)
@@ -178,7 +181,7 @@ def test_without_gradients_nothing_is_kept_for_a_backward_pass() -> None:
     logits_bytes = 350 * V * 8
     assert peak_bytes(num_tokens=350, kept_chunks=99) > logits_bytes  # or the next line could not fail
     without = peak_bytes(num_tokens=350, kept_chunks=99, has_gradients=False)
-    assert without == peak_bytes(num_tokens=350, kept_chunks=0, has_gradients=False) < logits_bytes / 2
+    assert without == peak_bytes(num_tokens=350, kept_chunks=0, has_gradients=False) < 0.6 * logits_bytes
 
 
 def test_peak_memory_does_not_grow_with_vocabulary_times_tokens() -> None:

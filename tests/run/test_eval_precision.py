@@ -51,8 +51,8 @@ def test_a_run_in_bfloat16_evaluates_some_pairs_in_float32_or_all_or_none(
     both = of["auto"].merge(of["float32"], on="row", how="left", validate="1:1")
     assert both["rewards/margins_x"].tolist() == pytest.approx(both["rewards/margins_y"].tolist(), abs=1e-6)
     assert few["rewards/margins"] == pytest.approx(both["rewards/margins_y"].mean(), abs=1e-6)
-    # Its rounding is measured where pairs are computed twice: this model's is below the estimate for bf16.
-    assert 1e-5 < exact["margin_noise"] < rounded["margin_noise"]
+    # Its rounding is measured where pairs are computed twice; the estimate is of that size.
+    assert rounded["margin_noise"] / 4 < exact["margin_noise"] < 4 * rounded["margin_noise"]
     (results,) = evaluate_models(recipe("float32"), [str(tmp_path / "training" / "model")], QUIET)
     for name in exact["intervals"]:
         assert results["heldout"].record[name] == pytest.approx(exact[name], abs=1e-6)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from safetensors.torch import load_file, save_file
+from start_check import OTHER_KERNEL, run_trial
+from support.kernels import OtherKernel
 from support.marks import slow
 from support.tiny_models import tiny_model
 from support.tiny_run import tiny_run
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.model.layout import Row
-from dpo_pack.model.scorer import RowLogps
+from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run import inputs
 from dpo_pack.run.inputs import prepare_run
@@ -59,13 +64,10 @@ def test_the_policy_as_it_starts_is_its_reference(
     forwards: list[Row] = []
     compared = references.check_start
 
-    def counted(policy: Any, *arguments: Any, **options: Any) -> None:
-        def once_more(row: Row) -> RowLogps:
-            forwards.append(row)
-            output: RowLogps = policy(row)
-            return output
-
-        compared(once_more, *arguments, **options)
+    def counted(scorer: CompletionLogps, *arguments: Any) -> None:
+        hook = scorer.register_forward_hook(lambda module, inputs, output: forwards.append(inputs[0]))
+        compared(scorer, *arguments)
+        hook.remove()
 
     monkeypatch.setattr(inputs, "check_start", counted)
     for _ in range(2):  # computed, then cached
@@ -128,3 +130,61 @@ def test_dropout_stops_the_run_before_the_first_step(
     torch.manual_seed(0)
     with pytest.raises(RunError, match="not repeatable.*dropout.*config.json"):
         start(job, tmp_path / "cache", console)
+
+
+@pytest.mark.parametrize("what", ["adapter", "files"])
+def test_a_start_is_refused_by_its_weights_where_rounding_hides_them(
+    what: str, job: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter that has moved by one step, and a model of another revision whose values are not read."""
+    model = shutil.copytree(load(job).model.path, tmp_path / "model")
+
+    def moved(*arguments: Any) -> Any:
+        loaded = load_policy(*arguments)
+        if what == "adapter":
+            for name, weight in loaded.model.named_parameters():
+                weight.data += 1e-4 * (".lora_B." in name)
+        else:
+            state = load_file(model / "model.safetensors")
+            name = next(name for name in state if name.endswith("norm.weight"))
+            save_file({**state, name: state[name] * 1.001}, model / "model.safetensors", {"format": "pt"})
+        return loaded
+
+    monkeypatch.setattr("dpo_pack.run.inputs.load_policy", moved)
+    expected = "lora_B.* is not zero" if what == "adapter" else "changed on disk while it was read"
+    overrides = (f"model.path={model}", "model.autocast=bfloat16", "model.lora={r: 2}")
+    with pytest.raises(RunError, match=expected):
+        start(job, tmp_path / "cache", console, *overrides)
+
+
+@pytest.mark.parametrize(("level", "number"), [("here", 21), *slow(*((OTHER_KERNEL, n) for n in (4, 7, 12)))])
+def test_random_models_start_and_planted_faults_do_not(level: str, number: int, tmp_path: Path) -> None:
+    """A sample of docs/dev/start-check.md: small models in fp32, bf16 autocast, a mixture in bf16."""
+    with OtherKernel(more_than_rows=100) if level == OTHER_KERNEL else contextlib.nullcontext():
+        found = run_trial(number, tmp_path)
+    assert found["refused"] == "" and found["missed"] == [] and not found["is_large"]
+
+
+@pytest.mark.parametrize("autocast", ["bfloat16", "none"])
+def test_another_kernel_for_longer_rows_is_rounding(
+    autocast: str, job: Path, tmp_path: Path, console: Console
+) -> None:
+    """The head adds one number to all logits, up to some hundred, which changes log-probs by rounding alone.
+    A row's products round otherwise than those of its halves, or all otherwise than the reference pass's."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    changes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "vocab_size": len(tokenizer),
+        "tie_word_embeddings": False,
+    }
+    model = tiny_model("llama", **changes)
+    model.get_output_embeddings().weight.data.add_(20.0 * torch.randn(256))
+    model.save_pretrained(tmp_path / "model")
+    overrides = (f"model.path={tmp_path / 'model'}", f"model.autocast={autocast}", "packing.token_budget=128")
+    start(job, tmp_path / "cache", console, *overrides)
+    for most_rows in (96, 0):
+        with OtherKernel(more_than_rows=most_rows):
+            start(job, tmp_path / "cache", console, *overrides)
