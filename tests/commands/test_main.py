@@ -144,7 +144,10 @@ BAD_INPUT: dict[str, tuple[Spoil, str]] = {
         _with_file("template.jinja", b"\xff\xfe", "tokenizer.chat_template=JOB/template.jinja"),
         r"tokenizer\.chat_template: .*template\.jinja",
     ),
-    "damaged weights": (_with_file("model/model.safetensors", b"\x08"), r"model\.path: cannot load .*/model"),
+    "damaged weights": (
+        _with_file("model/model.safetensors", b"\x08"),
+        r"cannot read the weights in .*/model\.safetensors",
+    ),
     "a tensor missing": (_without_a_tensor, r"model\.path: .* lack 1 of .*layers\.1\.mlp\.down_proj"),
     "no tokenizer": (_without("model/tokenizer.json"), r"model\.path: .*tokenizer"),
     "ids beyond the tokenizer's": (_with_file("pairs.jsonl", IDS), r"line 1: rejected_ids .* 384; .* 383"),

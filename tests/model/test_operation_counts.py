@@ -59,10 +59,11 @@ def test_a_layer_runs_no_more_operations_casts_and_bytes_than_are_pinned(family:
 def test_a_row_without_the_statistics_of_metrics_runs_no_more_than_is_pinned_and_less_than_with_them() -> (
     None
 ):
-    """Embeddings, two layers, the head in one chunk, sums: eleven operations over logits less."""
+    """Embeddings, two layers, the head in one chunk, sums, a token's rounding: eleven operations over logits
+    less."""
     without, backward = row_costs("llama", num_layers=2, **BF16)
     with_them, same_backward = row_costs("llama", num_layers=2, measures=True, **BF16)
-    assert_at_most(without, Costs(119, 16, 1_065_096))
+    assert_at_most(without, Costs(127, 16, 1_068_336))
     assert_at_most(backward, Costs(187, 14, 2_226_268))
     assert same_backward == backward
     assert with_them.operations >= without.operations + 11 and with_them.num_bytes > without.num_bytes

@@ -217,7 +217,9 @@ def saved_job(path: Path, target: Path, lora: LoraRecipe | None, *, packed: bool
 def job_of(
     loaded: LoadedModel, base: Path, target: Path, saved: dict[str, torch.Tensor], *, verify: str = "full"
 ) -> dict[str, Any]:
-    settings = SimpleNamespace(export=SimpleNamespace(verify=verify, dtype="float32"))
+    settings = SimpleNamespace(
+        export=SimpleNamespace(verify=verify, dtype="float32"), data=SimpleNamespace(max_pixels=None)
+    )
     setup: Any = SimpleNamespace(recipe=settings, policy_facts=facts_of(base), device=torch.device("cpu"))
     return export.prepare_verification(setup, loaded, target, saved)
 

@@ -290,8 +290,8 @@ def test_a_source_without_rows_and_an_online_recipe_are_refused(shows: Shows) ->
     ("override", "tokens"),
     [
         ("seed=1", (8, 5, 5)),  # what both completions begin with is shared
-        ("packing.share_prompt=false", (12, 7, 7)),
-        ("packing.mode=padded", (12, 7, 7)),
+        ("packing.share_prompt=false", (14, 6, 6)),
+        ("packing.mode=padded", (14, 6, 6)),
     ],
 )
 def test_one_packed_row_is_made_of_those_pairs(
