@@ -284,7 +284,8 @@ def _error(
     units += [largest / size if size else grad.norm() for grad, size in zip(right[1:], sizes, strict=True)]
     is_low, found = any(value.dtype != torch.float32 for value in given.values()), list[_Error]()
     for one, other, truth, unit in zip(ours, plain, right, units, strict=True):
-        errors = [float((result - truth).norm() / unit) for result in (one, other)]
+        apart = [(result - truth).norm() for result in (one, other)]
+        errors = [float(distance / unit) if distance else 0.0 for distance in apart]  # 0, where all are 0
         error, by_plain = (math.inf if math.isnan(error) else error for error in errors)
         bound = max(least, proofs.PLAIN_ERRORS * by_plain)
         bound = bound if is_low else min(bound, most)

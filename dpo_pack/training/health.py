@@ -19,14 +19,15 @@ from typing import Any
 # The number of lines of the fast and of the slow mean. The rules that use them begin after the slow one.
 _FAST_LINES, _SLOW_LINES = 5, 20
 _WATCHED = (
-    "rewards/accuracies", "rewards/saturated", "rewards/chosen_per_token", "rewards/rejected_per_token",
-    "kl/chosen", "kl/rejected", "experts/unused",
+    "rewards/accuracies", "rewards/ties", "rewards/saturated", "rewards/chosen_per_token",
+    "rewards/rejected_per_token", "kl/chosen", "kl/rejected", "experts/unused",
 )  # fmt: skip
 _SUMS = ("logps/chosen", "logps/rejected")  # watched, also a token and its square, if there is no reference
 # So many spreads of lines are noise in the difference of the first lines' mean and the fast one.
 _SURE = 3 * math.sqrt(1 / _FAST_LINES + 1 / (2 * _FAST_LINES - 1))
 _GRADIENT_FACTOR = 10.0  # a gradient norm of so many times the usual one is large
 _STUCK_SHARE = 0.2  # after this part of all steps, the accuracy should have risen
+_FEWEST_DECIDED = 0.1  # of the pairs: with fewer that are no ties, the accuracy is not judged
 _GAIN = 0.06  # by this part of what it lacked at the start: from 0.5 to 0.53
 
 # Rule -> the smallest number of `_numbers` at which it warns, and the warning.
@@ -180,10 +181,12 @@ def _numbers(health: Health, record: Mapping[str, Any], run: RunFacts) -> dict[s
             numbers["both_rewards_falling"] = min(sure)
         has_moved = max(sure) > RULES["both_rewards_falling"][0]
     numbers["kl_blow_up"] = max(map(abs, moved))
-    accuracy = slow["rewards/accuracies"]
-    if record["step"] >= _STUCK_SHARE * run.num_steps:
+    # Ties, margins within their rounding, tell nothing; in 16 bits nearly all pairs may be ties for long.
+    decided = 1 - slow.get("rewards/ties", 0.0)
+    accuracy = 0.5 + (slow["rewards/accuracies"] - 0.5) / max(decided, _FEWEST_DECIDED)
+    if record["step"] >= _STUCK_SHARE * run.num_steps and decided >= _FEWEST_DECIDED:
         lacking = first_accuracy + _GAIN * (1 - first_accuracy) - accuracy
-        numbers["accuracy_stuck"] = lacking / (0.5 * math.sqrt(variance))
+        numbers["accuracy_stuck"] = lacking / (0.5 * math.sqrt(variance / decided))
     unused = fast.get("experts/unused", 0.0)
     numbers["dying_experts"] = unused - first.get("experts/unused", 1.0)
     # If the policy has moved far and learned nothing, the learning rate was not too small.

@@ -26,8 +26,6 @@ from dpo_pack.training.batches import PairRow
 # A pair is saturated if sigmoid(-margin), the factor in the sigmoid loss's gradient, is below this.
 SATURATED_SLOPE = 0.01
 SATURATED_MARGIN = math.log(1 / SATURATED_SLOPE - 1)  # 4.595
-# A margin is a tie if it is at most so many standard deviations of its rounding.
-TIE_ROUNDINGS = 2.0
 # Metric -> level; torch interpolates a quantile linearly between the two nearest pairs.
 MARGIN_QUANTILES = {"rewards/margins_p10": 0.1, "rewards/margins_p50": 0.5, "rewards/margins_p90": 0.9}
 
@@ -77,13 +75,14 @@ def pair_metrics(values: Tensor, *, beta: float) -> dict[str, Tensor]:
     chosen_tokens, rejected_tokens = tokens
     # A tie counts as 0.5: a policy that equals its reference prefers neither completion. If policy and
     # reference were computed in different rows, its margin is only as near to zero as rounding allows.
-    is_tie = margins.abs() <= TIE_ROUNDINGS * margin_rounding(values, beta=beta)
+    is_tie = margins.abs() <= margin_rounding(values, beta=beta)
     return {
         "loss": loss,
         "rewards/chosen": chosen_rewards,
         "rewards/rejected": rejected_rewards,
         "rewards/margins": margins,
         "rewards/accuracies": torch.where(is_tie, 0.5, (margins > 0).double()),
+        "rewards/ties": is_tie.double(),
         "rewards/saturated": (margins > SATURATED_MARGIN).double(),
         "rewards/chosen_per_token": chosen_rewards / chosen_tokens,
         "rewards/rejected_per_token": rejected_rewards / rejected_tokens,

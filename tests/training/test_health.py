@@ -117,6 +117,8 @@ def test_a_run_that_goes_on_from_its_saved_health_warns_as_if_it_had_never_stopp
         lambda step: {"rewards/accuracies": 0.5, "pairs": 4},  # too few pairs to know that it is below 0.53
         lambda step: {"rewards/accuracies": 0.54, "pairs": 256},  # it learns slowly
         lambda step: {"experts/unused": 0.4},  # these had no tokens from the start
+        lambda step: {"rewards/accuracies": 0.501, "rewards/ties": 0.97},  # in 16 bits nothing is seen yet
+        lambda step: {"rewards/accuracies": 0.51, "rewards/ties": 0.8},  # 0.55 of the others
     ],
 )
 def test_a_run_without_trouble_is_not_warned(change: Callable[[int], dict[str, float]]) -> None:
@@ -136,6 +138,7 @@ def test_a_policy_that_moved_and_learned_nothing_is_not_told_to_move_faster() ->
         (lambda step: {"rewards/accuracies": 0.2 + 0.003 * step}, ()),
         (lambda step: {"rewards/accuracies": 0.7, "rewards/saturated": 1.0}, ()),
         (lambda step: {"rewards/accuracies": 0.7 - 0.004 * step}, ("accuracy_stuck",)),
+        (lambda step: {"rewards/accuracies": 0.49 - 0.002 * step, "rewards/ties": 0.5}, ("accuracy_stuck",)),
         (lambda step: {"rewards/chosen_per_token": -20.0}, ()),
         (lambda step: logps(-0.3 - 0.01 * step, -0.3 - 0.01 * step), ("both_rewards_falling",)),
         (
