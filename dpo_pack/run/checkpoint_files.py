@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -175,7 +175,7 @@ class TensorReader(FileSystemReader):
                     raise ValueError(f"there is no file {name}")
         except Exception as error:  # pickle raises errors of many types
             what = f"{directory}/.metadata: {first_line(error)}"
-            raise RunError(f"{checkpoint} cannot be read ({what}); delete it and run again") from error
+            raise RunError(f"{checkpoint} cannot be read ({what}); {_REMEDY}") from error
 
     def read_metadata(self) -> metadata.Metadata:
         return self.metadata
@@ -185,15 +185,29 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         known = {metadata.__name__: vars(metadata), "torch": vars(torch)}.get(module, {}).get(name)
         is_ours = isinstance(known, type) and known.__module__ == metadata.__name__
-        if is_ours or isinstance(known, torch.dtype) or f"{module}.{name}" in _NEEDED:
-            return super().find_class(module, name)
+        if is_ours or isinstance(known, torch.dtype):
+            return known
+        if (needed := _NEEDED.get(f"{module}.{name}")) is not None:
+            return needed
         raise ValueError(f"it names {module}.{name}, which no checkpoint needs: it may be an attack")
 
 
-_NEEDED = (
-    *("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"),
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-)
+def _member(kind: Any, name: str) -> Any:
+    """Returns the member of an enum, which Python 3.11.0 to 3.11.3 pickle as a call of getattr."""
+    if kind is not metadata._MEM_FORMAT_ENCODING:
+        raise ValueError(f"it calls getattr on {kind}, which no checkpoint needs: it may be an attack")
+    return metadata._MEM_FORMAT_ENCODING[name]
+
+
+_NEEDED = {
+    "builtins.getattr": _member,
+    "pathlib.PosixPath": type(Path()),
+    "pathlib._local.PosixPath": type(Path()),  # of Python 3.13
+    "torch.Size": torch.Size,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": _StorageInfo,
+    "torch.serialization._get_layout": torch.serialization._get_layout,
+}
+_REMEDY = "resume with the Python and torch that wrote it, or from another checkpoint (checkpoint.resume)"
 
 
 class _Planner(DefaultLoadPlanner):
@@ -219,7 +233,7 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
         )
     except CheckpointException as error:
         (cause, _), *_ = error.failures.values()
-        raise RunError(f"{path} cannot be read ({first_line(cause)}); delete it and run again") from error
+        raise RunError(f"{path} cannot be read ({first_line(cause)}); {_REMEDY}") from error
 
 
 # ------------------------------------------------------------------------------------------------ writing

@@ -20,7 +20,7 @@ from support.refusals import refusal
 from support.tiny_models import tiny_model
 from support.two_ranks import run_on_ranks
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
 
 import dpo_pack.run.checkpoint_files as checkpoint_files
 from dpo_pack.model.scorer import CompletionLogps
@@ -398,12 +398,28 @@ def test_ranks_look_at_a_part_of_the_files_each_and_all_learn_of_the_damage(tmp_
     assert run_on_ranks(lambda: damage_of(path)) == ["tensors/.metadata is missing"] * 2
 
 
+def test_a_checkpoint_of_an_early_python_3_11_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3.11.0 to 3.11.3 pickle an enum's member so."""
+
+    def pickled(member: Any, protocol: int) -> Any:
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", pickled)
+    path = save(tmp_path, state_at(1))
+    monkeypatch.undo()
+    assert b"getattr" in (path / "tensors" / ".metadata").read_bytes()
+    load(path, resumed := new_state(seed=1))
+    assert_same(resumed, state_at(1))
+
+
 class Attack:
     def __reduce__(self) -> Any:
         return os.mkdir, ("attacked",)
 
 
-@pytest.mark.parametrize("attack", ["metadata", "value", "outside", "pipe", "names"])
+@pytest.mark.parametrize("attack", ["metadata", "value", "outside", "pipe", "names", "getattr"])
 def test_a_stranger_s_checkpoint_runs_no_code(
     attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,10 +447,13 @@ def test_a_stranger_s_checkpoint_runs_no_code(
     content = pickle.dumps(metadata)
     if attack == "names":  # dots lead from an allowed class to others
         content = b"\x80\x04\x8c\x05torch\x8c\x0eos.path.exists\x93."
+    elif attack == "getattr":
+        content = b"cbuiltins\ngetattr\n(ctorch\nSize\nVmro\ntR."
     file.write_bytes(content)
     message = refusal(lambda: load(path, new_state()), RunError)
     assert "cannot be read" in message and not (tmp_path / "attacked").exists()
-    assert "posix.mkdir" in message or attack != "metadata"
+    assert "the Python and torch that wrote it, or from another checkpoint" in message
+    assert {"metadata": "posix.mkdir", "getattr": "getattr on <class 't"}.get(attack, "") in message
 
 
 def test_a_disk_that_does_not_answer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
