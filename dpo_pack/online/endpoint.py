@@ -142,9 +142,9 @@ class Endpoint:
 
     def _quoted(self, text: str) -> str:
         """Returns the beginning of a server's text. The API key is replaced, also with backslashes in it, and
-        so are longer values of extra_body."""
-        hidden = {str(value): "[extra_body]" for _, value in values_in(self.settings.extra_body)}
-        for value, mark in {**hidden, self.api_key or "": "[API key]"}.items():
+        so are longer texts of extra_body; the key first, because a text may be a part of it."""
+        texts = [value for _, value in values_in(self.settings.extra_body) if isinstance(value, str)]
+        for value, mark in {self.api_key or "": "[API key]", **dict.fromkeys(texts, "[extra_body]")}.items():
             if len(value) > 3 or value == self.api_key:
                 text = re.sub("".join(rf"\\*{re.escape(c)}" for c in value), mark, text)
         text = printable(" ".join(text.split()))

@@ -155,13 +155,14 @@ def test_a_redirect_is_not_followed_so_that_no_other_server_gets_the_key() -> No
 @pytest.mark.parametrize("key", ["secret", 'se"cr/et'])
 def test_no_message_holds_the_api_key_nor_a_part_of_it(fault: str, key: str) -> None:
     with serving(Stub(completions(words), faults=[fault])) as stub:
-        extra = {"metadata": [{"note": "Bearer"}, {"much": {"more": ["short"]}}]}
+        extra = {"metadata": [{"note": "Bearer"}, {"much": {"more": ["secr", "cr", 4096]}}]}
         asking = replace(endpoint(stub, retries=0, extra_body=extra), api_key=key)
         (result,) = replace(generator(stub), endpoint=asking).generate(DRAWS[:1])
     assert isinstance(result, Failure) and "Bearer" not in result.reason
     assert key not in repr(asking)
     if fault in ("echo 3", "status-line"):
-        assert "[extra_body] [API key]" in result.reason
+        assert "[extra_body] [API key]" in result.reason  # "secr" is a part of the first key
+    assert asking._quoted("at most 4096") == "at most 4096"  # a number keeps no secret
 
 
 @pytest.mark.parametrize(("faults", "num_requests"), [(["400"], 3), (["500"] * 3, 5), (["hang up"] * 3, 5)])
