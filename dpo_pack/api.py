@@ -16,6 +16,7 @@ and `dpopack` gives a `command`, each process runs the command.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -375,7 +376,10 @@ def _on_every_rank(
     loaded = load(recipe, overrides, trains=trains, lenient=lenient)
     with many_imports():
         from dpo_pack.system.launch import on_every_rank
-    number, settings = loaded.distributed.num_processes, without_servers(loaded.model_dump(mode="json"))
+    number, tree = loaded.distributed.num_processes, loaded.model_dump(mode="json")
+    # Messages name what differs between ranks. They must not show a server, but ranks must have the same.
+    digest = hashlib.sha256(json.dumps(tree["online"]).encode()).hexdigest()[:12]
+    settings = {**without_servers(tree), "online (a digest of it, with its servers)": digest}
     try:
         with on_every_rank(number, command, settings, quiet=quiet, verbose=verbose) as console:
             with many_imports():
@@ -435,7 +439,6 @@ def _as_yaml(value: Any, key: str) -> Any:
 
 
 def _copy_of(dataset: Dataset) -> Path:
-    import hashlib
     import tempfile
 
     from dpo_pack.reference.cache import default_cache_directory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.two_ranks import run_on_ranks
 from support.whole_runs import kill_after
 
 import dpo_pack.run.models as strategies
+from dpo_pack import api
 from dpo_pack.model.parallel import Strategy
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.models import resolve_model
@@ -47,6 +49,23 @@ MORE: dict[str, Settings] = {
     "random": (("packing.pairs_per_step=1",), {"pairing": {"type": "random"}}),
     "free": (("loss.type=simpo",), {"max_staleness_steps": 0, "pairing": {"type": "all_pairs"}}),
 }
+
+
+def test_ranks_are_asked_for_the_same_servers_and_do_not_show_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    def take(number: Any, command: Any, settings: Any, **more: Any) -> Any:
+        told.append(settings)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr("dpo_pack.system.launch.on_every_rank", take)
+    for host in ("zebra", "zebra", "zebu"):
+        judge = {"type": "llm", "endpoint": {"url": f"http://{host}/v1", "model": "served"}}
+        with api._on_every_rank(online_recipe(tmp_path, tmp_path / "run", judges=[judge]), {}, None):
+            pass
+    assert told[0] == told[1] != told[2] and "http:" not in repr(told)
 
 
 def recipe_of(directory: Path, run: str, settings: Settings, *more: str) -> Recipe:
