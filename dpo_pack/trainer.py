@@ -340,9 +340,7 @@ class Trainer:
         except Exception as error:  # the same command goes on after the last step
             saver.save_what_is_done(error, shared=DpoPackError)
             if isinstance(error, CacheError) and saver.saved is saver.resume_point:
-                raise CacheError(
-                    f"{error} (export.path=DIR); the same command trains nothing again"
-                ) from error
+                raise CacheError(f"{error}; the same command trains nothing again") from error
             raise
         rate = state.num_pairs / max(state.train_seconds, 1e-9)
         seconds = format_seconds(self.log.totals()["seconds"])
@@ -365,7 +363,10 @@ class Trainer:
         self.sampler.write(saver.load_exported(), at_end=True)
         with shown(self.console, "Writing the model"):
             target = ranks.first_does_for_all(lambda: run.place_model(self.recipe.export.path))
-            saved = saver.export(target, self.console)
+            try:
+                saved = saver.export(target, self.console)
+            except CacheError as error:
+                raise CacheError(f"{error} (export.path=DIR)") from error
         ranks.every_rank_does(log.close)
         if (planned := self.inputs.planned) is not None:
             data, shape, model = self.setup.data, self.setup.policy_facts.shape, self.recipe.model.path

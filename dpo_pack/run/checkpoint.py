@@ -176,6 +176,8 @@ class Saver:
         number = min(kept, state.source.num_steps // (settings.every_steps or 1)) + 1  # the last step's
         path = setup.recipe.export.path or self.run.root
         place = next(one for one in (path, *path.parents) if one.exists())
+        if place.stat().st_dev == self.run.root.stat().st_dev:
+            place = self.run.root  # both need room on one disk
         needs = {self.run.root: max(0, number - len(checkpoints(self.run.checkpoints))) * one}
         needs[place] = needs.get(place, 0) + model
         for path, needed in needs.items():
@@ -224,15 +226,18 @@ class Saver:
         else:
             self.save()
 
-    def save_what_is_done(self, error: Exception, *, shared: type[Exception]) -> None:
+    def save_what_is_done(
+        self, error: Exception, *, shared: type[Exception], warns_of: type[Exception] = Exception
+    ) -> None:
         """Saves the last complete step after an error, unless other parameters have replaced its own, or the
-        error may be of this rank alone: neither is it `shared`, nor does `first_goes_first` say so."""
+        error may be of this rank alone: neither is it `shared`, nor does `first_goes_first` say so. If this
+        fails, it warns; an error that is not one of `warns_of` is raised."""
         is_on_all = isinstance(error, shared) or hasattr(error, "on_all_ranks") or ranks.num_ranks() == 1
         if self.state.step != self.resume_point.step or not is_on_all:
             return
         try:
             self.save_on_the_way_out()
-        except Exception as refused:  # the user must see the error that ends the run, not this one
+        except warns_of as refused:  # the user must see the error that ends the run, not this one
             self.setup.console.print(f"  Warning: the last step is not saved: {first_line(refused)}")
 
     def save_last(self) -> None:
@@ -243,15 +248,22 @@ class Saver:
             self.saved = None
         self.writer.in_background = False
         if self.saved is not self.resume_point:
-            self.save_what_is_done(CacheError(""), shared=CacheError)
+            # The run goes on. If this rank alone failed, the others would wait for it in another collective.
+            warns_of = CacheError if ranks.num_ranks() > 1 else Exception
+            self.save_what_is_done(CacheError(""), shared=CacheError, warns_of=warns_of)
+
+    @property
+    def _keeps_last(self) -> bool:
+        """Whether the recipe keeps the last step, whose weights are in the model, when that is verified."""
+        settings = self.setup.recipe.checkpoint
+        is_best = self.state.step in self.state.standing.best_steps[: settings.keep_best]
+        return self.saved is not self.resume_point or settings.every_steps is not None or is_best
 
     def drop_last(self) -> None:
         """Removes the last step, whose weights are in the verified model, unless the recipe keeps it."""
-        step, settings = self.state.step, self.setup.recipe.checkpoint
-        is_best = step in self.state.standing.best_steps[: settings.keep_best]
-        if self.saved is self.resume_point and settings.every_steps is None and not is_best:
+        if not self._keeps_last:
             with contextlib.suppress(OSError):  # the run is finished
-                drop_later_checkpoints(self.run.checkpoints, step - 1)
+                drop_later_checkpoints(self.run.checkpoints, self.state.step - 1)
 
     def best_evaluation(self) -> dict[str, Any] | None:
         """Returns run.json's entry on the best evaluation, if any. `checkpoint`: None if none is kept."""
@@ -260,13 +272,14 @@ class Saver:
             return None
         step, value = standing.best[0]
         path = checkpoint_path(self.run.checkpoints, step)
+        stays = path.is_dir() and (step < self.state.step or self._keeps_last)
         return {
             "step": step,
             "metric": self.criterion.metric,
             "eval_set": self.criterion.eval_set,
             "value": value,
             "start": standing.start,
-            "checkpoint": str(path) if path.is_dir() else None,
+            "checkpoint": str(path) if stays else None,
         }
 
     def require_best(self) -> None:

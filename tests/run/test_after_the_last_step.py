@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -9,6 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from support.whole_runs import assert_same_run, at_step, checkpoint_steps, stop_
 
 from dpo_pack import trainer as train_module
 from dpo_pack.run import checkpoint, checkpoint_files, export, log
+from dpo_pack.run.checkpoint import Saver
 from dpo_pack.run.run_dir import RunDir
 from dpo_pack.system import files
 from dpo_pack.system.errors import CacheError, RunError
@@ -110,9 +113,11 @@ def test_the_same_command_finishes_what_failed_after_the_last_step(
 ) -> None:
     place, function, change, overrides = FAILURES[name]
     recipe = whole_run(assets, tmp_path / "run", *overrides)
-    with monkeypatch.context() as patch, pytest.raises((CacheError, RunError, OSError, ValueError)):
+    errors = (CacheError, RunError, OSError, ValueError)
+    with monkeypatch.context() as patch, pytest.raises(errors) as raised:
         patch.setattr(place, function, change(getattr(place, function)))
         train(recipe, Console(quiet=True))
+    assert ("export.path=DIR" in str(raised.value)) == name.startswith("a full disk")  # else it does not help
     assert read_json(tmp_path / "run" / "run.json")["status"] == "failed"
     assert max(checkpoint_steps(tmp_path / "run")) == 8
     train(recipe, console)
@@ -139,6 +144,25 @@ def test_the_last_step_is_saved_when_a_library_fails_on_rank_0_alone(
     assert max(checkpoint_steps(tmp_path / "run")) == 8
     run_on_ranks(train, recipe, Console(quiet=True))
     assert read_json(tmp_path / "run" / "run.json")["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "is_raised"),
+    [(1, ValueError("odd"), False), (2, ValueError("odd"), True), (2, CacheError("full"), False)],
+)
+def test_what_only_one_rank_cannot_save_ends_the_run(
+    number: int, error: Exception, is_raised: bool, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it went on, its collectives would not be those of the others. All have a CacheError."""
+    saver: Any = object.__new__(Saver)
+    saver.writer, saver.saved = SimpleNamespace(wait=lambda: None), None
+    saver.resume_point = saver.state = SimpleNamespace(step=8)
+    saver.setup = SimpleNamespace(console=console)
+    monkeypatch.setattr(Saver, "save_on_the_way_out", raising(error)(None))
+    monkeypatch.setattr("dpo_pack.system.ranks.num_ranks", lambda: number)
+    with pytest.raises(ValueError, match="odd") if is_raised else contextlib.nullcontext():
+        saver.save_last()
+    assert ("Warning: the last step is not saved" in text(console)) != is_raised
 
 
 @pytest.mark.parametrize("background", ["false", *slow("true")])
@@ -199,6 +223,7 @@ def test_a_model_that_the_disk_has_no_room_for_goes_elsewhere_without_training_a
         (9.9, ("checkpoint.every_steps=2",), "needs up to"),
         (10.1, ("checkpoint.every_steps=2",), None),
         (10.1, ("checkpoint.every_steps=2", "checkpoint.export=true"), "needs up to"),
+        (3.9, ("export.path=elsewhere",), "needs up to"),  # on the same disk
         (0.9, ("model.lora={r: 1}",), None),
     ],
 )
