@@ -166,7 +166,7 @@ class Trainer:
         """Writes what describes the run, and cuts off what came after its checkpoint; on rank 0."""
         run, setup, inputs = self.run, self.setup, self.inputs
         fingerprints = dict(inputs.identity.fingerprints)
-        begin_run(run, dump_recipe(setup.recipe), str(setup.device))
+        begin_run(run, dump_recipe(setup.recipe), str(setup.device), setup.recipe.export.path)
         keep_log(self.console, run.console_log)
         write_json_atomically(run.data_report, setup.data.report)
         if inputs.planned is not None:

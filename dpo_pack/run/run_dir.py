@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import os
 import shlex
 import zlib
@@ -96,20 +97,25 @@ class RunDir:
     def remove_leftovers(self) -> None:
         """Removes the temporary files that a killed process has left."""
         target = self.model.resolve()  # of a link elsewhere, or what is in `root` already
-        places = ((self.root, ""), (self.checkpoints, ""), (self.rollouts, ""), (self.pairs, ""))
-        for directory, name in (*places, (target.parent, f"{target.name}.")):
-            for leftover in directory.glob(f".{name}*.tmp"):
+        places = ((self.root, "*"), (self.checkpoints, "*"), (self.rollouts, "*"), (self.pairs, "*"))
+        exported = f"{glob.escape(target.name)}.????????"  # as `path_aside` names it; `*` fits others, too
+        for directory, name in (*places, (target.parent, exported)):
+            for leftover in directory.glob(f".{name}.tmp"):
                 ranks.only_first_does(functools.partial(discard, leftover))
 
     def place_model(self, path: Path | None) -> Path:
-        """Returns where the model is to be written: model/, or `path`, to which model/ becomes a link."""
+        """Returns where the model is to be written: model/, or `path`, to which model/ becomes a link. Raises
+        RunError if another run has meanwhile written there."""
         if path is None and self.model.is_symlink():
             discard(self.model)
-        if path is not None and path.resolve() != self.model.resolve():
+        if path is None:
+            return self.model
+        if path.resolve() != self.model.resolve():
+            _refuse_place(path, self.model)
             discard(self.model)  # of an earlier end of this run
             with writing(self.model):
-                self.model.symlink_to(path.absolute())
-        return path or self.model
+                self.model.symlink_to(path.resolve())
+        return path.resolve()  # a rename would replace a link, not the directory behind it
 
     def update(self, **changes: Any) -> None:
         """Sets keys of `run.json` and writes the file."""
@@ -184,6 +190,8 @@ def way_on(recipe: Recipe) -> str:
         start = model.path if model.revision is None else f"FILL-IN/{model.path}@{model.revision}"
         settings["reference.path"] = recipe.reference.path or start
     settings |= {f"model.{key}": "null" for key in ("lora", "revision") if getattr(model, key) is not None}
+    if recipe.export.path is not None:  # this run's model is there
+        settings["export.path"] = "null"
     words = [f"{key}={value}" for key, value in settings.items()]
     command = shlex.join(["dpopack", "train", str(root / RECIPE_FILE), *words])
     return f"to train on from its model (the optimizer's moments begin anew), run {command}"
@@ -221,11 +229,14 @@ def _require_metrics(metrics: Path, checkpoint: Path) -> None:
         )
 
 
-def begin_run(run: RunDir, recipe_text: str, device: str) -> None:
-    """Writes recipe.yaml and run.json. A run that begins at step 0 first removes an earlier run's files."""
+def begin_run(run: RunDir, recipe_text: str, device: str, place: Path | None) -> None:
+    """Writes recipe.yaml and run.json. A run that begins at step 0 first removes an earlier run's files, with
+    its model at `place`, the recipe's export.path."""
     run.remove_leftovers()  # first: model/ may be a link to where some are
     if run.checkpoint is None:  # a kill leaves recipe.yaml and run.json, which say that a run wrote the rest
         with writing(run.root):
+            if place is not None and place.is_dir() and place.resolve() == run.model.resolve():
+                remove_directory(place.resolve())  # before the link to it, which shows whose it is
             earlier = (run.root / part for part in PARTS.values())
             for path in (*earlier, *run.root.glob("nonfinite-step-*.json")):
                 if path.is_dir():
@@ -251,7 +262,7 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
         earlier = load_recipe(root / RECIPE_FILE, lenient=True)
     except RecipeError as error:
         what = f"the recipe of the run in {root} cannot be read ({error})"
-        raise RunError(f"output_dir: {what}; {ways_out}") from error
+        raise RunError(f"output_dir: {what}; correct {root / RECIPE_FILE}, or {ways_out}") from error
     if earlier.dropped:
         raise RunError(f"output_dir: {root} holds a run with {'; '.join(earlier.dropped)}; {ways_out}")
     changed = changed_values(earlier, recipe)
@@ -269,6 +280,15 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
         texts = {key: f" ({show(then)} then, {show(now)} now)" for key, (then, now) in changed.items()}
         keys = ", ".join(key + (text if len(text) < _MOST_SHOWN else "") for key, text in texts.items())
         raise RunError(f"output_dir: {root} holds a run with another {keys}; {ways_out}")
+
+
+def _refuse_place(place: Path, link: Path) -> None:
+    """Raises RunError if the model cannot go to `place`: it is neither new, empty, nor what `link` names."""
+    if place.resolve().is_mount():  # it cannot be renamed
+        raise RunError(f"export.path: {place}: a disk is mounted there; give a directory in it")
+    is_empty = place.is_dir() and not any(place.iterdir())
+    if place.exists() and not is_empty and link.resolve() != place.resolve():
+        raise RunError(f"export.path: {place} exists already; give a path that does not exist")
 
 
 def input_fingerprints(recipe: Recipe, keys: Collection[str] | None = None) -> dict[str, str | None]:
@@ -306,9 +326,7 @@ def _refuse_to_replace(recipe: Recipe, *, is_ours: bool, overwrite: bool) -> Non
             what = f"this run would replace {path}, which {key} names"
             raise RunError(f"output_dir: {what}; use another output_dir")
     if (place := recipe.export.path) is not None:
-        link, is_empty = recipe.output_dir / PARTS["model"], place.is_dir() and not any(place.iterdir())
-        if place.exists() and not is_empty and link.resolve() != place.resolve():
-            raise RunError(f"export.path: {place} exists already; give a path that does not exist")
+        _refuse_place(place, recipe.output_dir / PARTS["model"])
     if is_ours:
         return
     if info.exists() and not overwrite:

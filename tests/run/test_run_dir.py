@@ -19,6 +19,7 @@ from dpo_pack.run import run_dir
 from dpo_pack.run.inputs import prepare_run
 from dpo_pack.run.run_dir import PARTS, begin_run, find_run, only_run, way_on
 from dpo_pack.system.errors import RunError
+from dpo_pack.system.files import read_json
 from dpo_pack.trainer import train
 
 
@@ -98,6 +99,7 @@ def test_a_run_json_that_says_nothing_is_no_leave_to_delete(content: str | None,
         ),
         ({"model.revision": "abc"}, ["reference.path=FILL-IN/org/base@abc", "model.revision=null"]),
         ({"loss.type": "simpo"}, ["model.path={root}/model"]),
+        ({"export.path": "/big/model"}, ["model.path={root}/model", "export.path=null"]),
     ],
 )
 def test_the_command_that_trains_on_keeps_the_reference(
@@ -145,7 +147,9 @@ def test_a_run_whose_recipe_cannot_be_read_is_refused(content: str | None, tmp_p
     (tmp_path / "run.json").write_text(json.dumps({"status": "interrupted"}))
     if content is not None:
         (tmp_path / "recipe.yaml").write_text(content)
-    assert f"output_dir: the recipe of the run in {tmp_path}" in refused(recipe_in(tmp_path))
+    message = refused(recipe_in(tmp_path))
+    assert f"output_dir: the recipe of the run in {tmp_path}" in message
+    assert f"; correct {tmp_path}/recipe.yaml, or use another output_dir" in message
 
 
 def test_a_run_killed_while_it_removes_an_earlier_one_can_be_started_again(
@@ -161,10 +165,51 @@ def test_a_run_killed_while_it_removes_an_earlier_one_can_be_started_again(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(run_dir, "write_text_atomically", killed)
-        begin_run(find_run(recipe, overwrite=True), dump_recipe(recipe), "cpu")
+        begin_run(find_run(recipe, overwrite=True), dump_recipe(recipe), "cpu", None)
     assert not (tmp_path / "metrics.jsonl").exists()
     assert find_run(recipe, overwrite=True).checkpoint is None
     assert "another seed" in refused(recipe)
+
+
+# ----------------------------------------------------------------------------------------------- export.path
+
+
+def exporting_to(place: Path, root: Path) -> Recipe:
+    return parse_recipe(recipe_in(root).model_dump(mode="json"), [f"export.path={place}"])
+
+
+def test_a_place_for_the_model_is_no_disk_and_no_other_run_s(tmp_path: Path) -> None:
+    (disk := tmp_path / "disk").symlink_to("/proc")
+    assert f"export.path: {disk}: a disk is mounted there" in refused(exporting_to(disk, tmp_path / "run"))
+    (run := find_run(exporting_to(tmp_path / "qwen2", tmp_path / "run"), overwrite=False)).root.mkdir()
+    (tmp_path / "behind").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "behind")
+    assert run.place_model(tmp_path / "link") == run.model.resolve() == tmp_path / "behind"
+    assert run.place_model(tmp_path / "qwen2") == run.model.resolve() == tmp_path / "qwen2"
+    for left in (mine := tmp_path / ".qwen2.0a1b2c3d.tmp", other := tmp_path / ".qwen2.5.0a1b2c3d.tmp"):
+        left.mkdir()
+    run.remove_leftovers()
+    assert other.exists() and not mine.exists()
+    (tmp_path / "behind" / "config.json").touch()  # another run of a sweep has meanwhile ended
+    message = refusal(lambda: run.place_model(tmp_path / "behind"), RunError)
+    assert "behind exists already" in message and run.model.resolve() == tmp_path / "qwen2"
+
+
+@pytest.mark.parametrize(("is_named", "is_there"), [(True, True), (False, True), (True, False)])
+def test_overwrite_discards_the_model_at_export_path_but_none_that_a_user_has_linked(
+    is_named: bool, is_there: bool, tmp_path: Path
+) -> None:
+    root, model = tmp_path / "run", tmp_path / "model"
+    root.mkdir()
+    if is_there:
+        model.mkdir()
+        (model / "config.json").touch()
+    (root / "model").symlink_to(model)
+    (root / "run.json").write_text(json.dumps({"status": "finished"}))
+    recipe = exporting_to(model if is_named else tmp_path / "new", root)
+    begin_run(find_run(recipe, overwrite=True), dump_recipe(recipe), "cpu", recipe.export.path)
+    assert not (root / "model").is_symlink() and model.exists() == (not is_named)
+    assert find_run(recipe, overwrite=False).checkpoint is None  # it was killed and goes on
 
 
 # --------------------------------------------------------------------------------------------- one at a time
@@ -205,6 +250,8 @@ def test_a_finished_run_whose_model_is_whole_is_finished(straight: Path, tmp_pat
     (recipe.output_dir / "model" / "README.md").write_text("my own card")
     (recipe.output_dir / "model" / "model.gguf").touch()
     assert find_run(recipe, overwrite=False).is_finished
+    best = read_json(straight / "run.json")["best"]
+    assert best["step"] == 8 and best["checkpoint"] is None  # that of the last step is removed
 
 
 @pytest.mark.parametrize("fault", ["gone", "empty", "cut", "a changed byte"])
