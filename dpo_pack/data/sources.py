@@ -215,9 +215,10 @@ def keys_by_image(pairs: PairTable) -> Keys:
     for number, part in enumerate(pairs.parts):
         if part.images is not None:
             of_part = np.flatnonzero(pairs.part_indices == number)
-            begins = part.images.pairs["begin"]
-            owners.append(of_part[np.searchsorted(pairs.offsets[of_part], begins)])
-            images.append(part.images.records["key"][part.images.pairs["image"]])
+            offsets, begins = pairs.offsets[of_part], part.images.pairs["begin"]
+            is_here = np.isin(begins, offsets)  # a mixture has a part of the pairs
+            owners.append(of_part[np.searchsorted(offsets, begins[is_here])])
+            images.append(part.images.records["key"][part.images.pairs["image"][is_here]])
     keys, owner = pairs.whole_prompt_keys.copy(), np.concatenate(owners)
     of_images = np.concatenate(images)
     first, image = distinct_keys(of_images)

@@ -453,6 +453,12 @@ def test_pairs_that_share_an_image_are_held_out_together(tmp_path: Path) -> None
         assert all((row in held_out) == (row + 9 in held_out) for row in range(5, 14))
         together += {1, 2, 3, 4} <= held_out
     assert 0 < together < 12
+    one = write_rows(tmp_path / "one.jsonl", [trl_row(["3.png"], f"q{number}") for number in range(4)])
+    late = write_rows(tmp_path / "late.jsonl", [trl_row(["3.png"] * (n // 4), f"q{n}") for n in range(5)])
+    texts = write_rows(tmp_path / "texts.jsonl", [trl_row([], f"t{number}") for number in range(4)])
+    for paths, num_held_out in (((path, one), 4), ((late, texts), 3)):  # the first pairs of each source
+        mixed = load(tmp_path, [{"path": name, "share": 1} for name in paths], eval={"fraction": 0.3})
+        assert (mixed.train.num_pairs, mixed.eval["held_out"].num_pairs) == (8 - num_held_out, num_held_out)
 
 
 # ---- Keys and stores
