@@ -249,6 +249,7 @@ READ: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
          {"data.train.0.path": "g/h", "data.train.0.config": "k", "data.eval.fraction": 0.02}),
         ({"dataset_name": "u.jsonl", "dataset_train_split": "train_x"},
          {"data.train.0.path": "u.jsonl", "data.train.0.split": "train", "data.eval": ()}),
+        ({"dataset_name": "u.jsonl", "dataset_train_split": "train[:9]"}, {"data.train.0.max_pairs": 9}),
         ({"dataset_name": "u.jsonl", "eval_dataset_name": "v.jsonl"}, {"data.eval.0.path": "v.jsonl"}),
         ({"push_to_hub": True, "hub_model_id": "y"}, {"export.push_to_hub": None}),
         ({"save_steps": 0.5}, {"checkpoint.every_steps": None}),
@@ -454,6 +455,16 @@ def test_values_that_a_recipe_may_not_have_are_listed_and_left_out(tmp_path: Pat
             {"datasets": [{"path": "json", "data_files": ["a", "b"], "fraction": 1}]},
             "datasets: .*folder",
         ),
+        (
+            "trl",
+            {"dataset_name": "u.jsonl", "dataset_train_split": "train[:1%]"},
+            r"train\[:1%\].*set max_pairs",
+        ),
+        (
+            "trl",
+            {"datasets": [{"path": "json", "data_files": {"train": "u.jsonl"}, "split": "train[5:]"}]},
+            "set max_pairs",
+        ),
         ("trl", "- a list", "no mapping"),
         ("trl", "beta: 1\nbeta: 2\n", "line 2.*'beta' is given twice"),
     ],
@@ -520,6 +531,7 @@ def test_an_error_about_a_peer_s_word_names_ours(settings: dict[str, Any], fragm
 
 def test_the_value_of_a_key_is_not_in_the_comments() -> None:
     text = recipe_from(
-        "trl", {"hub_token": "hf_s3cret", "wandb_api_key": "s3cret", "env": {"HF_TOKEN": "s3cret"}}
-    )
+        "trl", {"hub_token": "hf_s3cret", "wandb_api_key": "s3cret", "env": {"HF_TOKEN": "s3cret"},
+                "datasets": [{"path": "a/b", "token": "hf_s3cret"}]},
+    )  # fmt: skip
     assert "s3cret" not in text and "hub_token: ..." in text

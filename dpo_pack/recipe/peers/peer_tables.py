@@ -203,13 +203,16 @@ def _sources(described: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ours |= {"weight": one.get("weight"), "share": one.get("fraction")}
         if isinstance(ours["columns"], list):  # those that are read: without a prompt, it is in both answers
             ours["columns"] = {} if "prompt" in ours["columns"] else {"prompt": None}
-        if files and names[0] in ("json", "csv", "parquet", "arrow", None):
-            files = files[ours["split"] or "train"] if isinstance(files, dict) else files
-            names = _listed(files)
-        if _is_file(names[0]):
-            ours |= {"split": None, "config": None}
         if cut := re.fullmatch(r"(\w+)\[:(\d+)\]", str(ours["split"])):
             ours |= {"split": cut[1], "max_pairs": int(cut[2])}
+        if files and names[0] in ("json", "csv", "parquet", "arrow", None):
+            split = (ours["split"] or "train").partition("[")[0]
+            files = files[split] if isinstance(files, dict) else files
+            names = _listed(files)
+        if _is_file(names[0]):
+            if "[" in str(ours["split"]):
+                raise RecipeError(f"a file has no {ours['split']}: write a split's name, and set max_pairs")
+            ours |= {"split": None, "config": None}
         if len(names) > 1 and (ours["share"] or ours["max_pairs"]):
             raise RecipeError("a part of several files together: put them in a folder, and name it as path")
         unset = {"split": "train", "config": "default", "weight": 1.0}

@@ -137,7 +137,7 @@ class _Draft:
 
     def _apply(self, name: str, theirs: Any, settings: tables.Settings, whose: str) -> None:
         """Sets the recipe values that a peer's key gives. `whose`: "" for a key that the settings have."""
-        is_secret = isinstance(theirs, str | dict) and field_with_secret({name: theirs})
+        is_secret = isinstance(theirs, str | dict | list) and field_with_secret({name: theirs})
         shown = textwrap.shorten(f"{name}: {'...' if is_secret else to_yaml(theirs, one_line=True)}", 99)
         row, is_off = tables.find_row(self.peer, name), theirs in (False, -1, "", "no", "none", [], {})
         try:
