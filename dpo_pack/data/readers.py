@@ -85,13 +85,16 @@ class ColumnNames:
                 raise BadRow("missing_column", f"{missing}{why}", row)
             renamed[ours] = row[theirs] if nested is None else nested
         known = {theirs for ours, theirs in mapping.items() if self.reads_images or ours not in IMAGE_FIELDS}
+        named = {mapping.get(field) for field in IMAGE_FIELDS}
+        media = [column for column, value in row.items() if holds_media(column, value)]
         if self.reads_images:
             known |= _take_images(row, renamed, mapping)
         for column, value in row.items():
             if isinstance(value, bytes) and column in _TEXT_FIELDS:
                 detail = f"column {column!r} is binary, and its bytes are no UTF-8 text"
                 raise BadRow("media", f"{detail}, and only text is read", row)
-            if not holds_media(column, value) or (column in known and not side_of(column)):
+            is_only = column in named and media == [column]  # of both answers, whatever its name says
+            if column not in media or (column in known and (is_only or not side_of(column))):
                 continue
             detail = f"column {column!r} has images, video or audio"
             is_second = self.reads_images and renamed.get("images") and not re.search("video|audio", column)
@@ -462,7 +465,8 @@ def _table(path: Path) -> Iterator[tuple[Any, int | None, Callable[..., Iterable
 def _values(column: Any, field: Any) -> list[Any]:
     """Returns the values of an Arrow column: maps as objects, JSON parsed, bytes as text (but of media)."""
     values: list[Any] = column.to_pylist(maps_as_pydicts="strict")
-    if any(word in str(field.type) for word in ("json", "binary")) and not is_media_name(field.name):
+    kind = str(field.type)
+    if "json" in kind or ("binary" in kind and not is_media_name(field.name)):
         values = [_decoded(value, field.type) for value in values]
     return values
 
@@ -472,6 +476,7 @@ def _decoded(value: Any, kind: Any) -> Any:
         kinds = dict.fromkeys(value, kind.item_type) if str(kind).startswith("map") else {}
         kinds = kinds or {name: kind.field(name).type for name in value}
         media = {name for name in value if name == "bytes" or is_media_name(str(name))}
+        media = {name for name in media if "json" not in str(kinds[name])}
         return {n: inner if n in media else _decoded(inner, kinds[n]) for n, inner in value.items()}
     if isinstance(value, list):
         return [_decoded(inner, kind.value_type) for inner in value]

@@ -113,6 +113,9 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "a column named as one answer's": (
+        {"chosen_image": "a.png", "prompt": "What is it?", **ANSWERS}, {"columns": {"image": "chosen_image"}}
+    ),
     "another column": ({"pic": "a.png", "prompt": "What is it?", **ANSWERS}, {"columns": {"image": "pic"}}),
     "swift": (
         {
@@ -135,7 +138,7 @@ def test_rows_of_known_data_sets_have_the_image_before_the_question(tmp_path: Pa
     assert (data.train.group(0).context == PROCESSOR.token_id).sum() == PROCESSOR.num_tokens((40, 30))
 
 
-@pytest.mark.parametrize("form", ["bytes", "struct", "list", "datasets", "part", "struct in a part"])
+@pytest.mark.parametrize("form", ["bytes", "struct", "list", "json", "datasets", "part", "struct in a part"])
 def test_columnar_files_and_datasets_have_the_bytes_of_images(tmp_path: Path, form: str) -> None:
     raw = encoded(FIRST, "JPEG", quality=90)
     values = {"bytes": raw, "struct": {"bytes": raw, "path": "x.jpg"}, "list": [{"bytes": raw, "path": None}]}
@@ -153,7 +156,12 @@ def test_columnar_files_and_datasets_have_the_bytes_of_images(tmp_path: Path, fo
             image = {"type": "image", "image": values["struct" if "struct" in form else "bytes"]}
             row = {"prompt": user(image, {"type": "text", "text": "What is it?"})}
             row |= {side: answer(text) for side, text in ANSWERS.items()}
-        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+        table = pa.Table.from_pylist([row])
+        if form == "json":
+            (tmp_path / "a.jpg").write_bytes(raw)
+            paths = pa.array(['["a.jpg"]'], pa.string()).cast(pa.json_())
+            table = table.drop_columns("image").append_column("images", paths)
+        pq.write_table(table, tmp_path / "a.parquet")
         data = load(tmp_path, str(tmp_path / "a.parquet"))
     assert texts(data) == WANTED
     np.testing.assert_array_equal(read(data)[0], np.asarray(decode(raw)))
