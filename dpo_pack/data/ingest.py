@@ -53,6 +53,7 @@ from dpo_pack.data.tokenization import (
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT, IMAGE_FIELDS
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
+from dpo_pack.recipe.text import to_yaml
 from dpo_pack.system.errors import DataError
 
 Progress = Callable[[str, int, int | None], None]  # task, rows done, rows in all (None if not known)
@@ -214,10 +215,13 @@ class Ingestion:
             return
         possible.sort(key=lambda column: likelihood(column, texts[column]))
         names = " or ".join(map(repr, possible[:_NAMED_COLUMNS]))
+        prompt, instruction = (
+            to_yaml({field: possible[0]}, one_line=True) for field in ("prompt", "instruction")
+        )
         raise DataError(
             f"{self.located.label}: no column 'prompt', and {names} may be it; set {self.located.key}."
-            f"columns: {{prompt: {possible[0]}}}, or {{prompt: null}} if chosen and rejected begin with the "
-            f"prompt, or {{instruction: {possible[0]}}} to use the chat template"
+            f"columns: {prompt}, or {{prompt: null}} if chosen and rejected begin with the prompt, or "
+            f"{instruction} to use the chat template"
         )
 
     def checked(self, rows: Iterator[NumberedRow]) -> Iterator[NumberedRow]:
@@ -408,16 +412,20 @@ class Ingestion:
                     pair: Any = FORMATS[name].pair(renamed)
                     check_last_turn(pair)
                     is_read = columns.keys() - {"prompt"} <= {*FIELDS_OF_FORMAT[name]}
-                    turns = [] if isinstance(pair.chosen, str) else [pair.chosen[0], pair.rejected[0]]
+                    has_turns = FORMATS[name].content == "messages"
+                    turns = [pair.chosen[0], pair.rejected[0]] if has_turns else []
                     num_read += is_read and all(turn["role"] == "assistant" for turn in turns)
             return 2 * num_read > len(rows)
 
         is_chat = self.tokenizer.chat_template is not None and self.images is None
         fields = ("instruction", "prompt", "messages") if is_chat else ("prompt", "instruction", "messages")
-        found = {**kept, **(proposal(rows, reads, fields) or present)}
-        found = {ours: theirs for ours, theirs in found.items() if ours != theirs or ours == "system"}
-        named = ", ".join(f"{ours}: {theirs or 'null'}" for ours, theirs in found.items())
-        return f"set {self.located.key}.columns: {{{named}}}" if found != present else ""
+        if (found := proposal(rows, reads, fields)) is None:
+            return ""
+        found, present = (
+            {ours: theirs for ours, theirs in one.items() if ours != theirs or ours == "system"}
+            for one in ({**kept, **found}, present)
+        )
+        return f"set {self.located.key}.columns: {to_yaml(found, one_line=True)}" if found != present else ""
 
 
 _ABOUT_COLUMNS = ("wrong_type", "prompt_mismatch", "missing_column", "no_common_prompt")
@@ -442,6 +450,7 @@ _REMEDIES = {
     "tie": "remove such rows",
     "nothing_scored": "write the role assistant, or score all roles with data.scored_turns: all",
     "media": "set model.images: true to train on images of prompts, or remove them if the text is enough",
+    "image_count": "give the row all images of its prompt in one column, one for each place in the prompt",
     "media_read": "name the column of the prompt's images as image in KEY.columns, set KEY.format (pictured: "
     "texts and images), or remove them if the text is enough",  # with model.images
     "missing_image": "set KEY.image_folder, or mend the rows",

@@ -39,7 +39,7 @@ LAST_IS_OTHER = template("{{ '!' if loop.last and m.role == 'assistant' }}{{ m.c
 SO_FAR = [assistant("so"), user("and")]
 TURNS = {**ROW, "chosen": [*SO_FAR, GOOD], "rejected": [*SO_FAR, BAD]}
 JSON = {"chosen": '{"q": "why is it", "a": "good one"}', "rejected": '{"q": "why is it", "a": "bad one"}'}
-NAMED = {"id": "q1", "topic": "sky", "worse": "bad one", "better": "good one", "question": "why is it"}
+NAMED = {"id": "q1", "topic": "sky", "worse": "bad one", "better": "good one", "question: asked": "why is it"}
 ANSWERS = [{"response": "bad one", "overall_score": 2.0}, {"response": "good one", "overall_score": 9.0}]
 CHOICE = {"prompt": "why is it", "first": "good one", "second": "bad one"}
 REASONED = {**ROW, "chosen": [{**GOOD, "reasoning_content": "hm"}]}
@@ -58,8 +58,9 @@ CASES: list[tuple[str, Any, dict[str, Any], str, dict[str, Any]]] = [
              {"instruction": "chosen.q", "chosen": "chosen.a", "rejected": "rejected.a"}),
             ("prompt_mismatch", {"prompt": "another", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
              "prompt: null", {"prompt": None}),
-            ("missing_column", NAMED, "instruction: question, chosen: better, rejected: worse",
-             {"instruction": "question", "chosen": "better", "rejected": "worse"}),
+            ("missing_column", NAMED,
+             "instruction: 'question: asked', chosen: better, rejected: worse",
+             {"instruction": "question: asked", "chosen": "better", "rejected": "worse"}),
             ("missing_column", {"instruction": "why is it", "completions": ANSWERS},
              "prompt: instruction, answers: completions",
              {"prompt": "instruction", "answers": "completions"}),
@@ -93,6 +94,8 @@ CASES: list[tuple[str, Any, dict[str, Any], str, dict[str, Any]]] = [
      "data.scored_turns: all", {"scored_turns": "all"}),
     *(("media", PICTURED, {}, line, follow) for line, follow in (
         ("set model.images: true", {"images": True}), ("or remove them", {"row": ROW}))),
+    ("image_count", {**PICTURED, "photos": ["more/b.png"]}, {"images": True}, "in one column, one for each",
+     {"row": PICTURED}),
     ("media_read", {**ROW, "picture": "a.png"}, {"images": True}, "as image in data.train.0.columns",
      {"columns": {"image": "picture"}}),
     ("missing_image", {**PICTURED, "images": ["b.png"]}, {"images": True}, "set data.train.0.image_folder",
@@ -196,6 +199,17 @@ def test_who_follows_a_remedy_gets_the_pair_that_the_row_means(
             assert "why is it" in prompt and "good one" in chosen and "bad one" in rejected
             assert not {"good", "bad"} & {*prompt.split()} and "bad" not in chosen and "good" not in rejected
     assert len(pairs) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "source"),
+    [
+        ([{**TEXTS, "prompt": 3}], {"columns": {name: name for name in TEXTS}}),
+        ([{**IDS, "chosen_ids": "6 2"}] * 2 + [{**IDS, "chosen_ids": []}], {"format": "tokenized"}),
+    ],
+)
+def test_a_remedy_names_no_columns_that_mend_nothing(rows: Any, source: Any, tmp_path: Path) -> None:
+    assert "columns:" not in read(tmp_path, rows, **source)[0]["wrong_type"]
 
 
 def images_of_an_answer() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
