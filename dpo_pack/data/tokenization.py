@@ -381,7 +381,9 @@ def _with_scored(ids: Group, row: ReadRow) -> Group:
     """Raises BadRow if no token of a completion is scored."""
     given: Sequence[Any] = (row.pair.chosen_weights, row.pair.rejected_weights)
     if row.turns:
-        ends = zip(row.turns, map(len, ids.completions), strict=True)  # images stand before the completions
+        ends = [*zip(row.turns, map(len, ids.completions), strict=True)]
+        for of_side, length in ends:  # an image is one place, and stands before the completions
+            assert of_side is None or row.images or len(of_side) == len(ids.context) + length
         given = [None if of_side is None else of_side[-length:] for of_side, length in ends]
     scored = []
     for side, of_side, completion in zip(SIDES, given, ids.completions, strict=True):
