@@ -429,9 +429,10 @@ def _message(value: Any, column: str) -> Any:
     if not is_shared and sender not in _RENAMED_ROLES:
         return value
     if sender not in _SHAREGPT_ROLES:
-        known = ", ".join(_SHAREGPT_ROLES)
-        raise BadRow("unknown_role", f"{column} has a message from {sender[:40]!r}; known: {known}")
-    others = {key: inner for key, inner in value.items() if key not in (who, what)}
+        names = ", ".join(_SHAREGPT_ROLES)
+        raise BadRow("unknown_role", f"{column} has a message from {sender[:40]!r}; known: {names}")
+    known = _KEYS_OF_MESSAGES | ({"id"} if _SHAREGPT_ROLES[sender] == "tool" else set())
+    others = {key: inner for key, inner in value.items() if key in known or holds_media(key, inner)}
     if sender in _CALLS:
         calls = parsed_text(content) if isinstance(content, str) else content
         calls = calls if isinstance(calls, list) else [calls]
@@ -463,6 +464,7 @@ _SHAREGPT_ROLES = {
     **{"system": "system", "tool": "tool", "observation": "tool", "tool_response": "tool"},
     **dict.fromkeys(_CALLS, "assistant"),
 }
+_KEYS_OF_MESSAGES = {"tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking"}
 _ROLES = {*_SHAREGPT_ROLES, "developer", "function", "ipython"}
 
 
@@ -474,8 +476,9 @@ def _pair(row: Row, prompt: Any, chosen: Any, rejected: Any) -> Pair:
             values = [m[key] for m in completion for key in m.keys() - {"role", "name"}]
         if not any(value.strip() if isinstance(value, str) else value for value in values):
             raise BadRow("empty_completion", f"the {column} completion is empty")
-        if is_text and _HUMAN_TURN in completion and prompt.rstrip().endswith(_ASSISTANT_TURN):
-            detail = f"{column} has a turn of the human ({_HUMAN_TURN!r}) after the answer"
+        is_asking = is_text and completion.rfind(_HUMAN_TURN) > completion.rfind(_ASSISTANT_TURN)
+        if is_asking and prompt.rstrip().endswith(_ASSISTANT_TURN):
+            detail = f"{column} ends with a turn of the human ({_HUMAN_TURN!r})"
             raise BadRow("no_assistant_turn", f"{detail}, and only answers are scored")
     return Pair(
         prompt=prompt,

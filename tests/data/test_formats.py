@@ -77,6 +77,10 @@ SWAPPED = {"prompt": "a", "first": "no", "second": "yes"}
             {"prompt": " Q ", "chosen": " yes", "rejected": " no ", "other": 1},
             (" Q ", " yes", " no "),
         ),
+        *(
+            ("preference", {"prompt": START, "chosen": " a", "rejected": text}, (START, " a", text))
+            for text in (" b\n\nHuman: c\n\nAssistant: d",)
+        ),
         ("transcript", {"chosen": f"{START} good", "rejected": f"{START} bad"}, (START, " good", " bad")),
         ("conversational", {"prompt": ASKED, "chosen": YES, "rejected": NO}, (ASKED, YES, NO)),
         ("conversational", DIALOGUES, (ASKED, YES, NO)),
@@ -271,6 +275,11 @@ BAD_ROWS = [
         for change in ({"input": 3}, {"history": [["hi"]]}, {"history": "hi"}, {"system": 3})
     ),
     ("sharegpt", {"conversations": [{"from": "robot", "value": "{}"}], **CHOICE}, "unknown_role"),
+    (
+        "sharegpt",
+        {"conversations": [user("q")], **CHOICE, "chosen": {"from": "gpt", "value": "", "weight": 1}},
+        "empty_completion",
+    ),
     ("sharegpt", {"conversations": [{"from": "function_call", "value": "f(1)"}], **CHOICE}, "wrong_type"),
     ("preference", {side: f'{{"q": "{side}"}}' for side in ("chosen", "rejected")}, "wrong_type"),
     ("messages", TWO_SYSTEMS, "two_system_prompts"),
