@@ -9,9 +9,11 @@ from dpo_pack.data.formats import SIDES, BadRow, Row, as_list, holds_messages, k
 Columns = dict[str, str | None]  # as a recipe's `columns`
 _FEWEST_LABELS = 20  # fewer texts may be single words by chance
 _MOST_TRIED = 3  # columns of prompts
+_BETTER = "chosen|preferred|better|best|winner|winning|win|won|accepted|positive|pos|good"
 _WORDS = {  # of each side, in names
-    "rejected": "rejected|(dis|non_)preferred|worse|worst|loser|losing|lose|lost|negative|neg|bad",
-    "chosen": "chosen|preferred|better|best|winner|winning|win|won|accepted|positive|pos|good",
+    "rejected": f"(dis|un|non|not|less|least)_?({_BETTER})"
+    "|rejected|worse|worst|loser|losing|lose|lost|negative|neg|bad",
+    "chosen": _BETTER,
 }
 _SIDE = {side: re.compile(rf"(?<![a-z])(?:{words})(?![a-z])") for side, words in _WORDS.items()}
 _ASKS = re.compile("prompt|question|instruction|query|problem|input|context|history|message|conversation")
@@ -35,7 +37,7 @@ def value_at(row: Row, path: str) -> tuple[Any, str]:
         else:
             owner = ".".join(path.split(".")[:number])
             what = f"is {kind_of(value)}, neither an object nor JSON of one"
-            has = f"has {', '.join(value)}" if isinstance(value, dict) else what
+            has = f"has {', '.join(map(str, value))}" if isinstance(value, dict) else what
             return None, number and f"; {owner} {has}" or ""
     return value, ""
 
@@ -50,11 +52,20 @@ def keys_of(row: Row, paths: Sequence[str]) -> Iterator[str]:
 def open_dialogues(row: dict[str, Any]) -> None:
     """Replaces columns that are an object `{messages, tools}`, or its JSON text, by the messages, and puts
     its tools into the row. Raises BadRow if the row has others."""
-    for column in ("prompt", *SIDES, "first", "second", "messages", "conversations", "input"):
+    columns = ["prompt", *SIDES, "first", "second", "messages", "conversations"]
+    if "preferred_output" in row or {"prompt", "instruction"}.isdisjoint(row):
+        columns.append("input")  # of OpenAI; that of alpaca is text
+    dialogues = dict[str, tuple[Any, Any]]()
+    for column in columns:
         dialogue = _opened(row.get(column))
         messages = isinstance(dialogue, dict) and dialogue.get("messages", dialogue.get("conversations"))
-        if not messages or not holds_messages(messages):
-            continue
+        if messages and (column == "input" or holds_messages(messages)):  # a template may know other roles
+            dialogues[column] = dialogue, messages
+    for group in (("prompt", *SIDES), ("first", "second")):
+        texts = {name for name in group if isinstance(row.get(name), str) and not holds_messages(row[name])}
+        if not texts <= dialogues.keys():  # beside plain texts, one that happens to be JSON is text, too
+            dialogues = {name: found for name, found in dialogues.items() if name not in texts}
+    for column, (dialogue, messages) in dialogues.items():
         if dialogue.get("system"):
             raise BadRow("wrong_type", f"{column} has messages and system; make it a message of this role")
         row[column], tools, others = messages, as_list(dialogue.get("tools")), as_list(row.get("tools"))

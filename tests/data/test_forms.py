@@ -17,6 +17,7 @@ from support.rows import said, tokenization_settings, write_rows
 from support.tiny_tokenizer import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from dpo_pack.data.columns import open_dialogues, side_of
 from dpo_pack.data.faults import source_notes
 from dpo_pack.data.formats import FORMATS, BadRow, Pair
 from dpo_pack.data.ingest import Ingestion
@@ -141,7 +142,7 @@ WHOLE = {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}
         {key: json.dumps({"messages": value, "tools": []}) for key, value in WHOLE.items()},
         {key: str({"messages": value}) for key, value in WHOLE.items()},
         {key: {"conversations": [shared(**message) for message in value]} for key, value in LISTS.items()},
-        {key: [shared(**message) for message in value] for key, value in WHOLE.items()},
+        {key: [{**shared(**message), "id": key} for message in value] for key, value in WHOLE.items()},
         {"prompt": [ASK], "answers": [{"score": 1, "response": "bad"}, {"score": 2.5, "response": "good"}]},
         {"prompt": [ASK], "answers": [{"rank": 1, "completion": [BAD]}, {"rank": 0, "completion": [GOOD]}]},
         {"first": WHOLE["rejected"], "second": WHOLE["chosen"], "better": "model_b"},
@@ -164,10 +165,35 @@ def test_messages_in_a_text_that_is_not_read_are_no_answer(tmp_path: Path) -> No
         pairs_of(path)
 
 
-def test_text_that_happens_to_be_json_stays_text(tmp_path: Path) -> None:
-    row = {"prompt": json.dumps([ASK]), "chosen": '["a"]', "rejected": '{"role": ["b"]}'}
+OBJECTS = {key: json.dumps({"messages": value}) for key, value in LISTS.items()}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": json.dumps([ASK]), "chosen": '["a"]', "rejected": '{"role": ["b"]}'},
+        {**OBJECTS, "prompt": "why"},
+        {**OBJECTS, "rejected": "bad"},
+    ],
+)
+def test_text_that_happens_to_be_json_stays_text(row: dict[str, str], tmp_path: Path) -> None:
     (pair,) = pairs_of(rows_file(tmp_path, row))
-    assert (pair.prompt, pair.chosen) == (row["prompt"], row["chosen"])
+    assert (pair.prompt, pair.chosen, pair.rejected) == tuple(row.values())
+
+
+def test_an_input_is_a_dialogue_of_openai_in_any_roles_or_text_of_alpaca(tmp_path: Path) -> None:
+    row: dict[str, Any] = {
+        "instruction": "judge",
+        "input": OBJECTS["prompt"],
+        "chosen": "good",
+        "rejected": "bad",
+    }
+    (pair,) = pairs_of(rows_file(tmp_path, row))
+    assert pair.prompt == [said("user", f"judge\n{OBJECTS['prompt']}")]
+    asked = [said("critic", "why")]
+    row = {"input": {"messages": asked}, "preferred_output": [GOOD], "non_preferred_output": [BAD]}
+    open_dialogues(row)
+    assert FORMATS["openai"].pair(row).prompt == asked
 
 
 def test_columns_may_name_a_key_in_a_column(tmp_path: Path) -> None:
@@ -248,6 +274,7 @@ def test_objects_with_tools_must_agree_and_keep_them(tmp_path: Path) -> None:
         ('[{"question": "why"}]', "text is a list, neither an object nor JSON of one"),
         ("plain words", "text is text, neither an object nor JSON of one"),
         ('{"q": "why"}', "text has q"),
+        ("{1: 'why'}", "text has 1"),
     ],
 )
 def test_columns_may_name_a_key_in_json_text(text: str, says: str | None, tmp_path: Path) -> None:
@@ -266,6 +293,12 @@ def test_columns_may_name_a_key_in_json_text(text: str, says: str | None, tmp_pa
         max_rows=9,
     )  # fmt: skip
     assert source.store.summary["columns_not_read"] == ["id", "text.other"]
+
+
+def test_the_side_that_is_not_chosen_is_rejected() -> None:
+    rejected = ("not_chosen", "less_preferred", "dispreferred", "non_preferred_output", "lessPreferred")
+    chosen = ("chosen", "more_preferred", "preferred_output", "notes_chosen")
+    assert [*map(side_of, (*rejected, *chosen))] == ["rejected"] * 5 + ["chosen"] * 4
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"
