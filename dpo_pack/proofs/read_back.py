@@ -102,8 +102,11 @@ def _wrong_logps(model: Any, job: dict[str, Any]) -> tuple[str | None, float]:
     if any(pictures for _, _, pictures in job["sequences"]):
         options = {"trust_remote_code": job["trust_remote_code"]}
         processor = transformers.AutoProcessor.from_pretrained(job["directory"], **options)
-        trained, written = job["image_sizes"] or (None, None)  # the one setting that may differ
-        if dict(processor.image_processor.size) == written:
+        if job["image_sizes"] is not None:  # the one setting that differs from the training's
+            trained, written = job["image_sizes"]
+            found = dict(processor.image_processor.size)
+            if found != written:
+                return f"its processor has size {found}, not {written}", 0.0
             processor.image_processor.size = trained
     for (ids, number, pictures), logps in zip(job["sequences"], job["logps"], strict=True):
         tokens = torch.tensor([ids], device=device)
