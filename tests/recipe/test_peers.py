@@ -252,6 +252,7 @@ READ: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"dataset_name": "u.jsonl", "dataset_train_split": "train[:9]"}, {"data.train.0.max_pairs": 9}),
         ({"dataset_name": "u.jsonl", "eval_dataset_name": "v.jsonl"}, {"data.eval.0.path": "v.jsonl"}),
         ({"push_to_hub": True, "hub_model_id": "y"}, {"export.push_to_hub": None}),
+        ({"push_to_hub": True, "hub_model_id": None}, {"export.push_to_hub": None}),
         ({"save_steps": 0.5}, {"checkpoint.every_steps": None}),
         ({"dataset_mixer": {"i/j": 1.0, "k/l": 0.5}, "dataset_splits": ["train_a", "test_b"]},
          {"data.train.1.weight": 0.5, "data.train.0.split": "train_a", "data.eval.1.split": "test_b"}),

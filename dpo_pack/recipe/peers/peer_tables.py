@@ -357,7 +357,7 @@ READERS: dict[str, Callable[[Any, Settings], Any]] = {
     "patience": lambda value, s: {"patience": value},
     "hub": lambda value, s: (
         {"repo": s["hub_model_id"], "private": s.get("hub_private_repo", False)}
-        if "/" in s.get("hub_model_id", "") else Outcome(absent="set export.push_to_hub: {repo: owner/name}")
+        if "/" in str(s.get("hub_model_id")) else Outcome(absent="set export.push_to_hub: {repo: owner/name}")
     ),
     "fraction": lambda value, s: {"fraction": value} if value < 1 else Outcome(absent="it is no part of 1"),
     "last_word": lambda value, s: str(value).rsplit(".", 1)[-1].lower(),
