@@ -209,6 +209,8 @@ _NOTES = {  # by counts of a summary
     "texts_changed": "the chat template writes a text in another form, as with other white space or signs",
     "prompts_without_template": "texts are without the marks of the chat template; for a chat model, name "
     "the column of the prompt as instruction in columns, which makes messages of them",
+    "transcripts_without_template": "dialogues are without the marks of the chat template; for a chat model, "
+    "set format: transcript and turns: messages, which make messages of them",
 }
 _KEEP = "{keeping} keeps these pairs whole; data.truncation: drop leaves them out"
 # What each fault means for the model, and its remedy; `remedy_of` fills in the words in braces.

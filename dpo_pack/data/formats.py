@@ -22,6 +22,7 @@ Message = dict[str, Any]
 Answers = tuple[list[Message], list[Message], str]  # chosen, rejected, and `Pair.choice`
 Row = Mapping[str, Any]
 _HUMAN_TURN, _ASSISTANT_TURN = "\n\nHuman:", "\n\nAssistant:"  # of HH-RLHF
+_MARKED_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 SIDES = ("chosen", "rejected")
 _BEGINS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
 # Of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV; parsed, it takes more.
@@ -103,6 +104,18 @@ def transcript(row: Row) -> Pair:
     if prompts[0] != prompts[1]:
         raise BadRow("no_common_prompt", f"chosen and rejected differ before their last {_ASSISTANT_TURN!r}")
     return _pair(row, prompts[0], *completions)
+
+
+def transcript_turns(row: Row) -> Pair:
+    """Reads the same dialogues as messages; a text before the first turn is the system's."""
+    dialogues: Row = {"weight": row.get("weight")}
+    for column in SIDES:
+        before, *parts = (part.strip() for part in _MARKED_TURN.split(_text(row, column)))
+        if parts[-2:-1] != ["Assistant"]:
+            raise BadRow("no_assistant_turn", f"{column} does not end with a turn of {_ASSISTANT_TURN!r}")
+        turns = _turns_of_marks(parts)
+        dialogues = {**dialogues, column: with_system_message(turns, before) if before else turns}
+    return conversational(dialogues)
 
 
 def conversational(row: Row) -> Pair:
@@ -448,10 +461,11 @@ def _turns(text: str) -> list[Message]:
     """Returns the messages of a text prompt: one of the user, or those of a dialogue with marks (HH-RLHF,
     Nectar, HelpSteer 2, where the first turn has no mark)."""
     if text.startswith(_HUMAN_TURN) and text.rstrip().endswith(_ASSISTANT_TURN):
-        parts = re.split(r"\n\n(Human|Assistant):", text.rstrip())[1:-2]
-        parts = [part.strip() for part in parts]
-    else:
-        parts = ["User", *re.split(r"\n<extra_id_1>(User|Assistant)\n", text)]
+        return _turns_of_marks([part.strip() for part in _MARKED_TURN.split(text)[1:-2]])
+    return _turns_of_marks(["User", *re.split(r"\n<extra_id_1>(User|Assistant)\n", text)])
+
+
+def _turns_of_marks(parts: Sequence[str]) -> list[Message]:
     roles = {"Human": "user", "User": "user", "Assistant": "assistant"}
     turns = zip(parts[::2], parts[1::2], strict=True)
     return [{"role": roles[mark], "content": words} for mark, words in turns]
@@ -742,3 +756,7 @@ FORMATS: dict[str, Format] = {
     "pictured": Format(**_as_messages(lambda row: [{"role": "user", "content": _text(row, "prompt")}])),
     "preference": Format(content="text", infers_prompts=True, pair=preference, prompt=preference_prompt),
 }
+# In place of `transcript`, where the source has `turns: messages`.
+TRANSCRIPT_TURNS = Format(
+    prompt_column=None, pair=transcript_turns, prompt=lambda row: Pair(prompt=transcript_turns(row).prompt)
+)

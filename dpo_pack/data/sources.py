@@ -55,7 +55,7 @@ _HUB_KEYS = ("config", "data_dir", "revision")
 # content of a hub data set, which `datasets` names, depends on config, data_dir and revision.
 _SOURCE_KEYS_BESIDE_TOKENS = {
     *("path", "name", "weight", "share", "config", "data_dir", "revision"),
-    *("chat_template_kwargs", "image_folder"),  # see _facts_of_tokens
+    *("chat_template_kwargs", "image_folder", "turns"),  # see _facts_of_tokens
 }
 _DATA_KEYS_BESIDE_TOKENS = {
     *("train", "eval", "shuffle", "num_workers"),
@@ -382,7 +382,7 @@ def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> Json:
         **data.model_dump(mode="json", exclude=_DATA_KEYS_BESIDE_TOKENS),
         "found_format": ingestion.format,
     }
-    if settings.content == "messages":
+    if settings.content == "messages":  # in transcripts these keys say that `turns` are messages
         facts["scored_turns"] = data.scored_turns
         facts["chat_template_kwargs"] = settings.template_options
         facts["continue_final_message"] = data.continue_final_message

@@ -30,7 +30,9 @@ import numpy as np
 from dpo_pack.data.formats import (
     FORMATS,
     SIDES,
+    TRANSCRIPT_TURNS,
     BadRow,
+    Format,
     Message,
     Pair,
     check_last_turn,
@@ -94,7 +96,7 @@ class TokenizationSettings:
     end_window: int = field(init=False, default=1)  # it has an end if one of so many last tokens is one
 
     def __post_init__(self) -> None:
-        self.content = FORMATS[self.format].content
+        self.content = self.reader.content
         self.template_options = {**self.data.chat_template_kwargs, **self.source.chat_template_kwargs}
         eos = self.tokenizer.eos_token_id
         self.end_ids = frozenset() if eos is None else frozenset([eos])
@@ -102,6 +104,11 @@ class TokenizationSettings:
             # A template ends turns with EOS or with another special token (<end_of_turn>, <|eot_id|>).
             added, self.end_window = self.tokenizer.added_tokens_decoder, TURN_END_TOKENS
             self.end_ids |= {id for id, token in added.items() if token.special}
+
+    @property
+    def reader(self) -> Format:
+        """What reads the rows."""
+        return TRANSCRIPT_TURNS if self.source.turns == "messages" else FORMATS[self.format]
 
     def ends_of(self, completion: AnyIntArray) -> list[int]:
         """Returns the tokens at the completion's end that end it."""
@@ -243,7 +250,7 @@ def read_row(number: int, row: Mapping[str, Any] | BadRow, settings: Tokenizatio
     """Returns the pair of a row, or its prompt alone if rows are prompts, and its texts. Raises BadRow."""
     if isinstance(row, BadRow):
         raise row
-    format, tokenizer = FORMATS[settings.format], settings.tokenizer
+    format, tokenizer = settings.reader, settings.tokenizer
     is_pair = settings.completion_tokens is None
     pair = (format.pair if is_pair else format.prompt)(row)
     if "system" in settings.source.columns:
@@ -267,8 +274,9 @@ def read_row(number: int, row: Mapping[str, Any] | BadRow, settings: Tokenizatio
                 completion = re.sub(rf"({re.escape(eos)}\s*)+\Z", "", completion)
             texts.append(prompt + completion + eos)
         counts = {"characters": sum(map(len, texts[1:] or texts))}
-        if settings.format == "preference" and begin_of_turn(tokenizer) not in prompt:
-            counts["prompts_without_template"] = 1
+        if begin_of_turn(tokenizer) not in prompt:
+            is_transcript = settings.format == "transcript"
+            counts["transcripts_without_template" if is_transcript else "prompts_without_template"] = 1
         read = ReadRow(number, pair, pair, tuple(texts), counts)
     for text in read.texts:
         if len(text) > _MAX_TEXT_CHARS:

@@ -18,7 +18,7 @@ FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
     "conversational": ("prompt", "chosen", "rejected", *_MESSAGE_FIELDS),
     "openai": ("input", "preferred_output", "non_preferred_output", *_MESSAGE_FIELDS),
     "swift": ("messages", "rejected_response", "rejected_messages", *_MESSAGE_FIELDS),
-    "transcript": ("chosen", "rejected", "weight"),
+    "transcript": ("chosen", "rejected", "weight", *IMAGE_FIELDS),
     "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_weights", "rejected_weights", "weight"),
     "messages": ("messages", "chosen", "rejected", *_MESSAGE_FIELDS),
     "sharegpt": ("conversations", "chosen", "rejected", *_MESSAGE_FIELDS),
@@ -71,6 +71,8 @@ class SourceRecipe(types.Section):
     """Branch, tag or commit of a hub id; null: its main branch."""
     format: FormatName = "auto"
     """What a row looks like; auto: the columns of the first row decide."""
+    turns: Literal["text", "messages"] = "text"
+    """Of format transcript; messages: the turns are messages, a text before the first one the system's."""
     columns: Annotated[
         dict[RowField, types.Name | None],
         f"a mapping from {', '.join(get_args(RowField))} to column names",
@@ -88,6 +90,8 @@ class SourceRecipe(types.Section):
     """Its part of the mixture, beside the other sources' shares: so many first pairs; null: all pairs."""
 
     def broken_rules(self) -> Iterator[types.Problem]:
+        if self.turns == "messages" and self.format != "transcript":
+            yield "turns", "only dialogues as text have turns; set format: transcript, or leave it out"
         columns = list(self.columns.values())
         known = FIELDS_OF_FORMAT.get(self.format, get_args(RowField))
         for field, column in self.columns.items():
@@ -174,7 +178,8 @@ class DataRecipe(types.Section):
     def broken_rules(self) -> Iterator[types.Problem]:
         if self.max_prompt_length and self.max_prompt_length >= self.max_length:
             yield "max_prompt_length", f"must be below data.max_length ({self.max_length}), for a completion"
-        talks = any("system" in FIELDS_OF_FORMAT.get(source.format, ("system",)) for source in self.train)
+        formats = ("" if source.turns == "messages" else source.format for source in self.train)
+        talks = any("system" in FIELDS_OF_FORMAT.get(format, ("system",)) for format in formats)
         if self.continue_final_message and not talks:
             yield "continue_final_message", "no source of data.train has conversations; leave it out"
         for part, sources in (("train", self.train), ("eval", self.eval_sources)):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.rows import assistant, said, user
 
-from dpo_pack.data.formats import FORMATS, BadRow, Pair, is_media_name
+from dpo_pack.data.formats import FORMATS, TRANSCRIPT_TURNS, BadRow, Pair, is_media_name
 from dpo_pack.data.ingest import _TRUNCATION_REASONS
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 
@@ -181,6 +181,43 @@ MESSAGES = {"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assi
 IDS = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}
 NESTED: list[Any] = functools.reduce(lambda inner, _: [inner], range(2000), [])
 TURNS = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}
+
+
+@pytest.mark.parametrize(
+    ("start", "prompt"),
+    [
+        (START, ASKED),
+        (START.strip(), ASKED),  # without the first line break
+        ("Be kind.\nAlways." + START, [said("system", "Be kind.\nAlways."), *ASKED]),
+        ("\n\nHuman: Human: a\nb\n\nAssistant:", [user("Human: a\nb")]),
+    ],
+)
+def test_the_turns_of_a_transcript_are_messages(start: str, prompt: list[Any]) -> None:
+    row = {"chosen": f"{start} yes", "rejected": f"{start} no\n", "prompt": "unread", "weight": 2.0}
+    pair = TRANSCRIPT_TURNS.pair(row)
+    assert (*parts(pair), pair.weight) == (prompt, YES, NO, 2.0)
+    assert TRANSCRIPT_TURNS.prompt(row).prompt == prompt
+    going_on = TRANSCRIPT_TURNS.pair({**row, "chosen": f"{start} so\n\nAssistant: yes"})
+    assert parts(going_on) == (prompt, [assistant("so"), *YES], NO)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reason"),
+    [
+        ("no turns at all", "no_assistant_turn"),
+        (f"{START} yes\n\nHuman: no", "no_assistant_turn"),
+        (f"{START} ", "empty_completion"),
+        ("\n\nHuman: other\n\nAssistant: yes", "no_common_prompt"),
+        (f"Be kind.{START} yes", "no_common_prompt"),  # rejected has no such text
+        ("\n\nAssistant: yes", "no_common_prompt"),
+        (None, "wrong_type"),
+    ],
+)
+def test_a_transcript_whose_turns_make_no_pair_is_a_bad_row(chosen: Any, reason: str) -> None:
+    with pytest.raises(BadRow) as caught:
+        TRANSCRIPT_TURNS.pair({"chosen": chosen, "rejected": f"{START} no"})
+    assert caught.value.reason == reason
+
 
 BAD_ROWS = [
     ("preference", {"prompt": "q", "rejected": "b"}, "missing_column"),

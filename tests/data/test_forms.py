@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dpo_pack.data.columns import open_dialogues, side_of
 from dpo_pack.data.faults import source_notes
-from dpo_pack.data.formats import FORMATS, BadRow, Pair
+from dpo_pack.data.formats import FORMATS, SIDES, BadRow, Pair
 from dpo_pack.data.ingest import Ingestion
 from dpo_pack.data.sources import load_source, locate_source
 from dpo_pack.data.tokenization import read_row
@@ -56,8 +56,8 @@ def pairs_of(path: Path | str, data: dict[str, Any] | None = None, **source: Any
         return [kept.row.pair for batch in ingestion.batches(rows) for kept in batch.kept]
 
 
-def notes(path: Path, tokenizer: Any) -> str:
-    data = DataRecipe.model_validate({"train": str(path)})
+def notes(path: Path, tokenizer: Any, **source_keys: str) -> str:
+    data = DataRecipe.model_validate({"train": {"path": str(path), **source_keys}})
     source = load_source(
         data.train[0], "data.train.0", data=data, tokenizer=tokenizer, tokenizer_key="", cache_dir=path,
         max_rows=9,
@@ -356,7 +356,12 @@ def test_texts_that_a_chat_model_would_get_otherwise_are_told(tmp_path: Path) ->
     assert "in 1 of 2 pairs texts are without the marks of the chat template" in notes(
         rows_file(tmp_path, plain, rendered), TOKENIZER
     )
-    assert "template" not in notes(rows_file(tmp_path, plain), tiny_tokenizer())
+    dialogue = {side: f"\n\nHuman: why\n\nAssistant: {side}" for side in SIDES}
+    told = notes(dialogues := rows_file(tmp_path, dialogue), TOKENIZER)
+    assert "in 1 of 1 pairs dialogues are without the marks" in told and "turns: messages" in told
+    assert "template" not in notes(dialogues, TOKENIZER, format="transcript", turns="messages")
+    for path in (rows_file(tmp_path, plain), dialogues):
+        assert "template" not in notes(path, tiny_tokenizer())
 
 
 def test_tokens_that_stand_for_unknown_texts_are_told(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ LAST_IS_OTHER = template("{{ '!' if loop.last and m.role == 'assistant' }}{{ m.c
 SO_FAR = [assistant("so"), user("and")]
 TURNS = {**ROW, "chosen": [*SO_FAR, GOOD], "rejected": [*SO_FAR, BAD]}
 JSON = {"chosen": '{"q": "why is it", "a": "good one"}', "rejected": '{"q": "why is it", "a": "bad one"}'}
+DIALOGUE = {"chosen": "\n\nHuman: why is it\n\nAssistant: very\n\nAssistant: good one"}
+DIALOGUE |= {"rejected": DIALOGUE["chosen"].replace("good", "bad")}
 NAMED = {"id": "q1", "topic": "sky", "worse": "bad one", "better": "good one", "question: asked": "why is it"}
 ANSWERS = [{"response": "bad one", "overall_score": 2.0}, {"response": "good one", "overall_score": 9.0}]
 CHOICE = {"prompt": "why is it", "first": "good one", "second": "bad one"}
@@ -85,6 +87,8 @@ CASES: list[tuple[str, Any, dict[str, Any], str, dict[str, Any]]] = [
     ("rewritten_turns", TURNS, {"template": LAST_IS_OTHER}, "set data.scored_turns: all",
      {"scored_turns": "all"}),
     ("answered_prompt", {**ROW, "prompt": [ASK, assistant("very")]}, {},
+     "set data.continue_final_message: true", {"continue_final_message": True}),
+    ("answered_prompt", DIALOGUE, {"format": "transcript", "turns": "messages"},
      "set data.continue_final_message: true", {"continue_final_message": True}),
     ("no_json_type", {**ROW, "chosen": [{**GOOD, "day": datetime.date(2024, 5, 2)}]}, {}, "store it as text",
      {"row": {**ROW, "chosen": [{**GOOD, "day": "2024-05-02"}]}}),
@@ -227,3 +231,22 @@ def test_images_of_one_answer_are_refused_without_a_way_to_wrong_pairs(
 ) -> None:
     told = read(tmp_path, row, columns=columns, images=True)[0]["image_count"]
     assert "chosen and rejected have one prompt with one list of images" in told and "columns" not in told
+
+
+def test_turns_of_transcripts_meet_masks_pictures_and_the_system_prompt(tmp_path: Path) -> None:
+    begin = "\n\nHuman: {}why is it\n\nAssistant: "
+    row = {side: f"{begin.format('')}so\n\nAssistant: {side}" for side in ("chosen", "rejected")}
+    row["rejected"] = row["rejected"].replace("so", "no")
+    turns = {"format": "transcript", "turns": "messages"}
+    ((prompt, *sides),) = read(tmp_path, row, **turns, system_prompt="be kind")[1]
+    assert prompt == "<s>system\nbe kind</s>\n<s>user\nwhy is it</s>\n<s>assistant\n"
+    assert sides == [
+        f"{so}</s>\n<s>assistant\n{side}</s>\n" for so, side in (("so", "chosen"), ("no", "rejected"))
+    ]
+    answers = {side: begin.format("<image>") + side for side in ("chosen", "rejected")}
+    for columns in ({}, {"images": "pics"}):
+        pictured = {**answers, columns.get("images", "images"): ["a.png"]}
+        ((prompt, *_),) = read(tmp_path, pictured, **turns, columns=columns, images=True)[1]
+        assert "<fake_token_around_image>why is it</s>" in prompt
+        told = read(tmp_path, pictured, format="transcript", columns=columns, images=True)[0]
+        assert "no place for images" in told["media"]

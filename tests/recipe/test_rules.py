@@ -20,6 +20,8 @@ REFUSED: list[tuple[str, str]] = [
     ("data.train=[{path: a, share: 2}, {path: b}]", "data.train.1.share"),
     ("data.train=[{path: a, name: n}, {path: b, name: n}]", "data.train.1.name"),
     ("data.train.0.format=transcript, data.continue_final_message=true", "data.continue_final_message"),
+    ("data.train={path: a, turns: messages}", "data.train.0.turns"),
+    ("data.train={path: a, format: sharegpt, turns: messages}", "data.train.0.turns"),
     ("data.train.0.columns={chosen: a, rejected: a}", "data.train.0.columns"),
     ("data.train.0.columns={prompt: null, chosen: null}", "data.train.0.columns.chosen"),
     ("data.train={path: a, format: tokenized, columns: {prompt: q}}", "data.train.0.columns.prompt"),
