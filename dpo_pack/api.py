@@ -349,10 +349,10 @@ def push(source: AnyPath, repo: str, *, private: bool = True, quiet: bool = Fals
 
 def report(run: AnyPath, *others: AnyPath, output: AnyPath | None = None, quiet: bool = False) -> Path:
     """Writes a page about a run, or one that compares it with others, to `output`: None is report.html in
-    `run`. Returns its path."""
+    `run`, or comparison.html in the working directory. Returns its path."""
     from dpo_pack.reports.pages import write_run_page
 
-    page = Path(output or Path(run) / "report.html")
+    page = Path(output or ("comparison.html" if others else Path(run) / "report.html"))
     write_run_page([Path(run), *map(Path, others)], page)
     if not quiet:
         say(f"Page: {page}")

@@ -50,6 +50,7 @@ once everywhere, and nothing is saved. Legend: P pairs of a row.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,11 +71,12 @@ from dpo_pack.run.run_dir import RunDir, begin_run, find_run, input_fingerprints
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.state import ends_run
 from dpo_pack.system import ranks
-from dpo_pack.system.console import format_seconds, keep_log, shown
+from dpo_pack.system.console import format_rate, format_seconds, keep_log, shown
 from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
 from dpo_pack.system.files import Json, write_json_atomically
 from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
+from dpo_pack.system.process import BEGUN, counted
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.metrics import averages, column, join_values, pair_values
 from dpo_pack.training.optim import clip_gradients
@@ -98,6 +100,7 @@ def train(
 ) -> None:
     """Trains the recipe's policy and writes it to `output_dir`/model; resumes an earlier run if there is one.
     Raises a DpoPackError for an error that the user can correct, Interrupted after Ctrl-C or SIGTERM."""
+    begun = time.time()
     check_environment(recipe)
     with only_run(recipe.output_dir), interruptible() as interruption:
         run = ranks.first_does_for_all(lambda: find_run(recipe, overwrite=overwrite))
@@ -127,9 +130,10 @@ def train(
         # command before the upload. The ranks that do not verify wait in `push_model`, or end.
         if ranks.is_first() and (job is None or verify_model(run, console, job)):
             trainer.saver.drop_last()
-        print_next(run.root, trainer.state.evaluation, console, has_images=recipe.model.images)
         if (target := recipe.export.push_to_hub) is not None:
             push_model(run, console, interruption, repo=target.repo, private=target.private)
+        console.print(f"{format_seconds(time.time() - float(os.environ.get(BEGUN, begun)))} in all")
+        print_next(run.root, trainer.state.evaluation, console, has_images=recipe.model.images)
 
 
 class Trainer:
@@ -222,7 +226,7 @@ class Trainer:
             self.clock.lap("data")
             if batch is None:
                 break
-            is_logged = (state.step + 1) % self.recipe.logging.every_steps == 0
+            is_logged = state.step == 0 or (state.step + 1) % self.recipe.logging.every_steps == 0
             with state.scorer.measuring(is_logged):
                 outcome = self.train_step(batch)
             if after_step is not None:
@@ -333,7 +337,7 @@ class Trainer:
         """Exports the model, updates run.json, writes the page, and prints totals and what was learned. After
         an error it saves the last step, if it can. Returns what `verify_model` needs, or None."""
         run, state, saver = self.run, self.state, self.saver
-        for sentence in conclusions(state, self.inputs.criterion):
+        for sentence in conclusions(state, self.inputs.criterion, self.recipe.optim):
             self.console.print(sentence)
         try:
             saved = self.write_results()
@@ -342,12 +346,12 @@ class Trainer:
             if isinstance(error, CacheError) and saver.saved is saver.resume_point:
                 raise CacheError(f"{error}; the same command trains nothing again") from error
             raise
-        rate = state.num_pairs / max(state.train_seconds, 1e-9)
-        seconds = format_seconds(self.log.totals()["seconds"])
+        rate = format_rate(state.num_pairs / max(state.train_seconds, 1e-9))
         page = f"; report: {run.page}" if write_page(run, self.console) else ""
         self.console.print(
-            f"Done: {state.step} steps, {state.num_pairs:,} pairs in {format_seconds(state.train_seconds)} "
-            f"({rate:,.1f} pairs/s), {seconds} in all. Model: {run.model}; metrics: {run.metrics}{page}"
+            f"Done: {counted(state.step, 'step')}, {counted(state.num_pairs, 'pair')} in "
+            f"{format_seconds(state.train_seconds)} ({rate} pairs/s). Model: {run.model}; metrics: "
+            f"{run.metrics}{page}"
         )
         print_ending(run.root, state.evaluation, state.health.warnings, self.console)
         if self.recipe.export.verify == "none":

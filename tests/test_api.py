@@ -26,7 +26,7 @@ def margin_loss(logps: Any) -> Any:  # named by a test, never called
 
 
 def test_a_run_from_python_is_the_run_of_the_command(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides: dict[str, Any] = {"optim.lr": 5e-4, "output_dir": recipe.parent / "from-python"}
     run = api.train(recipe, **overrides)
@@ -49,6 +49,10 @@ def test_a_run_from_python_is_the_run_of_the_command(
         assert max(found["ref_chosen_logps"] + found["ref_rejected_logps"]) < 0
     assert api.report(run.path, output=run.path / "page.html") == run.path / "page.html"
     assert (run.path / "page.html").read_text() == run.report_path.read_text()
+    alone = run.report_path.read_text()
+    monkeypatch.chdir(recipe.parent)
+    assert api.report(run, quiet) == Path("comparison.html") and Path("comparison.html").is_file()
+    assert run.report_path.read_text() == alone
     capsys.readouterr()
     results = dpo_pack.evaluate(run, quiet=True)
     assert capsys.readouterr().out == ""

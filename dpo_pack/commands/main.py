@@ -25,7 +25,7 @@ from dpo_pack import api
 from dpo_pack.system.endings import USER_CAN_MEND, ending_of
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.system.interrupts import STOP_SIGNALS, interruptible
-from dpo_pack.system.process import complain, placement, say
+from dpo_pack.system.process import BEGUN, complain, placement, say
 
 if TYPE_CHECKING:
     from dpo_pack.recipe.load import Recipe
@@ -184,6 +184,9 @@ def train(
     First computes the reference log-probs that the cache lacks, then trains with DPO. Uses all visible GPUs
     and writes the model to output_dir/model. Run the same command again to resume an interrupted run.
     """
+    import psutil
+
+    os.environ.setdefault(BEGUN, str(psutil.Process().create_time()))  # its other processes have it, too
     loaded = _load(recipe, overrides)
     if placement(os.environ) is None:  # a rank's parent has said it
         say(f"dpo-pack {dpo_pack.__version__} starts: its imports take some seconds")
@@ -280,9 +283,9 @@ def evaluate(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure a model: held-out accuracy, margin, loss, KL.
+    """Measure a model: held-out accuracy, margin, loss, log-ratios.
 
-    Rewards and KL are relative to the recipe's reference model. Each number has a 95 % interval.
+    Rewards and log-ratios are relative to the recipe's reference model. Each number has a 95 % interval.
     Tables also show accuracy and margin for each source and for each length ratio of the two completions.
     """
     loaded, command = _load(recipe, overrides, lenient=True), _own_command()
@@ -297,7 +300,7 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", metavar="FILE", help="The page.", show_default="RUN/report.html, of the first RUN"
+            metavar="FILE", help="The page.", show_default="RUN/report.html; comparison.html of several"
         ),
     ] = None,
 ) -> None:

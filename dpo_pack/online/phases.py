@@ -24,7 +24,8 @@ from dpo_pack.recipe.online import PairingRecipe
 from dpo_pack.system import ranks
 from dpo_pack.system.files import Json, written_aside
 from dpo_pack.system.process import printable
-from dpo_pack.training.metrics import mean_intervals
+from dpo_pack.training.health import with_interval
+from dpo_pack.training.metrics import mean_intervals, rate_interval
 
 Position = tuple[int, int]  # (better, worse): positions in a prompt's completions
 
@@ -328,12 +329,14 @@ class WinRate:
             "online/scores_start": first,
             "online/score_gain": now - first,
         }
-        intervals = mean_intervals(np.stack(list(metrics.values()), axis=1), seed=self.seed)
+        found = mean_intervals(np.stack(list(metrics.values()), axis=1), seed=self.seed)
+        intervals = dict(zip(metrics, found.tolist(), strict=True))
+        intervals["online/win_rate"], _ = rate_interval(metrics["online/win_rate"], np.arange(len(played)))
         return {
             **{name: float(values.mean()) for name, values in metrics.items()},
             "online/completion_tokens": float(np.mean([len(answer.ids) for _, answer in played])),
             "online/eos_rate": float(np.mean([answer.is_finished for _, answer in played])),
-            "intervals": dict(zip(metrics, intervals.tolist(), strict=True)),
+            "intervals": intervals,
         }
 
 
@@ -341,11 +344,10 @@ def win_rate_sentence(record: Mapping[str, Any]) -> str:
     """Returns the console's sentence about the record of one set."""
     if "online/win_rate" not in record:
         return f"no score for any of {record['prompts']:,} prompts"
-    low, high = record["intervals"]["online/win_rate"]
+    rate = with_interval(record["online/win_rate"], record["intervals"]["online/win_rate"])
     least, most = record["intervals"]["online/score_gain"]
     failures = f", {record['failures']:,} prompts failed" if record["failures"] else ""
     return (
-        f"wins {record['online/win_rate']:.3f} ({low:.3f} to {high:.3f}) against the starting policy, score "
-        f"{record['online/scores']:.3f}, gain {record['online/score_gain']:+.3f} ({least:+.3f} to "
-        f"{most:+.3f}){failures}"
+        f"wins {rate} against the starting policy, score {record['online/scores']:z.3f}, gain "
+        f"{record['online/score_gain']:+z.3f} ({least:+z.3f} to {most:+z.3f}){failures}"
     )

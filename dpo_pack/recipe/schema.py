@@ -115,7 +115,7 @@ class LoggingRecipe(types.Section):
     """What a run logs: metrics.jsonl always, and what these keys add."""
 
     every_steps: types.Count = 1
-    """Steps between two logged lines."""
+    """Steps between two logged lines; step 1 has one, too."""
     trackers: Annotated[
         tuple[Tracker, ...],
         Strict(False),

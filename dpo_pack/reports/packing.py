@@ -19,9 +19,10 @@ from dpo_pack.data.store import pair_lengths
 from dpo_pack.packing.bin_packing import ROW_OVERHEAD_TOKENS
 from dpo_pack.packing.lengths import ModelShape, PairLengths, padded_flops
 from dpo_pack.packing.plan import PackingPlan
-from dpo_pack.reports.tables import Cells, cells_of, counted, terminal_table
+from dpo_pack.reports.tables import Cells, cells_of, terminal_table
 from dpo_pack.system import ranks as processes
 from dpo_pack.system.files import Json
+from dpo_pack.system.process import counted
 from dpo_pack.training.batches import OfflineSource
 
 # Pairs in a micro-batch of padded training, which pads to the longest sequence of the micro-batch.

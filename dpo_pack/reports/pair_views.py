@@ -14,9 +14,8 @@ from rich.text import Text
 
 from dpo_pack.data.formats import BadRow
 from dpo_pack.data.images import ReadImage, pixels_of, png_url
-from dpo_pack.reports.tables import counted
 from dpo_pack.system.errors import DataError
-from dpo_pack.system.process import printable
+from dpo_pack.system.process import counted, printable
 
 Values = Mapping[str, Any]
 # The terminal shows only so much at the beginning and at the end of a long text; the page shows all.

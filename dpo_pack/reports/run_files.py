@@ -16,7 +16,7 @@ import contextlib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def read_runs(paths: Sequence[Path]) -> list[Json]:
         notes = dict.fromkeys(note[1] for note in printed if note is not None and note[1] not in logged)
         samples = {
             (sample["source"], sample["prompt"], sample["model"] == "start"): sample
-            for sample in _json_lines(path / "samples.jsonl")
+            for sample in _json_lines(_lines(path / "samples.jsonl"))
         }
         texts = {file: text_of(path / file) for file in _SHOWN_WHOLE}
         recipe = without_servers(read_yaml(texts["recipe.yaml"], where=str(path / "recipe.yaml")) or {})
@@ -108,16 +108,19 @@ def read_runs(paths: Sequence[Path]) -> list[Json]:
 
 
 def read_metrics(path: Path, most: int) -> Json:
-    """Returns what metrics.jsonl says of a run, in at most `most` points of a curve: means over successive
-    lines. A value that was not finite is null in its line, and is left out of the mean."""
-    group = max(1, -(-sum('"split": "train"' in line for line in _lines(path)) // most))
+    """Returns what metrics.jsonl says of a run, in at most `most` points of a curve: the first line, then
+    means over successive ones. A value that was not finite is null in its line, and is in no mean."""
+    num_later = sum('"split": "train"' in line for line in _lines(path)) - 1
+    group = max(1, -(-num_later // (most - 1)))
     charted = {metric for metrics in CHARTS.values() for metric in metrics}
     steps: list[int] = []
     points: list[dict[str, tuple[float, int]]] = []  # sum and number of each metric's values
     evals: dict[str, list[Json]] = {}
     warnings: list[tuple[int, str]] = []
     num_lines = 0
-    for line in _json_lines(path):
+    # The first preview has one name of two.
+    renamed = (line if '"logratio/' in line else line.replace('"kl/', '"logratio/') for line in _lines(path))
+    for line in _json_lines(renamed):
         if line["split"] != "train":
             lines = evals.setdefault(str(line["source"]), [])
             lines.append(line)
@@ -125,7 +128,7 @@ def read_metrics(path: Path, most: int) -> Json:
                 del lines[1:-1:2]
             continue
         warnings += [(line["step"], warning) for warning in line.get("warnings", ())]
-        if num_lines % group == 0:
+        if num_lines == 0 or (num_lines - 1) % group == 0:
             steps.append(line["step"])
             points.append({})
         num_lines, steps[-1] = num_lines + 1, line["step"]
@@ -147,9 +150,9 @@ def _lines(path: Path) -> Iterator[str]:
             yield from file
 
 
-def _json_lines(path: Path) -> Iterator[Json]:
+def _json_lines(lines: Iterable[str]) -> Iterator[Json]:
     """Yields the lines that can be read: the last one of a killed process may be cut."""
-    return (found for line in _lines(path) if (found := parse_json(line.encode())) is not None)
+    return (found for line in lines if (found := parse_json(line.encode())) is not None)
 
 
 # ------------------------------------------------------------------------------- pairs

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dpo_pack.system.files import Json
-from dpo_pack.system.process import printable
-from dpo_pack.training.health import what_can_be_told
+from dpo_pack.system.process import counted, printable
+from dpo_pack.training.health import what_can_be_told, with_interval
 
 _MOST_OF_PROMPT = 300  # characters; the end is kept, because it says what is asked
 
@@ -31,11 +31,6 @@ def cells_of(values: Sequence[object], columns: Mapping[str, str]) -> Cells:
     """Returns one row for each value. `columns` maps a title to a cell format, such as "{.num_rows:,}"."""
     rows = [[form.format(value) for form in columns.values()] for value in values]
     return Cells(list(columns), rows)
-
-
-def counted(count: int, word: str) -> str:
-    """Returns the count with its word: "1 pair", "1,200 pairs"."""
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def terminal_table(title: str, cells: Cells, *, no_wrap: bool = False) -> Table:
@@ -69,13 +64,13 @@ METRIC_NAMES = {
     "rewards/accuracies": "reward accuracy",
     "rewards/margins": "reward margin",
     "loss": "loss",
-    "kl/chosen": "KL of chosen",
-    "kl/rejected": "KL of rejected",
+    "logratio/chosen": "log-ratio of chosen",
+    "logratio/rejected": "log-ratio of rejected",
     "online/win_rate": "wins against the start",
     "online/scores": "score",
     "online/score_gain": "score above the start's",
 }
-INTERVALS = "In brackets: 95 % intervals, bootstrap over prompts"
+INTERVALS = "In brackets: 95 % intervals, of accuracies and wins by Wilson, else bootstrap over prompts"
 
 
 def render_evaluations(sets: Mapping[str, Json], console: Console, *, beta: float) -> None:
@@ -127,16 +122,18 @@ def group_cells(record: Json) -> Cells:
 
 def estimate(record: Json, metric: str) -> str:
     """Returns "0.612 (0.550 to 0.670)", mean and interval if any; "" if a number was not finite."""
-    mean, bounds = record.get(metric), record.get("intervals", {}).get(metric) or ()
-    if mean is None or None in bounds:
+    mean, bounds = record.get(metric), record.get("intervals", {}).get(metric, ())
+    if mean is None or None in (bounds or ()):
         return ""
-    return f"{mean:.3f}" + (f" ({bounds[0]:.3f} to {bounds[1]:.3f})" if bounds else "")
+    is_rate = metric in ("rewards/accuracies", "online/win_rate")
+    return with_interval(mean, bounds) if bounds or (bounds is None and is_rate) else f"{mean:z.3f}"
 
 
 def pairs_and_prompts(record: Json) -> str:
     """Returns how many pairs were evaluated, of how many, and of how many prompts, where these differ."""
     pairs, prompts = record.get("pairs"), record.get("prompts")
     if pairs is None:
-        return f"{prompts or 0:,} prompts"
-    whole = f" of {record['held_out_pairs']:,}" if "held_out_pairs" in record else ""
-    return f"{pairs:,}{whole} pairs" + (f", {prompts:,} prompts" if prompts not in (None, pairs) else "")
+        return counted(prompts or 0, "prompt")
+    whole = f"{pairs:,} of {record['held_out_pairs']:,} pairs" if "held_out_pairs" in record else ""
+    whole = whole or counted(pairs, "pair")
+    return whole + (f", {counted(prompts, 'prompt')}" if prompts not in (None, pairs) else "")

@@ -31,6 +31,7 @@ from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.recipe.data import source_names
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.schema import EvalFraction
+from dpo_pack.recipe.training import OptimRecipe
 from dpo_pack.run.inputs import Inputs
 from dpo_pack.run.models import check_model, resolve_model
 from dpo_pack.run.pairs import exact_reference, exact_tables, prepare_reference, row_builder
@@ -45,19 +46,22 @@ from dpo_pack.system.hub import HUB_ID
 from dpo_pack.system.interrupts import Interruption
 from dpo_pack.system.machine import release_memory
 from dpo_pack.training.batches import PairRow, RowBuilder
+from dpo_pack.training.health import with_interval
 from dpo_pack.training.metrics import (
+    LOGRATIOS,
     averages,
     join_values,
     margin_rounding,
     mean_intervals,
     pair_metrics,
     pair_values,
+    rate_interval,
 )
 from dpo_pack.training.references import CachedReference, Reference
 from dpo_pack.training.step_loss import pair_losses
 
 # The metrics that get intervals and groups.
-METRICS_WITH_INTERVALS = ("loss", "rewards/accuracies", "rewards/margins", "kl/chosen", "kl/rejected")
+METRICS_WITH_INTERVALS = ("loss", "rewards/accuracies", "rewards/margins", *LOGRATIOS)
 # Groups by the ratio chosen tokens / rejected tokens: the lowest ratio of each group, in rising order.
 LENGTH_BUCKETS: dict[str, float] = {
     "chosen_under_half": 0.0,
@@ -177,7 +181,7 @@ def held_out_result(
     metrics = {
         metric: columns[metric].cpu().numpy()
         for metric in METRICS_WITH_INTERVALS
-        if has_reference or not metric.startswith("kl/")
+        if has_reference or metric not in LOGRATIOS
     }
     noise = margin_rounding(values, beta=beta)
     record = {
@@ -192,33 +196,40 @@ def held_out_result(
 
 
 def means_by_group(
-    metrics: Mapping[str, FloatArray], table: PairTable, source_names: Sequence[str], *, seed: int
+    metrics: Mapping[str, FloatArray],
+    table: PairTable,
+    source_names: Sequence[str],
+    *,
+    seed: int,
+    of_differences: bool = False,
 ) -> Json:
-    """Returns means of `metrics`, [P] each, with intervals: over all pairs, `by_source` if the pairs have
-    several sources, and `by_length`, by LENGTH_BUCKETS. Empty groups are left out."""
+    """Returns means of `metrics` (or of their differences), [P] each, with intervals: over all pairs,
+    `by_source` if they have several sources, `by_length`, by LENGTH_BUCKETS. Empty groups are left out."""
     first, same = distinct_keys(table.whole_prompt_keys)
     prompts = first[same]  # [P] the first pair that has the same prompt
+    rates = None if of_differences else metrics.get("rewards/accuracies")
+
+    def described(pairs: IntArray) -> Json:
+        values = np.stack([column[pairs] for column in metrics.values()], axis=1)
+        found = mean_intervals(values, seed=seed, prompts=prompts[pairs]).tolist()
+        means = dict(zip(metrics, values.mean(axis=0).tolist(), strict=True))
+        intervals, sizes = Json(zip(metrics, found, strict=True)), Json(pairs=len(pairs))
+        if rates is not None:
+            bounds, sizes["effective_pairs"] = rate_interval(rates[pairs], prompts[pairs])
+            # Before the first step all pairs are ties, and no number tells how other pairs would differ.
+            intervals |= {"rewards/accuracies": bounds} if bounds is not None else dict.fromkeys(metrics)
+        return {**sizes, "prompts": len(np.unique(prompts[pairs])), **means, "intervals": intervals}
+
     ratios = table.chosen_scored / table.rejected_scored
     buckets = np.searchsorted(list(LENGTH_BUCKETS.values()), ratios, side="right") - 1
-    described = _means(metrics, prompts, np.arange(len(ratios)), seed=seed)
+    every = described(np.arange(len(ratios)))
     kinds = (("by_source", table.source_indices, source_names), ("by_length", buckets, list(LENGTH_BUCKETS)))
     for kind, numbers, names in kinds:
         groups = {name: np.flatnonzero(numbers == number) for number, name in enumerate(names)}
-        found = {name: _means(metrics, prompts, at, seed=seed) for name, at in groups.items() if len(at)}
-        if kind != "by_source" or len(found) > 1:
-            described[kind] = found
-    return described
-
-
-def _means(metrics: Mapping[str, FloatArray], prompts: IntArray, pairs: IntArray, *, seed: int) -> Json:
-    values, prompts = np.stack([column[pairs] for column in metrics.values()], axis=1), prompts[pairs]
-    intervals = mean_intervals(values, seed=seed, prompts=prompts).tolist()
-    return {
-        "pairs": len(pairs),
-        "prompts": len(np.unique(prompts)),
-        **dict(zip(metrics, values.mean(axis=0).tolist(), strict=True)),
-        "intervals": dict(zip(metrics, intervals, strict=True)),
-    }
+        of_groups = {name: described(at) for name, at in groups.items() if len(at)}
+        if kind != "by_source" or len(of_groups) > 1:
+            every[kind] = of_groups
+    return every
 
 
 def length_preference(accuracies: FloatArray, table: PairTable) -> dict[str, float]:
@@ -265,10 +276,9 @@ def evaluate_run(inputs: Inputs, sampler: Sampler, interruption: Interruption) -
     for held_out in evaluate_sets(inputs.setup, state.scorer, inputs.reference, between_rows=poll):
         results.append(held_out)
         evaluation[held_out.name] = result = held_out.record
-        low, high = result["intervals"]["rewards/accuracies"]
+        accuracy = with_interval(result["rewards/accuracies"], result["intervals"]["rewards/accuracies"])
         sentence = (
-            f"reward accuracy {result['rewards/accuracies']:.3f} ({low:.3f} to {high:.3f}), "
-            f"margin {result['rewards/margins']:.4f}, loss {result['loss']:.4f}"
+            f"reward accuracy {accuracy}, margin {result['rewards/margins']:z.4f}, loss {result['loss']:z.4f}"
         )
         if "held_out_pairs" in result:
             sentence += f", of {result['pairs']:,} of {result['held_out_pairs']:,} held-out pairs"
@@ -290,7 +300,7 @@ def evaluate_run(inputs: Inputs, sampler: Sampler, interruption: Interruption) -
     log.eval_seconds += time.monotonic() - begun
 
 
-def conclusions(state: TrainState, criterion: Criterion | None) -> Iterator[str]:
+def conclusions(state: TrainState, criterion: Criterion | None, optim: OptimRecipe) -> Iterator[str]:
     """Yields that the run has stopped early, and that no evaluation is better than the first one."""
     standing = state.standing
     if criterion is None:
@@ -303,10 +313,12 @@ def conclusions(state: TrainState, criterion: Criterion | None) -> Iterator[str]
         return
     step, value = standing.best[0]
     if criterion.gain(value, standing.start) <= 0:
+        num_steps = state.source.num_steps
+        remedy = ", and lower optim.lr" if optim.num_warmup_steps(num_steps) < num_steps else ""
         yield (
             f"Warning: no evaluation is better than the one before the first step: {judged} was "
             f"{standing.start:.4g} then, and at best {value:.4g} later, after step {step}. Check that "
-            "chosen and rejected are not swapped, and lower optim.lr"
+            f"chosen and rejected are not swapped{remedy}"
         )
 
 
@@ -357,9 +369,10 @@ def compare_models(
     for name, one in results[0].items():
         other = results[1][name]
         differences = {metric: other.metrics[metric] - values for metric, values in one.metrics.items()}
+        found = means_by_group(differences, one.table, one.source_names, seed=seed, of_differences=True)
         compared[name] = {
             "a": {"model": models[0], **one.record},
             "b": {"model": models[1], **other.record},
-            "difference": means_by_group(differences, one.table, one.source_names, seed=seed),
+            "difference": found,
         }
     return compared

@@ -42,12 +42,13 @@ from dpo_pack.recipe.data import source_names
 from dpo_pack.recipe.text import without_servers
 from dpo_pack.recipe.training import LOSSES
 from dpo_pack.run.run_dir import RunDir
-from dpo_pack.run.setup import Setup
+from dpo_pack.run.setup import Setup, setting_warnings
 from dpo_pack.run.state import TrainState
 from dpo_pack.system import ranks
 from dpo_pack.system.console import TrainingLines, format_count, print_detail
 from dpo_pack.system.errors import RunError, first_line
 from dpo_pack.system.files import Json, leaves, writing, written_aside
+from dpo_pack.system.process import counted
 from dpo_pack.training.batches import GlobalBatch, OfflineSource
 from dpo_pack.training.health import RunFacts, examine
 from dpo_pack.training.metrics import NAMES
@@ -403,11 +404,14 @@ def describe_training(setup: Setup, planned: OfflineSource | None) -> None:
     optim, packing = recipe.optim, recipe.packing
     num_steps = planned.num_steps if planned is not None else recipe.train.max_steps or 0
     loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
+    steps, warmup = (counted(number, "step") for number in (num_steps, optim.num_warmup_steps(num_steps)))
     console.print(
-        f"Training: {num_steps:,} steps of {packing.pairs_per_step} pairs, {packing.mode} rows of up to "
+        f"Training: {steps} of {counted(packing.pairs_per_step, 'pair')}, {packing.mode} rows of up to "
         f"{packing.token_budget:,} tokens; loss {loss}, beta {recipe.loss.beta:g}, lr {optim.lr:g} "
-        f"{optim.schedule}, {optim.num_warmup_steps(num_steps):,} steps of warm-up"
+        f"{optim.schedule}, {warmup} of warm-up"
     )
+    for warning in setting_warnings(recipe.loss, optim.lr, setup.policy_facts):
+        console.print(warning)
     if recipe.checkpoint.every_steps is None:
         console.print(
             "  checkpoints: only if interrupted, and of the last step until the model is verified; after a "

@@ -24,6 +24,7 @@ from dpo_pack.run.setup import Setup, load_proved, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import UnsupportedModelError
+from dpo_pack.system.process import counted
 from dpo_pack.training.batches import OfflineSource, RowBuilder
 from dpo_pack.training.references import CachedReference, Reference
 
@@ -161,7 +162,8 @@ def prepare_reference(
         rate = format_rate(num_computed / max(seconds, 1e-9), digits=0)
         others = f"; another run computed {todo - num_computed:,}" if num_computed < todo else ""
         console.print(
-            f"Reference pass: {num_computed:,} sequences in {format_seconds(seconds)}, {rate}/s{others}"
+            f"Reference pass: {counted(num_computed, 'sequence')} in {format_seconds(seconds)}, "
+            f"{rate} sequences/s{others}"
         )
     if not has_all:
         values = ranks.of_node(lambda: FrozenReference.find(cache, tables, whole=True))

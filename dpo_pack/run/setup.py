@@ -7,7 +7,7 @@ same steps on the first rows of each source and goes on after an error.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from dpo_pack.recipe.data import SourceRecipe, source_names
 from dpo_pack.recipe.load import Recipe, has_tokenizer
 from dpo_pack.recipe.online import OnlineRecipe
 from dpo_pack.recipe.schema import EvalFraction
+from dpo_pack.recipe.training import LossRecipe
 from dpo_pack.reference.cache import default_cache_directory, find_leftovers
 from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, START_FACTOR
 from dpo_pack.run.models import (
@@ -53,11 +54,12 @@ from dpo_pack.run.models import (
 from dpo_pack.run.run_dir import find_run
 from dpo_pack.run.state import find_criterion
 from dpo_pack.system import ranks
-from dpo_pack.system.console import format_seconds, print_detail, shown
+from dpo_pack.system.console import format_count, format_seconds, print_detail, shown
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
 from dpo_pack.system.files import discard
 from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import keep_freed_memory
+from dpo_pack.system.process import counted
 from dpo_pack.training.optim import check_optimizer
 from dpo_pack.training.references import LiveReference
 
@@ -190,7 +192,8 @@ def prepare_data(
 
 def _print_data(data: Data, console: Console, scored_turns: str, *, seconds: float) -> None:
     report, num_pairs = data.report, data.train.num_pairs
-    what = f"{len(data.prompts):,} prompts to answer" if data.prompts else f"{num_pairs:,} pairs to train on"
+    num_prompts, pairs = len(data.prompts), counted(num_pairs, "pair")
+    what = f"{counted(num_prompts, 'prompt')} to answer" if num_prompts else f"{pairs} to train on"
     sizes = {name: len(prompts) for name, prompts in data.eval_prompts.items()}
     for name, size in (sizes or {name: table.num_pairs for name, table in data.eval.items()}).items():
         what += f", {size:,} held out{'' if name == HELD_OUT else f' ({name})'}"
@@ -273,6 +276,16 @@ def prepare(
         strategy=strategy,
         reference_token_budget=budget,
     )
+
+
+def setting_warnings(loss: LossRecipe, lr: float, policy: ModelFacts) -> Iterator[str]:
+    """Yields a sentence for each setting that a run takes, but that is most often a mistake."""
+    if loss.beta > 1 and "sigmoid" in dict(loss.terms):
+        yield f"Warning: loss.beta is {loss.beta:g}; above 1, pairs soon teach little; usual: 0.01 to 0.5"
+    is_whole = policy.settings.lora is None and policy.adapter is None
+    if lr > 1e-4 and is_whole and policy.num_parameters >= 50_000_000:
+        size = f"{format_count(policy.num_parameters)} parameters without an adapter"
+        yield f"Warning: optim.lr is {lr:g}; above 1e-4, {size} forget what they knew; usual: 1e-7 to 1e-5"
 
 
 def _accelerator(trackers: Sequence[str], directory: Path) -> Accelerator:
@@ -401,6 +414,8 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
             found += lines
             models[key] = model
     if "model.path" in models:
+        warnings = setting_warnings(recipe.loss, recipe.optim.lr, models["model.path"])
+        found += attempt(list, warnings) or ()
         attempt(check_accelerate_config, models["model.path"], recipe.distributed.cpu_offload)
     for number, judge in enumerate(() if recipe.online is None else recipe.online.judges):
         key, trusts = f"online.judges.{number}.path", recipe.model.trust_remote_code

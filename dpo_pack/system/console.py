@@ -158,7 +158,7 @@ class Shown:
             seconds = now - self.begun
             left = [f"{format_seconds(seconds * (total - done) / done)} left"] if total and done else []
             units = f"{done:,}{f' of {total:,}' if total else ''} {self.unit}"
-            rate = [f"{format_rate(done / seconds, digits=0)}/s"] if seconds > 0.1 else []
+            rate = [f"{format_rate(done / seconds, digits=0)} {self.unit}/s"] if seconds > 0.1 else []
             facts = [*left, units, *rate]
         what = printable(what)
         width = max(0, console.width - self.bar_width - len(f"{what}  0:00:00  "))
@@ -199,8 +199,8 @@ class TrainingLines:
     def show(self, record: Mapping[str, Any]) -> None:
         """Prints a line of metrics.jsonl: the first, the last, and of others at most one a second."""
         self._facts = [
-            f"loss {record['loss']:.4f}",
-            f"margin {record['rewards/margins']:+.4f}",
+            f"loss {record['loss']:z.4f}",
+            f"margin {record['rewards/margins']:+z.4f}",
             f"accuracy {record['rewards/accuracies']:.3f}",
             f"{format_rate(record['pairs_per_second'])} pairs/s",
             f"grad norm {record['grad_norm']:.3g}",

@@ -21,6 +21,7 @@ from typing import Any
 from dpo_pack.system.errors import RecipeError, one_line
 
 KEY = "distributed.num_processes"
+BEGUN = "DPO_PACK_BEGUN"  # variable: when the command began, as time.time()
 _LAUNCHERS = "start the processes with dpopack itself, torchrun, accelerate launch or srun"
 
 
@@ -126,6 +127,11 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 def printable(text: str) -> str:
     r"""Returns the text with an escape, such as \x1b or \n, for each character that cannot be printed."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def counted(count: int, word: str) -> str:
+    """Returns the count with its word: "1 pair", "1,200 pairs"."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def lone_half(text: str) -> str:

@@ -12,15 +12,17 @@ what is more than the noise of lines counts as a fall of log-probs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from dpo_pack.system.process import counted
 
 # The number of lines of the fast and of the slow mean. The rules that use them begin after the slow one.
 _FAST_LINES, _SLOW_LINES = 5, 20
 _WATCHED = (
     "rewards/accuracies", "rewards/ties", "rewards/saturated", "rewards/chosen_per_token",
-    "rewards/rejected_per_token", "kl/chosen", "kl/rejected", "experts/unused",
+    "rewards/rejected_per_token", "logratio/chosen", "logratio/rejected", "experts/unused",
 )  # fmt: skip
 _SUMS = ("logps/chosen", "logps/rejected")  # watched, also a token and its square, if there is no reference
 # So many spreads of lines are noise in the difference of the first lines' mean and the fast one.
@@ -122,7 +124,7 @@ def _after(health: Health, record: Mapping[str, Any]) -> Health:
     if not is_large:  # an outlier does not change the usual norm
         usual = log_norm if usual is None else usual + (log_norm - usual) / min(_SLOW_LINES, num_lines)
     values = {name: float(record[name]) for name in _WATCHED if name in record}
-    for name in () if "kl/chosen" in record else _SUMS:
+    for name in () if "logratio/chosen" in record else _SUMS:
         of_token = float(record[f"{name}_per_token"])
         values |= {name: float(record[name]), f"{name}_per_token": of_token, f"{name} squared": of_token**2}
     fast, slow = (
@@ -130,7 +132,9 @@ def _after(health: Health, record: Mapping[str, Any]) -> Health:
             name: before.get(name, 0.0) + (value - before.get(name, 0.0)) / min(most, num_lines)
             for name, value in values.items()
         }
-        for before, most in ((health.fast, _FAST_LINES), (health.slow, _SLOW_LINES))
+        for means, most in ((health.fast, _FAST_LINES), (health.slow, _SLOW_LINES))
+        # A checkpoint of the first preview has other names.
+        for before in [{name.replace("kl/", "logratio/"): mean for name, mean in means.items()}]
     )
     return replace(
         health,
@@ -156,8 +160,8 @@ def _numbers(health: Health, record: Mapping[str, Any], run: RunFacts) -> dict[s
         numbers["exploding_gradients"] = health.num_large_gradients
     if num_lines < _SLOW_LINES:
         return numbers
-    has_reference = "kl/chosen" in fast
-    fallen = [-fast.get(side, 0.0) for side in ("kl/chosen", "kl/rejected")]
+    has_reference = "logratio/chosen" in fast
+    fallen = [-fast.get(side, 0.0) for side in ("logratio/chosen", "logratio/rejected")]
     moved = [fast[f"rewards/{side}_per_token"] / run.beta for side in ("chosen", "rejected")]
     has_moved = max(map(abs, fallen)) > RULES["both_rewards_falling"][0]
     first_accuracy = 0.5
@@ -165,7 +169,7 @@ def _numbers(health: Health, record: Mapping[str, Any], run: RunFacts) -> dict[s
     variance = 1 / (record["pairs"] * min(num_lines, 2 * _SLOW_LINES - 1))
     if has_reference:
         numbers["saturation"] = fast["rewards/saturated"]
-        if all(fast[side] < slow[side] for side in ("kl/chosen", "kl/rejected")):
+        if all(fast[side] < slow[side] for side in ("logratio/chosen", "logratio/rejected")):
             numbers["both_rewards_falling"] = min(fallen)
     elif first:
         first_accuracy = first["rewards/accuracies"]
@@ -198,6 +202,9 @@ def _numbers(health: Health, record: Mapping[str, Any], run: RunFacts) -> dict[s
 
 # --------------------------------------------------------------------------------- held-out pairs
 
+SIDES_95 = 1.959964  # a normal variable is within so many standard deviations in 95 of 100 cases
+_SHOWN = 0.05  # a difference in reward accuracy
+
 
 def what_can_be_told(record: Mapping[str, Any], *, without_effect: float = 0.5) -> str:
     """Returns what the held-out set can show at all, and what rounding hides; "" without an interval of the
@@ -205,15 +212,22 @@ def what_can_be_told(record: Mapping[str, Any], *, without_effect: float = 0.5) 
     low, high = record.get("intervals", {}).get("rewards/accuracies") or (None, None)
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return ""
-    # If all pairs are alike the interval has no width; then 3 / pairs bounds the others (the rule of three).
     pairs, noise = record["pairs"], record.get("margin_noise")
-    least = math.ceil(max(100 * (high - low) / 2, 150 / pairs) - 1e-6) / 100
-    sentence = f"with {pairs:,} pairs, differences in reward accuracy below {least:.2f} may be chance"
-    if least > 0.05:
-        needed = float(f"{pairs * (least / 0.05) ** 2:.2g}")
-        sentence += f"; {needed:,.0f} pairs would show one of 0.05"
+    # A rate varies most at 0.5; a difference as its interval says, without a width by the rule of three.
+    least = SIDES_95 * 0.5 / math.sqrt(record.get("effective_pairs", pairs))
+    least = least if without_effect else max((high - low) / 2, 1.5 / pairs)
+    with_pairs, needed = f"with {counted(pairs, 'pair')}", math.ceil(pairs * (least / _SHOWN) ** 2)
+    sentence = f"{with_pairs}, differences in reward accuracy below {least:.2f} may be chance"
+    if least > _SHOWN:
+        sentence += f"; {needed:,} pairs would show one of {_SHOWN:g}"
     if low <= without_effect <= high:
         sentence += f"; the true value may be {without_effect:g}"
     if record.get("eval_precision", "float32") != "float32" and noise is not None:
         sentence += f". {record['eval_precision']} rounds a margin by about {noise:.2g}"
     return sentence
+
+
+def with_interval(mean: float, bounds: Sequence[float] | None) -> str:
+    """Returns "0.612 (0.550 to 0.670)", or "0.500 (all ties)" if a rate has no bounds."""
+    told = "all ties" if bounds is None else f"{bounds[0]:z.3f} to {bounds[1]:z.3f}"
+    return f"{mean:z.3f} ({told})"

@@ -22,12 +22,16 @@ from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.scorer import RowLogps
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.training.batches import PairRow
+from dpo_pack.training.health import SIDES_95
 
 # A pair is saturated if sigmoid(-margin), the factor in the sigmoid loss's gradient, is below this.
 SATURATED_SLOPE = 0.01
 SATURATED_MARGIN = math.log(1 / SATURATED_SLOPE - 1)  # 4.595
 # Metric -> level; torch interpolates a quantile linearly between the two nearest pairs.
 MARGIN_QUANTILES = {"rewards/margins_p10": 0.1, "rewards/margins_p50": 0.5, "rewards/margins_p90": 0.9}
+
+# Metrics of a policy with a reference
+LOGRATIOS = ("logratio/chosen", "logratio/rejected", "kl/chosen", "kl/rejected")
 
 # Resamples of an interval: the most, and with many prompts at least so many, which draw at most _MAX_DRAWS.
 NUM_RESAMPLES, _MIN_RESAMPLES, _MAX_DRAWS = 1000, 200, 50_000_000
@@ -90,16 +94,14 @@ def pair_metrics(values: Tensor, *, beta: float) -> dict[str, Tensor]:
         "logps/rejected": rejected,
         "logps/chosen_per_token": chosen / chosen_tokens,
         "logps/rejected_per_token": rejected / rejected_tokens,
-        # Means of log pi - log pi_ref over completions, in nats: the k1 estimate of KL(policy || reference).
-        # The estimate is unbiased for the policy's own completions, and may be negative for others.
-        "kl/chosen": chosen_logratios,
-        "kl/rejected": rejected_logratios,
+        # Means of log pi - log pi_ref over completions, in nats; `kl/` are their names in the first preview.
+        **dict(zip(LOGRATIOS, (chosen_logratios, rejected_logratios) * 2, strict=True)),
     }
 
 
 def averages(values: Tensor, *, beta: float, has_reference: bool = True) -> dict[str, float]:
     """Returns all metrics by name, over all pairs of `values`. Waits for the device, once. Without a
-    reference there is no divergence from it, so no `kl/*`."""
+    reference there are no log-ratios to it."""
     columns = pair_metrics(values, beta=beta)
     metrics = {name: of_pairs.mean() for name, of_pairs in columns.items()}
     margins = columns["rewards/margins"]
@@ -116,7 +118,7 @@ def averages(values: Tensor, *, beta: float, has_reference: bool = True) -> dict
         "logits/rejected": totals["rejected_mean_logit"] / rejected_tokens,
     }
     if not has_reference:
-        metrics = {name: value for name, value in metrics.items() if not name.startswith("kl/")}
+        metrics = {name: value for name, value in metrics.items() if name not in LOGRATIOS}
     numbers = torch.stack(list(metrics.values())).tolist()
     return dict(zip(metrics, numbers, strict=True))
 
@@ -136,3 +138,15 @@ def mean_intervals(values: FloatArray, *, seed: int, prompts: IntArray | None = 
         resample[:] = sums[drawn].sum(axis=0) / sizes[drawn].sum()
     bounds: FloatArray = np.quantile(means, (0.025, 0.975), axis=0).T
     return bounds
+
+
+def rate_interval(values: FloatArray, prompts: IntArray) -> tuple[list[float] | None, float]:
+    """Returns the 95 % interval of the mean of [P] values 0, 0.5 (a tie) and 1, by Wilson (1927), None if all
+    are ties; and as how many pairs of different prompts the P pairs count (design effect, Kish 1965)."""
+    mean, (_, same) = float(values.mean()), np.unique(prompts, return_inverse=True)
+    spread, together = (float((x**2).sum()) for x in (values - mean, np.bincount(same, values - mean)))
+    number = len(values) * spread / max(spread, together) if spread else same.max() + 1.0
+    over = SIDES_95**2 / number
+    middle, half = mean + over / 2, math.sqrt(mean * (1 - mean) * over + over**2 / 4)
+    bounds = [max(0.0, (middle - half) / (1 + over)), min(1.0, (middle + half) / (1 + over))]
+    return None if (values == 0.5).all() else bounds, round(float(number), 6)

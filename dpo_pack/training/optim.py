@@ -121,8 +121,9 @@ def schedule_warnings(optimizer: Optimizer, *, lr: float, num_steps: int, warmup
     if num_steps and warmup_steps >= num_steps:
         peak = lr * (num_steps - 1) / warmup_steps
         moves = "no weight changes" if num_steps == 1 else f"the rate only gets to {peak:.3g}"
+        steps = "the only step is" if num_steps == 1 else f"all {num_steps:,} steps are"
         yield (
-            f"Warning: all {num_steps:,} steps are warm-up, which begins at the rate 0, so {moves} "
+            f"Warning: {steps} warm-up, which begins at the rate 0, so {moves} "
             f"(optim.lr is {lr:g}); set a smaller optim.warmup_steps, such as 0"
         )
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]

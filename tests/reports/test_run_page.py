@@ -134,13 +134,13 @@ def test_more_than_2000_lines_become_means_of_successive_lines_and_the_page_says
     long = write_run(tmp_path / "run", num_steps=4100)
     assert "Each point is the mean of" in said(run_page([write_run(tmp_path / "short"), long]))
     page = run_page([long])
-    assert len(drawn(page)["steps"][0]) == 1367
+    assert len(drawn(page)["steps"][0]) == 1368
     assert "Each point is the mean of 3 logged steps" in said(page)
     lines = [{"split": "train", "step": n, "loss": v} for n, v in enumerate((1.0, None, 2.0, 4.0, 5.5), 1)]
     write_rows(tmp_path / "metrics.jsonl", [*lines[:2], {**lines[2], "entropy": 1.0}, *lines[3:]])
     found = read_metrics(tmp_path / "metrics.jsonl", 3)
-    assert found["steps"] == [2, 4, 5] and found["lines_per_point"] == 2
-    assert found["curves"] == {"loss": [1, 3, 5.5], "entropy": [None, 1, None]}
+    assert found["steps"] == [1, 3, 5] and found["lines_per_point"] == 2
+    assert found["curves"] == {"loss": [1, 2, 4.75], "entropy": [None, 1, None]}  # the first is step 1's
 
 
 @pytest.mark.slow

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from dpo_pack.online.phases import win_rate_sentence
-from dpo_pack.reports.tables import Cells, render_completions, terminal_table
+from dpo_pack.reports.tables import Cells, estimate, pairs_and_prompts, render_completions, terminal_table
 from dpo_pack.system.console import make_console
 
 
@@ -40,10 +41,27 @@ def test_a_narrow_screen_wraps_every_column_or_only_the_first_one_and_cuts_nothi
 
 
 def test_a_record_of_an_online_evaluation_is_told_with_its_win_rate_or_says_that_there_is_no_score() -> None:
-    record = {
+    record: dict[str, Any] = {
         "prompts": 1200, "failures": 3, "online/win_rate": 0.625, "online/scores": 1.5,
         "online/score_gain": 0.25,
         "intervals": {"online/win_rate": (0.5, 0.75), "online/score_gain": (-0.125, 0.625)},
     }  # fmt: skip
     assert "0.625 (0.500 to 0.750)" in (told := win_rate_sentence(record)) and "3 prompts failed" in told
     assert win_rate_sentence({"prompts": 1200}) == "no score for any of 1,200 prompts"
+    ties = {**record["intervals"], "online/win_rate": None}
+    assert "wins 0.625 (all ties) against" in win_rate_sentence({**record, "intervals": ties})
+    assert "gain +0.000 (" in win_rate_sentence({**record, "online/score_gain": -0.0001})
+
+
+def test_a_number_has_its_interval_or_says_why_not_and_no_sign_before_zero() -> None:
+    record: dict[str, Any] = {
+        "rewards/accuracies": 0.5,
+        "loss": 0.6931,
+        "rewards/margins": -0.0004,
+        "logps/chosen": None,
+    }
+    record["intervals"] = {"rewards/accuracies": None, "loss": None, "rewards/margins": [-0.0004, 0.25]}
+    cells = [estimate(record, name) for name in record if name != "intervals"]
+    assert cells == ["0.500 (all ties)", "0.693", "0.000 (0.000 to 0.250)", ""]
+    assert pairs_and_prompts({"pairs": 1, "prompts": 1}) == "1 pair"
+    assert pairs_and_prompts({"pairs": 4, "prompts": 1, "held_out_pairs": 9}) == "4 of 9 pairs, 1 prompt"

@@ -13,12 +13,23 @@ from support.refusals import refusal
 from support.tiny_models import tiny_config
 from support.whole_runs import text
 
+from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.checkpoint import run_identity
 from dpo_pack.run.evaluate import evaluate_models
+from dpo_pack.run.log import describe_training
+from dpo_pack.run.models import resolve_model
 from dpo_pack.run.pairs import offline_source
-from dpo_pack.run.setup import Setup, check_data, check_recipe, load_policy, longest_sequence, prepare
+from dpo_pack.run.setup import (
+    Setup,
+    check_data,
+    check_recipe,
+    load_policy,
+    longest_sequence,
+    prepare,
+    setting_warnings,
+)
 from dpo_pack.run.state import Criterion
 from dpo_pack.system.errors import ModelError, UnsupportedModelError
 
@@ -96,3 +107,39 @@ def test_llama_4_is_refused_if_a_pair_longer_than_every_budget_would_reach_its_s
     check(longest_row + 1)
     with pytest.raises(UnsupportedModelError, match=f"rows may have {longest_row} tokens"):
         check(longest_row)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_parameters", "told"),
+    [
+        (("loss.beta=1", "optim.lr=1e-4"), 10**9, ""),
+        (("loss.beta=1.5",), 1, "loss.beta is 1.5"),
+        (("loss.beta=2", "loss.type=[{type: sigmoid, weight: 0.5}, {type: sft}]"), 1, "loss.beta is 2"),
+        (("loss.beta=2", "loss.type=simpo"), 1, ""),
+        (("optim.lr=2e-4",), 50_000_000, "optim.lr is 0.0002; above 1e-4, 50.0M parameters"),
+        (("optim.lr=2e-4",), 49_999_999, ""),
+        (("optim.lr=2e-4", "model.lora={}"), 10**9, ""),
+    ],
+)
+def test_a_rate_or_beta_that_is_most_often_a_mistake_is_told_at_the_start(
+    overrides: tuple[str, ...],
+    num_parameters: int,
+    told: str,
+    begun: tuple[Setup, LoadedModel],
+    assets: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ModelFacts, "num_parameters", num_parameters)
+    recipe = load_recipe(assets / "recipe.yaml", overrides)
+    facts = resolve_model(recipe, begun[0].device)
+    setup = replace(begun[0], recipe=recipe, console=console, policy_facts=facts)
+    describe_training(setup, None)  # by train and doctor
+    for lines in (text(console).splitlines(), check_recipe(recipe)[0]):
+        warnings = [line for line in lines if "Warning" in line]
+        assert len(warnings) == bool(told) and all(told in line for line in warnings)
+
+
+def test_the_quickstart_begins_without_a_warning(begun: tuple[Setup, LoadedModel]) -> None:
+    recipe = load_recipe(Path(__file__).parents[2] / "configs/quickstart.yaml")
+    assert not [*setting_warnings(recipe.loss, recipe.optim.lr, begun[0].policy_facts)]

@@ -141,7 +141,12 @@ def test_one_step_of_the_default_learning_rate_makes_margins_that_are_no_ties(mo
 
 def test_a_record_has_averages_intervals_and_breakdowns(policy: CompletionLogps) -> None:
     found = result(policy)
-    assert found.record["pairs"] == NUM_PAIRS
+    assert found.record["pairs"] == found.record["effective_pairs"] == NUM_PAIRS
+    for name in ("logratio/chosen", "logratio/rejected"):  # under its first name, too
+        old = name.replace("logratio/", "kl/")
+        assert found.record[name] == found.record[old]
+        assert found.metrics[name].tolist() == found.metrics[old].tolist()
+        assert found.record["intervals"][name] == found.record["intervals"][old]
     assert list(found.record["intervals"]) == list(METRICS_WITH_INTERVALS) == list(found.metrics)
     for name in METRICS_WITH_INTERVALS:
         low, high = found.record["intervals"][name]
@@ -156,7 +161,7 @@ def test_a_record_has_averages_intervals_and_breakdowns(policy: CompletionLogps)
     options = dataclasses.asdict(loss_options(beta=2.0))
     free = make_objective([("simpo", 1.0)], options, needs_reference=False)
     simpo = result(policy, free).record
-    assert not [name for name in [*simpo, *simpo["intervals"]] if name.startswith("kl/")]
+    assert not [name for name in [*simpo, *simpo["intervals"]] if name.startswith(("kl/", "logratio/"))]
 
 
 def test_a_comparison_is_the_mean_of_each_pair_s_difference_with_a_narrower_interval(

@@ -88,6 +88,7 @@ def test_a_run_whose_best_evaluation_is_worse_than_its_start_says_so_and_stops_e
         in text(console)
     )
     assert "Stopped early after step 3" in text(console) and max(losses(run)) == 3
+    assert "are not swapped, and lower optim.lr" in text(console)
 
 
 @pytest.mark.parametrize("stop_at", [2, *slow(None, 1, 3)])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.tiny_recipe import load, message_of
 
-from dpo_pack.recipe.training import EarlyStoppingRecipe
+from dpo_pack.recipe.training import EarlyStoppingRecipe, OptimRecipe
+from dpo_pack.run.evaluate import conclusions
 from dpo_pack.run.state import Criterion, Evaluations, ends_run, find_criterion, judge
 from dpo_pack.system.errors import RecipeError
 
@@ -103,3 +105,12 @@ def test_the_recipe_says_what_is_compared() -> None:
 )
 def test_what_cannot_be_compared_is_refused(overrides: list[str], key: str) -> None:
     assert message_of(lambda: load(*overrides)).startswith(f"{key}: ")
+
+
+def test_where_all_steps_were_warm_up_nobody_is_told_to_lower_the_rate() -> None:
+    standing, _ = after([0.7, 0.8], start=0.69)
+    state: Any = SimpleNamespace(standing=standing, step=2, source=SimpleNamespace(num_steps=2))
+    criterion = Criterion(metric="loss", eval_set="held", num_best=2)
+    for num_warmup, is_told in ((2, False), (1, True)):
+        (told,) = conclusions(state, criterion, OptimRecipe(warmup_steps=num_warmup))
+        assert "no evaluation is better" in told and ("lower optim.lr" in told) == is_told

@@ -124,8 +124,8 @@ def test_without_a_terminal_progress_is_a_plain_line_every_ten_seconds(console: 
             clock.now += 4
             bar.advance(500)
     assert text(console).splitlines() == [
-        "Reference pass: 20 s left, 1,500 of 4,000 sequences, 125/s",
-        "Reference pass: 8.0 s left, 3,000 of 4,000 sequences, 125/s",
+        "Reference pass: 20 s left, 1,500 of 4,000 sequences, 125 sequences/s",
+        "Reference pass: 8.0 s left, 3,000 of 4,000 sequences, 125 sequences/s",
     ]
 
 

@@ -38,8 +38,8 @@ def line(step: int, **changes: float) -> dict[str, Any]:
         "rewards/saturated": 0.1 * progress,
         "rewards/chosen_per_token": 0.0005 * progress,
         "rewards/rejected_per_token": -0.002 * progress,
-        "kl/chosen": 0.5 * progress + random.normal(scale=0.5),
-        "kl/rejected": -20.0 * progress,
+        "logratio/chosen": 0.5 * progress + random.normal(scale=0.5),
+        "logratio/rejected": -20.0 * progress,
         **logps(*random.normal(-1.5, 0.05, size=2)),
         "grad_norm": 3.0 * math.exp(random.normal(scale=0.5)),
         "learning_rate": 5e-7,
@@ -72,7 +72,11 @@ def warned(change: Callable[[int], dict[str, float]], **options: Any) -> tuple[s
 # What a line has in each step of a run with one trouble, and the first and last step at which that is told.
 TROUBLES: dict[str, tuple[Callable[[int], dict[str, float]], int, int]] = {
     "high_initial_loss": (lambda step: {"loss": 2.5}, 1, 1),
-    "both_rewards_falling": (lambda step: {"kl/chosen": -0.3 * step, "kl/rejected": -0.6 * step}, 20, 30),
+    "both_rewards_falling": (
+        lambda step: {"logratio/chosen": -0.3 * step, "logratio/rejected": -0.6 * step},
+        20,
+        30,
+    ),
     "accuracy_stuck": (lambda step: {"rewards/accuracies": 0.5 + 0.06 * (-1) ** step}, 20, 20),
     "saturation": (lambda step: {"rewards/saturated": min(1.0, step / 60)}, 46, 60),
     "kl_blow_up": (lambda step: {"rewards/rejected_per_token": -0.003 * step}, 34, 45),
@@ -103,17 +107,19 @@ def everything(step: int) -> dict[str, float]:
 @pytest.mark.parametrize("stop_at", [1, 19, 25, 50])
 def test_a_run_that_goes_on_from_its_saved_health_warns_as_if_it_had_never_stopped(stop_at: int) -> None:
     records = curve(everything)
-    saved = json.dumps(asdict(examined(records[:stop_at]))).encode()
-    resumed = examined(records[stop_at:], health=parse_json(saved, Health))
-    assert resumed == examined(records) and len(resumed.warnings) == 6
+    saved = json.dumps(asdict(examined(records[:stop_at])))
+    for written in (saved, saved.replace("logratio/", "kl/")):  # by the first preview
+        resumed = examined(records[stop_at:], health=parse_json(written.encode(), Health))
+        assert replace(resumed, first={}) == replace(examined(records), first={})
+        assert len(resumed.warnings) == 6
 
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda step: {"grad_norm": 300.0} if step in (40, 42, 60) else {},  # wild steps, one at a time
-        lambda step: {"kl/chosen": -0.3 * step, "kl/rejected": 5.0},  # only one reward falls
-        lambda step: {"kl/chosen": -6.0 + 0.02 * step, "kl/rejected": -20.0},  # it falls no more
+        lambda step: {"logratio/chosen": -0.3 * step, "logratio/rejected": 5.0},  # only one reward falls
+        lambda step: {"logratio/chosen": -6.0 + 0.02 * step, "logratio/rejected": -20.0},  # it falls no more
         lambda step: {"rewards/accuracies": 0.5, "pairs": 4},  # too few pairs to know that it is below 0.53
         lambda step: {"rewards/accuracies": 0.54, "pairs": 256},  # it learns slowly
         lambda step: {"experts/unused": 0.4},  # these had no tokens from the start
@@ -127,8 +133,8 @@ def test_a_run_without_trouble_is_not_warned(change: Callable[[int], dict[str, f
 
 def test_a_policy_that_moved_and_learned_nothing_is_not_told_to_move_faster() -> None:
     change = TROUBLES["accuracy_stuck"][0]
-    (still,) = examined(curve(lambda step: {**change(step), "kl/rejected": 0.0})).warnings
-    (moved,) = examined(curve(lambda step: {**change(step), "kl/rejected": -30.0})).warnings
+    (still,) = examined(curve(lambda step: {**change(step), "logratio/rejected": 0.0})).warnings
+    (moved,) = examined(curve(lambda step: {**change(step), "logratio/rejected": -30.0})).warnings
     assert "Raise optim.lr" in still and "Lower optim.lr" in moved
 
 
@@ -154,7 +160,7 @@ def test_a_loss_without_reference_is_judged_by_how_it_began(
 ) -> None:
     """Its accuracy may be far from 0.5 at the start, and the sum of its margins is not what it trains."""
     records = [
-        {name: value for name, value in record.items() if not name.startswith("kl/")}
+        {name: value for name, value in record.items() if not name.startswith("logratio/")}
         for record in curve(change)
     ]
     run = RunFacts(num_steps=100, beta=2.0, initial_loss=None)
@@ -176,14 +182,44 @@ def test_the_load_balancing_loss_is_no_reason_to_suspect_the_first_loss() -> Non
     ("low", "high", "changes", "expected"),
     [
         (0.7, 0.79, {"eval_precision": "float32", "margin_noise": 0.01}, "below 0.05 may be chance"),
-        # 400 pairs have half the interval of 100; the one of 0.5 to 0.5 is as wide as the rule of three says.
-        (0.7, 0.9, {"pairs": 100}, "below 0.10 may be chance; 400 pairs would show one of 0.05"),
-        (0.5, 0.7, {}, "1,600 pairs would show one of 0.05; the true value may be 0.5"),
-        (0.5, 0.5, {"pairs": 10}, "90 pairs would show one of 0.05; the true value may be 0.5"),
+        # 0.25 (1.96 / 0.05)^2 = 384.1 pairs, of any number of pairs; 4 pairs of a prompt may count as one.
+        (
+            0.7,
+            0.9,
+            {"pairs": 100},
+            "with 100 pairs, differences in reward accuracy below 0.10 may be chance; "
+            "385 pairs would show one of 0.05",
+        ),
+        (
+            0.5,
+            0.99,
+            {"pairs": 7},
+            "below 0.37 may be chance; 385 pairs would show one of 0.05; the true value may be 0.5",
+        ),
+        (
+            0.5,
+            0.7,
+            {"effective_pairs": 100.0},
+            "below 0.10 may be chance; 1,537 pairs would show one of 0.05; the true value may be 0.5",
+        ),
+        (
+            0.7,
+            1.0,
+            {"pairs": 1},
+            "with 1 pair, differences in reward accuracy below 0.98 may be chance; 385 "
+            "pairs would show one of 0.05",
+        ),
         (0.7, 0.79, {"eval_precision": "float16", "margin_noise": 0.0123}, "rounds a margin by about 0.012"),
     ],
 )
 def test_what_held_out_pairs_show(low: float, high: float, changes: dict[str, Any], expected: str) -> None:
     record = {"pairs": 400, "intervals": {"rewards/accuracies": [low, high]}, **changes}
     assert what_can_be_told(record).endswith(expected)
-    assert not what_can_be_told({**record, "intervals": {}})
+    for none in ({}, {"rewards/accuracies": None}):
+        assert not what_can_be_told({**record, "intervals": none})
+
+
+def test_what_a_difference_of_two_models_shows_follows_from_its_interval() -> None:
+    for (low, high), told in {(-0.1, 0.1): "0.10 may be chance; 400 pairs", (0, 0): "0.01 may be"}.items():
+        difference = {"pairs": 100, "intervals": {"rewards/accuracies": [low, high]}}
+        assert f"below {told}" in what_can_be_told(difference, without_effect=0.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpo_pack.model.scorer import RowLogps
 from dpo_pack.training.batches import PairRow
-from dpo_pack.training.metrics import averages, join_values, pair_values
+from dpo_pack.training.metrics import averages, join_values, pair_values, rate_interval
 
 BETA, CPU = 0.5, torch.device("cpu")
 
@@ -96,8 +96,7 @@ def test_averages_of_two_pairs_by_hand() -> None:
         "logps/rejected": -8.5,
         "logps/chosen_per_token": (-10 / 4 - 3 / 1) / 2,
         "logps/rejected_per_token": (-8 / 2 - 9 / 3) / 2,
-        "kl/chosen": 1.5,
-        "kl/rejected": -2.5,
+        **{"logratio/chosen": 1.5, "logratio/rejected": -2.5, "kl/chosen": 1.5, "kl/rejected": -2.5},
         "entropy": 1.0,
         "mean_token_accuracy": 0.8,
         "logits/chosen": 0.5,
@@ -155,3 +154,23 @@ def test_keeping_values_reads_nothing_from_the_device() -> None:
         margins_only([1.0, 2.0])
     with pytest.raises(AssertionError, match="waits"), no_reads():
         float(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("values", "prompts", "interval", "number"),
+    [
+        ([1.0] * 9 + [0.0], range(10), (0.5958, 0.9821), 10),  # 9 of 10, as in tables of Wilson's interval
+        ([1.0] * 10, range(10), (0.7225, 1.0), 10),
+        ([0.0] * 10, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4], (0.0, 0.4345), 5),  # of 0 of 5 prompts
+        ([1.0, 1.0, 0.0, 0.0], [7, 7, 3, 3], (0.0945, 0.9055), 2),  # pairs of a prompt are alike
+        ([1.0, 0.0, 1.0, 0.0], [7, 7, 3, 3], (0.1500, 0.8500), 4),  # and here they are not
+        ([0.5] * 4, range(4), None, 4),
+        ([0.5] * 3 + [1.0], range(4), (0.2194, 0.9081), 4),
+    ],
+)
+def test_the_interval_of_a_rate_is_wilson_s_of_as_many_pairs_as_are_independent(
+    values: list[float], prompts: Any, interval: tuple[float, float] | None, number: float
+) -> None:
+    found, independent = rate_interval(np.array(values), np.array(prompts))
+    assert found == (None if interval is None else pytest.approx(interval, abs=1e-4))
+    assert independent == pytest.approx(number)
