@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -122,20 +123,15 @@ def test_llama_4_is_refused_if_a_pair_longer_than_every_budget_would_reach_its_s
     ],
 )
 def test_a_rate_or_beta_that_is_most_often_a_mistake_is_told_at_the_start(
-    overrides: tuple[str, ...],
-    num_parameters: int,
-    told: str,
-    begun: tuple[Setup, LoadedModel],
-    assets: Path,
-    console: Console,
-    monkeypatch: pytest.MonkeyPatch,
+    overrides: Any, num_parameters: int, told: str, begun: Any, assets: Path, console: Console
 ) -> None:
-    monkeypatch.setattr(ModelFacts, "num_parameters", num_parameters)
     recipe = load_recipe(assets / "recipe.yaml", overrides)
-    facts = resolve_model(recipe, begun[0].device)
-    setup = replace(begun[0], recipe=recipe, console=console, policy_facts=facts)
-    describe_training(setup, None)  # by train and doctor
-    for lines in (text(console).splitlines(), check_recipe(recipe)[0]):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelFacts, "num_parameters", num_parameters)
+        facts, checked = resolve_model(recipe, begun[0].device), check_recipe(recipe)[0]
+        setup = replace(begun[0], recipe=recipe, console=console, policy_facts=facts)
+        describe_training(setup, None)  # by train and doctor
+    for lines in (text(console).splitlines(), checked):
         warnings = [line for line in lines if "Warning" in line]
         assert len(warnings) == bool(told) and all(told in line for line in warnings)
 
