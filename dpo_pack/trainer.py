@@ -130,10 +130,11 @@ def train(
         # command before the upload. The ranks that do not verify wait in `push_model`, or end.
         if ranks.is_first() and (job is None or verify_model(run, console, job)):
             trainer.saver.drop_last()
+        seconds = format_seconds(time.time() - float(os.environ.get(BEGUN, begun)))
+        console.print(f"{seconds} in all" + ", before the upload" * (recipe.export.push_to_hub is not None))
+        print_next(run.root, trainer.state.evaluation, console, has_images=recipe.model.images)
         if (target := recipe.export.push_to_hub) is not None:
             push_model(run, console, interruption, repo=target.repo, private=target.private)
-        console.print(f"{format_seconds(time.time() - float(os.environ.get(BEGUN, begun)))} in all")
-        print_next(run.root, trainer.state.evaluation, console, has_images=recipe.model.images)
 
 
 class Trainer:
