@@ -31,7 +31,7 @@ from dpo_pack.run.memory_estimate import (
     stays_gathered,
 )
 from dpo_pack.run.models import load_and_prove
-from dpo_pack.run.pairs import exact_reference, offline_source, prepare_reference, resume_reference
+from dpo_pack.run.pairs import begin_reference, exact_reference, offline_source, resume_reference
 from dpo_pack.run.rollouts import build_online, check_generator, online_reference
 from dpo_pack.run.run_dir import RunDir, choose_checkpoint
 from dpo_pack.run.setup import Setup, load_moving_reference, load_policy, prepare
@@ -119,7 +119,7 @@ def _offline_models(
     dtype = setup.policy_facts.precision.activations
     # Another reference computes first and is freed, so two models are in memory only if both are needed.
     loaded = load_policy(setup) if recipe.reference.path is None else None
-    frozen, moving, exact, seconds = None, None, None, 0.0
+    frozen, filled, moving, exact, seconds = None, None, None, None, 0.0
     if not setup.objective.needs_reference:
         console.print("Reference: none, the loss needs no reference")
     elif recipe.reference.sync is not None:
@@ -127,21 +127,22 @@ def _offline_models(
         console.print("Reference: follows the policy; a second model runs live, nothing is cached")
     elif run.checkpoint is not None:
         owner = run.checkpoint.resolve().parents[1]  # the run that wrote it, possibly in another `output_dir`
-        frozen, seconds = resume_reference(setup, owner / run.reference.name, loaded)
+        frozen, filled = resume_reference(setup, planned, loaded, owner / run.reference.name)
     else:
-        filled = prepare_reference(setup, loaded)
-        frozen, seconds = filled.values, filled.seconds
-        run.info["totals"] = {
-            "reference_sequences_computed": filled.num_computed,
-            "reference_sequences_cached": filled.num_cached,
-        }
+        filled = begin_reference(setup, planned, loaded)
+        frozen, run.info["totals"] = filled.values, {}
+    if filled is not None:
+        seconds, totals = filled.seconds, run.info.setdefault("totals", {})
+        for name, number in (("computed", filled.num_computed), ("cached", filled.num_cached)):
+            key = f"reference_sequences_{name}"
+            totals[key] = totals.get(key, 0) + number
     if dtype.itemsize < 4 and moving is None:
         exact = exact_reference(setup, loaded)
     if loaded is None:
         release_memory()
         loaded = load_policy(setup)
     if frozen is not None:
-        log_probs = ranks.of_node(functools.partial(frozen.of, setup.data.train))
+        log_probs = ranks.of_node(functools.partial(frozen.of, setup.data.train, planned.needed_pairs))
         planned.builder = replace(planned.builder, reference=log_probs)
         # The proof compares made-up rows with each other. This compares the run's first row with what the
         # reference pass computed or the cache had: dropout, changed files, values of another release show.

@@ -82,7 +82,7 @@ class RowBuilder:
     """Makes rows of a table's pairs on one device: packed or padded, with shared prompts or without."""
 
     table: PairTable
-    # [pairs, (chosen, rejected)] summed reference log-probs, nats; None: rows get zeros
+    # [pairs, (chosen, rejected)] summed reference log-probs, nats; None: rows get zeros. NaN: of no step
     reference: FloatArray | None
     is_packed: bool
     share_prompt: bool
@@ -103,6 +103,7 @@ class RowBuilder:
         else:
             row = padded_row(groups, device=self.device, counts_copies=self.counts_copies)
         sums = np.zeros((len(pairs), 2)) if self.reference is None else self.reference[pairs]
+        assert not np.isnan(sums).any(), pairs
         return PairRow(
             row=row,
             reference=on_device(sums, self.device),
@@ -195,6 +196,18 @@ class OfflineSource:
             self._planned = (epoch, self.plan(epoch))
         plan = self._planned[1]
         self._ahead = global_batch(self.builder, plan, step, epoch=epoch + (step + 1) / len(plan))
+
+    def pairs_of_steps(self, num_steps: int | None) -> IntArray:
+        """Returns the pairs of the first steps, ascending; all pairs if these reach the end of an epoch, or
+        if `num_steps` is None."""
+        if num_steps is None or num_steps >= len(self.first_plan):
+            return np.arange(self.builder.table.num_pairs)
+        return np.unique(self.first_plan.order[: num_steps * self.pairs_per_step])
+
+    @property
+    def needed_pairs(self) -> IntArray:
+        """The pairs of the run's steps, as `pairs_of_steps` finds them."""
+        return self.pairs_of_steps(self.num_steps)
 
     @property
     def steps_fingerprint(self) -> str:
