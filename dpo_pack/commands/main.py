@@ -325,13 +325,17 @@ def sample(
     num: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Complete N held-out prompts instead of 3.")
     ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="An answer ends after N tokens.", show_default="the recipe's"),
+    ] = None,
 ) -> None:
     """Show what models answer to the same prompts.
 
     Completions are greedy. For a run, the model that it began with answers, too. Without --prompt, the
     prompts are held-out prompts of the recipe.
     """
-    api.sample(*models, prompts=prompt or (), num=num)
+    api.sample(*models, prompts=prompt or (), num=num, max_new_tokens=max_new_tokens)
 
 
 @app.command("doctor")

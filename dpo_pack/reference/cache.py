@@ -234,7 +234,7 @@ class FrozenReference:
     keys: Keys  # [U, 16], each key once, in ascending order
     sums: FloatArray  # [U], nats; NaN: the cache that `find` copied has none
     namespace: str = ""  # the name of that cache's directory; "" in files of earlier releases
-    num_steps: int | None = None  # the steps of the run as it began, if their pairs only were needed then
+    num_steps: int | None = None  # of the run as it began, whose pairs it has; None: it has all pairs
 
     @staticmethod
     def find(cache: ReferenceCache, tables: Sequence[PairTable], *, whole: bool = False) -> FrozenReference:

@@ -37,6 +37,7 @@ from dpo_pack.run.run_dir import RunDir, choose_checkpoint
 from dpo_pack.run.setup import Setup, load_moving_reference, load_policy, prepare
 from dpo_pack.run.state import Criterion, Identity, TrainState, find_criterion, new_state
 from dpo_pack.system import ranks
+from dpo_pack.system.console import shown
 from dpo_pack.system.machine import release_memory
 from dpo_pack.training.batches import BatchSource, OfflineSource
 from dpo_pack.training.references import CachedReference, Reference, check_start
@@ -168,9 +169,10 @@ def prove_and_measure(recipe: Recipe, console: Console) -> tuple[ProofOutcome, d
     if planned is None:
         check_generator(setup)
     facts = setup.policy_facts
-    loaded, outcome = load_and_prove(
-        facts, device=setup.device, strategy=setup.strategy, adds_adapter=True, again=True
-    )
+    with shown(console, f"Loading {facts.label}, and proving that its rows are exact"):
+        loaded, outcome = load_and_prove(
+            facts, device=setup.device, strategy=setup.strategy, adds_adapter=True, again=True
+        )
     for note in loaded.notes:
         console.print(note)
     describe_policy(setup, loaded)

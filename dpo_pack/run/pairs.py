@@ -82,8 +82,7 @@ def begin_reference(setup: Setup, planned: OfflineSource, loaded: LoadedModel | 
     `loaded`: see `prepare_reference`. Raises CacheError."""
     trained, *held_out = setup.tables
     filled = prepare_reference(setup, loaded, tables=[trained.select(planned.needed_pairs), *held_out])
-    num_steps = planned.num_steps if planned.num_steps < len(planned.first_plan) else None
-    return replace(filled, values=replace(filled.values, num_steps=num_steps))
+    return replace(filled, values=replace(filled.values, num_steps=planned.num_steps))
 
 
 def resume_reference(

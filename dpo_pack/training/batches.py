@@ -164,6 +164,7 @@ class OfflineSource:
         self.num_steps = self.epochs * len(self.first_plan)  # every epoch has as many pairs
         if self.max_steps is not None:
             self.num_steps = min(self.num_steps, self.max_steps)
+        self.needed_pairs = self.pairs_of_steps(self.num_steps)
 
     def plan(self, epoch: int) -> PackingPlan:
         """Returns the plan of an epoch, from 0."""
@@ -198,16 +199,10 @@ class OfflineSource:
         self._ahead = global_batch(self.builder, plan, step, epoch=epoch + (step + 1) / len(plan))
 
     def pairs_of_steps(self, num_steps: int | None) -> IntArray:
-        """Returns the pairs of the first steps, ascending; all pairs if these reach the end of an epoch, or
-        if `num_steps` is None."""
+        """Returns the pairs of the first steps, ascending; all if these are an epoch or more (None: all)."""
         if num_steps is None or num_steps >= len(self.first_plan):
             return np.arange(self.builder.table.num_pairs)
         return np.unique(self.first_plan.order[: num_steps * self.pairs_per_step])
-
-    @property
-    def needed_pairs(self) -> IntArray:
-        """The pairs of the run's steps, as `pairs_of_steps` finds them."""
-        return self.pairs_of_steps(self.num_steps)
 
     @property
     def steps_fingerprint(self) -> str:
