@@ -107,8 +107,6 @@ def check(recipe: AnyRecipe, *, quiet: bool = False, **overrides: Any) -> list[s
         loaded = load(recipe, overrides, trains=True)
     except RecipeError as error:
         return list(error.problems or [str(error)])
-    if not quiet:
-        say("Checking the recipe, the models' files and the first rows of the data ...")
     with many_imports():
         from dpo_pack.run.setup import check_recipe
 

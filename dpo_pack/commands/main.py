@@ -439,6 +439,7 @@ def recipe_command(
     elif schema:
         print(json.dumps(recipe_schema(), indent=2))
     elif check is not None:
+        say(f"Checking {check}, the models' files and the first rows of the data ...")
         try:
             wrong = api.check(_load(check, overrides))
         except RecipeError as error:

@@ -24,8 +24,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dpo_pack.data.formats import BadRow, Message, Pair, holds_media, is_media_name
+from dpo_pack.data.formats import Pair
 from dpo_pack.data.readers import other_content
+from dpo_pack.data.values import BadRow, Message, holds_media, is_media_name
 from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import first_line
 from dpo_pack.system.files import regular_file

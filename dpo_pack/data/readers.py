@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from dpo_pack.data.columns import keys_of, open_dialogues, side_of, value_at
-from dpo_pack.data.formats import FORMATS, MAX_ROW_SIZE, BadRow, RowImages, holds_media, is_media_name
+from dpo_pack.data.formats import FORMATS
+from dpo_pack.data.values import MAX_ROW_SIZE, BadRow, RowImages, holds_media, is_media_name
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT, IMAGE_FIELDS, SourceRecipe
 from dpo_pack.system.errors import DataError, first_line
 from dpo_pack.system.process import lone_half

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpo_pack.data.formats import BadRow
 from dpo_pack.data.images import CONTENT, ImageJoiner, Pixels, ReadImage, StoredImages
+from dpo_pack.data.values import BadRow
 from dpo_pack.packing.lengths import (
     AnyIntArray,
     Bools,

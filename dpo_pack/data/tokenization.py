@@ -27,16 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpo_pack.data.formats import (
-    FORMATS,
-    SIDES,
-    BadRow,
-    Message,
-    Pair,
-    check_last_turn,
-    with_system,
-    with_system_message,
-)
+from dpo_pack.data.formats import FORMATS, SIDES, Pair, check_last_turn, with_system, with_system_message
 from dpo_pack.data.images import ImageReader, ReadImage
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.store import KEY_BYTES, NO_TOKENS, TokenIds, TokenStore, content_key, join_pairs
@@ -49,6 +40,7 @@ from dpo_pack.data.tokenizer import (
     scored_tokens,
     template_names,
 )
+from dpo_pack.data.values import BadRow, Message
 from dpo_pack.data.written import check_written, suited
 from dpo_pack.packing.lengths import AnyIntArray, Bools, Group, common_prefix_length
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT, DataRecipe, SourceRecipe

@@ -31,7 +31,7 @@ from dpo_pack.run.memory_estimate import (
     stays_gathered,
 )
 from dpo_pack.run.models import load_and_prove
-from dpo_pack.run.pairs import begin_reference, exact_reference, offline_source, resume_reference
+from dpo_pack.run.pairs import exact_reference, offline_source, prepare_reference, resume_reference
 from dpo_pack.run.rollouts import build_online, check_generator, online_reference
 from dpo_pack.run.run_dir import RunDir, choose_checkpoint
 from dpo_pack.run.setup import Setup, load_moving_reference, load_policy, prepare
@@ -130,8 +130,9 @@ def _offline_models(
         owner = run.checkpoint.resolve().parents[1]  # the run that wrote it, possibly in another `output_dir`
         frozen, filled = resume_reference(setup, planned, loaded, owner / run.reference.name)
     else:
-        filled = begin_reference(setup, planned, loaded)
-        frozen, run.info["totals"] = filled.values, {}
+        trained, *held_out = setup.tables
+        filled = prepare_reference(setup, loaded, tables=[trained.select(planned.needed_pairs), *held_out])
+        frozen, run.info["totals"] = replace(filled.values, num_steps=planned.num_steps), {}
     if filled is not None:
         seconds, totals = filled.seconds, run.info.setdefault("totals", {})
         for name, number in (("computed", filled.num_computed), ("cached", filled.num_cached)):

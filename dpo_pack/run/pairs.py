@@ -77,14 +77,6 @@ class ReferencePass:
     seconds: float
 
 
-def begin_reference(setup: Setup, planned: OfflineSource, loaded: LoadedModel | None) -> ReferencePass:
-    """Computes the reference log-probs of a new run: of the pairs of its steps, and of held-out pairs.
-    `loaded`: see `prepare_reference`. Raises CacheError."""
-    trained, *held_out = setup.tables
-    filled = prepare_reference(setup, loaded, tables=[trained.select(planned.needed_pairs), *held_out])
-    return replace(filled, values=replace(filled.values, num_steps=planned.num_steps))
-
-
 def resume_reference(
     setup: Setup, planned: OfflineSource, loaded: LoadedModel | None, frozen: Path
 ) -> tuple[FrozenReference, ReferencePass | None]:

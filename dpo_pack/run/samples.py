@@ -19,11 +19,11 @@ from accelerate import Accelerator
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dpo_pack.data.formats import BadRow
 from dpo_pack.data.sources import Data
 from dpo_pack.data.store import TokenIds, distinct_keys
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import rendering
+from dpo_pack.data.values import BadRow
 from dpo_pack.model.building import load_model
 from dpo_pack.model.config import known_positions
 from dpo_pack.model.parallel import is_sharded

@@ -30,7 +30,7 @@ from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.proofs import proof_groups, proof_row
 from dpo_pack.recipe.load import Recipe, parse_recipe
-from dpo_pack.run.pairs import ReferencePass, begin_reference
+from dpo_pack.run.pairs import ReferencePass, prepare_reference
 from dpo_pack.run.setup import Setup
 from dpo_pack.system.console import make_console
 from dpo_pack.trainer import AfterStep, Trainer
@@ -91,23 +91,23 @@ def train_without_export(
     finished: list[Trainer] = []
     run_steps = Trainer.run_steps
 
-    def counted(work: Callable[..., Any], *arguments: Any) -> Any:
+    def counted(work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         begun = time.process_time()
-        result = work(*arguments)
+        result = work(*arguments, **named)
         if cpu_seconds is not None:
             cpu_seconds.append(time.process_time() - begun)
         return result
 
-    def begin_warmed(setup: Setup, planned: OfflineSource, policy: LoadedModel | None) -> ReferencePass:
+    def prepare_warmed(setup: Setup, policy: LoadedModel | None, **tables: Any) -> ReferencePass:
         if policy is not None:
             warm_up(policy, setup.device)
-        filled: ReferencePass = counted(begin_reference, setup, planned, policy)
+        filled: ReferencePass = counted(prepare_reference, setup, policy, **tables)
         return filled
 
     with (
         patch.object(Trainer, "run_steps", lambda *arguments: counted(run_steps, *arguments)),
         patch.object(Trainer, "finish", lambda trainer: finished.append(trainer)),
-        patch.object(dpo_pack.run.inputs, "begin_reference", begin_warmed),
+        patch.object(dpo_pack.run.inputs, "prepare_reference", prepare_warmed),
     ):
         dpo_pack.trainer.train(recipe, make_console(quiet=True), after_step=after_step)
     return finished[0]

@@ -520,7 +520,14 @@ def test_recipe_check_reads_what_a_run_would_read_first_and_writes_nothing(
     directory, before = recipe.parent, sorted(recipe.parent.rglob("*"))
     checked = dpopack("recipe", "--check", recipe)
     assert (checked.status, checked.err) == (0, "")
-    keys = ("Checking", r"model\.path", "tokenizer", r"data\.train\.0", r"data\.eval\.0", "output_dir")
+    keys = (
+        "Checking .*recipe.yaml, ",
+        r"model\.path",
+        "tokenizer",
+        r"data\.train\.0",
+        r"data\.eval\.0",
+        "output_dir",
+    )
     assert re.match(": .*\n".join(keys).replace(":", "", 1), checked.out, re.DOTALL)
     assert re.search(r"model\.path: .*, llama; its [1-9]\d* tensors are there\n", checked.out)
     assert checked.out.endswith(f"{recipe} is in order\n")

@@ -16,10 +16,11 @@ from support.limits import memory_limit
 from support.refusals import refusal
 
 from dpo_pack.data import readers
-from dpo_pack.data.formats import FORMATS, BadRow
+from dpo_pack.data.formats import FORMATS
 from dpo_pack.data.ingest import LocatedSource
 from dpo_pack.data.readers import ColumnNames, NumberedRow, OpenRows, open_files
 from dpo_pack.data.sources import locate_source
+from dpo_pack.data.values import BadRow
 from dpo_pack.recipe.schema import SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
 

@@ -35,7 +35,7 @@ def test_a_loss_without_a_reference_computes_and_keeps_none(
     name: str, make: Make, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
-    monkeypatch.setattr("dpo_pack.run.inputs.begin_reference", lambda *_: pytest.fail("a reference pass"))
+    monkeypatch.setattr("dpo_pack.run.inputs.prepare_reference", lambda *_: pytest.fail("a reference pass"))
     loaded: list[str] = []
 
     def spy(facts: ModelFacts, **settings: Any) -> Any:

@@ -38,7 +38,7 @@ def test_a_moving_reference_is_not_computed_beforehand_and_its_log_probs_are_not
     make: Make, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
-    monkeypatch.setattr("dpo_pack.run.inputs.begin_reference", lambda *_: pytest.fail("a reference pass"))
+    monkeypatch.setattr("dpo_pack.run.inputs.prepare_reference", lambda *_: pytest.fail("a reference pass"))
     recipe = make("run", "{every_steps: 1, mixup: 0.5}", f"reference.cache_dir={cache}")
     train(recipe, console)
     assert not (recipe.output_dir / "reference.parquet").exists()
