@@ -266,11 +266,11 @@ class FrozenReference:
         """Returns the pairs of the table of which a sequence has no value here."""
         return table.select(np.flatnonzero((self._places(table) < 0).any(axis=1)))
 
-    def of(self, table: PairTable, needed: IntArray | None = None) -> FloatArray:
+    def of(self, table: PairTable, needed: IntArray | slice = slice(None)) -> FloatArray:
         """Returns the sums of the table's pairs, [P, (chosen, rejected)]. Raises CacheError if a sequence of
-        the `needed` pairs (None: all) has no value here; of others the sum is NaN then."""
+        the `needed` pairs has no value here; of others the sum is NaN then."""
         places = self._places(table)
-        if (places[slice(None) if needed is None else needed] < 0).any():
+        if (places[needed] < 0).any():
             what = "reference.parquet in output_dir is of other pairs than data.train and data.eval are now"
             raise CacheError(f"{what}; use another output_dir, or --overwrite")
         return np.where(places < 0, np.nan, self.sums[places])

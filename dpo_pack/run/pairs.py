@@ -84,15 +84,17 @@ def resume_reference(
     other held-out pairs, and of steps that the run did not have. `loaded`: see `prepare_reference`. Raises
     CacheError."""
     reference = ranks.of_node(lambda: FrozenReference.load(frozen))
-    trained, *held_out = setup.tables
-    reference.of(trained, planned.pairs_of_steps(reference.num_steps))  # else the file is of other pairs
-    more = reference.lacking(trained.select(planned.needed_pairs))
-    if more.num_pairs and reference.namespace != namespace_digest(setup.reference_facts.namespace):
-        raise CacheError(
-            f"train.max_steps: {frozen} has log-probs of the earlier steps only, and the reference model, "
-            "its precision or a release has changed since; use another output_dir"
-        )
-    lacking = [table for table in (more, *map(reference.lacking, held_out)) if table.num_pairs]
+    trained, *tables = setup.tables
+    if (reference.num_steps or planned.num_steps) < planned.num_steps:
+        reference.of(trained, planned.pairs_of_steps(reference.num_steps))  # else the file is of other pairs
+        more = reference.lacking(trained.select(planned.needed_pairs))
+        if more.num_pairs and reference.namespace != namespace_digest(setup.reference_facts.namespace):
+            raise CacheError(
+                f"train.max_steps: {frozen} has log-probs of the earlier steps only, and the reference "
+                "model, its precision or a release has changed since; use another output_dir"
+            )
+        tables.insert(0, more)
+    lacking = [table for table in map(reference.lacking, tables) if table.num_pairs]
     if not any(ranks.every_rank_says(bool(lacking))):
         return reference, None
     filled = prepare_reference(setup, loaded, tables=lacking)

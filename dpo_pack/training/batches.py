@@ -198,10 +198,10 @@ class OfflineSource:
         plan = self._planned[1]
         self._ahead = global_batch(self.builder, plan, step, epoch=epoch + (step + 1) / len(plan))
 
-    def pairs_of_steps(self, num_steps: int | None) -> IntArray:
+    def pairs_of_steps(self, num_steps: int | None) -> IntArray | slice:
         """Returns the pairs of the first steps, ascending; all if these are an epoch or more (None: all)."""
         if num_steps is None or num_steps >= len(self.first_plan):
-            return np.arange(self.builder.table.num_pairs)
+            return slice(None)
         return np.unique(self.first_plan.order[: num_steps * self.pairs_per_step])
 
     @property
