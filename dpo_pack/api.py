@@ -276,12 +276,17 @@ def show(
 
 
 def sample(
-    *models: AnyPath, prompts: Sequence[str] = (), num: int | None = None, quiet: bool = False
+    *models: AnyPath,
+    prompts: Sequence[str] = (),
+    num: int | None = None,
+    max_new_tokens: int | None = None,
+    quiet: bool = False,
 ) -> list[dict[str, str]]:
     """Prints what models answer to the same prompts, side by side.
 
     models: runs, directories of models or hub ids, and at most one recipe file. num: so many held-out prompts
-    of the recipe or the first run, if there are no `prompts`. Returns for each model and prompt its source
+    of the recipe or the first run, if there are no `prompts`. max_new_tokens: the most tokens of an answer;
+    default: logging.samples.max_new_tokens. Returns for each model and prompt its source
     (the held-out set), prompt, model and completion.
     """
     from dpo_pack.reports.tables import render_completions
@@ -292,7 +297,8 @@ def sample(
     console, names = make_console(quiet=quiet), [os.fspath(model) for model in models]
     with contextlib.ExitStack() as stack:
         paths = {name: stack.enter_context(model_of(name, console)) for name in names}
-        asked, answers = sample_models(names, console, texts=prompts, num=num, paths=paths)
+        options: dict[str, Any] = {"texts": prompts, "num": num, "max_new_tokens": max_new_tokens}
+        asked, answers = sample_models(names, console, paths=paths, **options)
     render_completions(asked, answers, console)
     return [
         {"source": source, "prompt": prompt, "model": model, "completion": completion}

@@ -328,13 +328,17 @@ def sample(
     num: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Complete N held-out prompts instead of 3.")
     ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="An answer ends after N tokens.", show_default="the recipe's"),
+    ] = None,
 ) -> None:
     """Show what models answer to the same prompts.
 
     Completions are greedy. For a run, the model that it began with answers, too. Without --prompt, the
     prompts are held-out prompts of the recipe.
     """
-    api.sample(*models, prompts=prompt or (), num=num)
+    api.sample(*models, prompts=prompt or (), num=num, max_new_tokens=max_new_tokens)
 
 
 @app.command("doctor")
@@ -438,6 +442,7 @@ def recipe_command(
     elif schema:
         print(json.dumps(recipe_schema(), indent=2))
     elif check is not None:
+        say(f"Checking {check}, the models' files and the first rows of the data ...")
         try:
             wrong = api.check(_load(check, overrides))
         except RecipeError as error:

@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
-from dpo_pack.data.formats import SIDES, BadRow, Row, as_list, holds_messages, kind_of, parsed_text
+from dpo_pack.data.formats import SIDES
+from dpo_pack.data.values import BadRow, Row, as_list, holds_messages, kind_of, parsed_text
 
 Columns = dict[str, str | None]  # as a recipe's `columns`
 _FEWEST_LABELS = 20  # fewer texts may be single words by chance

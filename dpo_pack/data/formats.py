@@ -4,34 +4,39 @@ A row maps column names, which are already renamed as the recipe's `data.*.colum
 columns that a format reads are in FIELDS_OF_FORMAT of recipe/data.py.
 """
 
-import ast
-import json
 import math
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import chain
 from typing import Any, Literal
 
+from dpo_pack.data.values import (
+    ORDERS,
+    BadRow,
+    Message,
+    Row,
+    RowImages,
+    as_float,
+    as_list,
+    holds_messages,
+    kind_of,
+    message_of,
+    messages_of,
+    parsed_text,
+    template_options_of,
+    text_of,
+    token_ids_of,
+    token_weights_of,
+    value_of,
+    weight_of,
+)
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 
-Message = dict[str, Any]
 Answers = tuple[list[Message], list[Message], str]  # chosen, rejected, and `Pair.choice`
-Row = Mapping[str, Any]
 _HUMAN_TURN, _ASSISTANT_TURN = "\n\nHuman:", "\n\nAssistant:"  # of HH-RLHF
 _MARKED_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 SIDES = ("chosen", "rejected")
 _BEGINS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
-# Of a row: bytes in JSON lines and columnar files, characters in JSON arrays and CSV; parsed, it takes more.
-MAX_ROW_SIZE = 1 << 24
-_MAX_FLOAT32 = 3.4028234e38
-
-
-class RowImages(list[Any]):
-    """The images of a row beside those in its messages; each row has it, as `images`, if images are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,24 +70,15 @@ class Format:
     prompt: Callable[[Row], Pair]  # makes a Pair without completions; raises BadRow
 
 
-@dataclass(eq=False)
-class BadRow(Exception):
-    """A row cannot become a pair or prompt. Give all arguments by position: pickle loses others."""
-
-    reason: str  # a snake_case word, by which reports count rows
-    detail: str  # a clause, which messages quote
-    content: Any = None  # the row as a reader found it, if the reader refused it
-
-
 def preference(row: Row) -> Pair:
     """Reads texts: `chosen`, `rejected` and `prompt`, or their common beginning if `prompt` is missing."""
-    chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
+    chosen, rejected = text_of(row, "chosen"), text_of(row, "rejected")
     for column, text in zip(SIDES, (chosen, rejected), strict=True):
         if _BEGINS_MESSAGES.match(text) and text.rstrip()[-1] == "]" and not holds_messages(text):
             detail = f"{column} is a list of messages as text, but neither JSON nor as Python prints it"
             raise BadRow("wrong_type", f"{detail}; store it as JSON")
     if "prompt" in row:
-        return _pair(row, _text(row, "prompt"), chosen, rejected)
+        return _pair(row, text_of(row, "prompt"), chosen, rejected)
     if all(isinstance(parsed_text(text), dict) for text in (chosen, rejected)):
         raise BadRow("wrong_type", "chosen and rejected are JSON of objects, and no column is the prompt")
     length = _implicit_prompt_length(chosen, rejected)
@@ -96,7 +92,7 @@ def transcript(row: Row) -> Pair:
     """Reads whole dialogues "\\n\\nHuman: ...\\n\\nAssistant: ..." (HH-RLHF). The last answer is scored."""
     prompts, completions = [], []
     for column in SIDES:
-        prompt, mark, completion = _text(row, column).rpartition(_ASSISTANT_TURN)
+        prompt, mark, completion = text_of(row, column).rpartition(_ASSISTANT_TURN)
         if not mark:
             raise BadRow("no_assistant_turn", f"{column} has no {_ASSISTANT_TURN!r}")
         prompts.append(prompt + mark)
@@ -110,7 +106,7 @@ def transcript_turns(row: Row) -> Pair:
     """Reads the same dialogues as messages; a text before the first turn is the system's."""
     dialogues: Row = {"weight": row.get("weight")}
     for column in SIDES:
-        before, *parts = (part.strip() for part in _MARKED_TURN.split(_text(row, column)))
+        before, *parts = (part.strip() for part in _MARKED_TURN.split(text_of(row, column)))
         if parts[-2:-1] != ["Assistant"]:
             raise BadRow("no_assistant_turn", f"{column} does not end with a turn of {_ASSISTANT_TURN!r}")
         turns = _turns_of_marks(parts)
@@ -122,7 +118,7 @@ def conversational(row: Row) -> Pair:
     """Reads lists of `{role, content}` messages. The column `prompt` may be missing, or be in chosen and
     rejected once more: a text as one of their user messages (UltraFeedback binarized), a list as their
     beginning. Unless the recipe names the column `system`, it is not read: see `with_system`."""
-    chosen, rejected = _messages(row, "chosen"), _messages(row, "rejected")
+    chosen, rejected = messages_of(row, "chosen"), messages_of(row, "rejected")
     common = _implicit_prompt_length(chosen, rejected)
     prompt = chosen[:common]
     if "prompt" not in row:
@@ -131,7 +127,7 @@ def conversational(row: Row) -> Pair:
         if isinstance(row["prompt"], str) and not holds_messages(row["prompt"]):
             detail = "prompt is text, but chosen and rejected do not both begin with a user message of it"
             raise BadRow("prompt_mismatch", detail)
-        prompt = _messages(row, "prompt")
+        prompt = messages_of(row, "prompt")
         repeats = [side[: len(prompt)] == prompt for side in (chosen, rejected)]
         if repeats[0] != repeats[1]:
             detail = f"only {'chosen' if repeats[0] else 'rejected'} begins with the messages of the prompt"
@@ -143,13 +139,13 @@ def conversational(row: Row) -> Pair:
 def openai(row: Row) -> Row:
     """Returns a row of OpenAI's fine-tuning on preferences under the columns of `conversational`."""
     chosen, rejected = _answer(row, "preferred_output"), _answer(row, "non_preferred_output")
-    return {**row, "prompt": _value(row, "input"), "chosen": chosen, "rejected": rejected}
+    return {**row, "prompt": value_of(row, "input"), "chosen": chosen, "rejected": rejected}
 
 
 def swift(row: Row) -> Row:
     """Returns a row of ms-swift, whose `messages` end with the chosen answer, under the columns of
     `conversational`. `rejected_messages` are a whole dialogue; `rejected_response` stands for the answer."""
-    messages = _messages({**row, "messages": dialogue_prompt(row, "messages")}, "messages")
+    messages = messages_of({**row, "messages": dialogue_prompt(row, "messages")}, "messages")
     if row.get("rejected_messages") is not None:
         return {**row, "chosen": messages, "rejected": dialogue_prompt(row, "rejected_messages")}
     rejected = _answer(row, "rejected_response")
@@ -160,14 +156,14 @@ def swift(row: Row) -> Row:
 
 def tokenized(row: Row) -> Pair:
     """Reads the user's own token ids, to which no EOS is added, and weights of the completions' tokens."""
-    prompt, chosen, rejected = (_token_ids(row, f"{part}_ids") for part in ("prompt", "chosen", "rejected"))
+    prompt, chosen, rejected = (token_ids_of(row, f"{part}_ids") for part in ("prompt", "chosen", "rejected"))
     return Pair(
         prompt=prompt,
         chosen=chosen,
         rejected=rejected,
-        weight=_weight(row),
-        chosen_weights=_token_weights(row, "chosen_weights", len(chosen)),
-        rejected_weights=_token_weights(row, "rejected_weights", len(rejected)),
+        weight=weight_of(row),
+        chosen_weights=token_weights_of(row, "chosen_weights", len(chosen)),
+        rejected_weights=token_weights_of(row, "rejected_weights", len(rejected)),
     )
 
 
@@ -183,13 +179,13 @@ def compared(row: Row) -> Answers:
         raise BadRow("contradicting_columns", "the columns preference and better name different answers")
     better, worse = ("second", "first") if is_second_better.pop() else ("first", "second")
     value = re.sub("[{}]", "", str(row[columns[-1]])).strip()
-    if columns[-1] == "preference" and math.isfinite(number := _as_float(value)):
+    if columns[-1] == "preference" and math.isfinite(number := as_float(value)):
         value = "above 0" if number > 0 else "below 0"
     return _answer(row, better), _answer(row, worse), f"{{{better}}} where {{{columns[-1]}}} is {value}"
 
 
 def _is_second_better(column: str, value: object) -> bool:
-    number, word = _as_float(value), str(value).strip().lower()
+    number, word = as_float(value), str(value).strip().lower()
     named = _FIRST_OR_SECOND.fullmatch(word)
     if word.startswith(_TIES) or (column == "preference" and number == 0):
         raise BadRow("tie", f"{column} is {str(value)[:40]!r}: neither answer is better")
@@ -208,32 +204,29 @@ _TIES = ("tie", "both", "neither", "equal", "draw", "same")
 
 def ranked(row: Row) -> Answers:
     """Returns the best and the worst answer of `answers`, a list of objects with a text, by the first of
-    _ORDERS that they have. Raises BadRow if all are equal."""
-    answers = as_list(_value(row, "answers"))
+    ORDERS that they have. Raises BadRow if all are equal."""
+    answers = as_list(value_of(row, "answers"))
     if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
         raise BadRow("wrong_type", "answers is not a list of {answer, rank} objects")
     if len(answers) < 2:
         raise BadRow("too_few_answers", f"answers has {len(answers)} entries, but a pair needs two")
-    order = next((name for name in _ORDERS if any(name in answer for answer in answers)), "rank")
-    ranks = [_as_float(_value(answer, order)) for answer in answers]
+    order = next((name for name in ORDERS if any(name in answer for answer in answers)), "rank")
+    ranks = [as_float(value_of(answer, order)) for answer in answers]
     if not all(map(math.isfinite, ranks)):
-        wrong = next(answer[order] for answer in answers if not math.isfinite(_as_float(answer[order])))
+        wrong = next(answer[order] for answer in answers if not math.isfinite(as_float(answer[order])))
         raise BadRow("wrong_type", f"{order} is {str(wrong)[:40]!r}, not a number")
     if min(ranks) == max(ranks):
         raise BadRow("tie", f"all answers have the same {order}")
-    best, worst = (answers[ranks.index(rank)] for rank in (min(ranks), max(ranks))[:: _ORDERS[order]])
+    best, worst = (answers[ranks.index(rank)] for rank in (min(ranks), max(ranks))[:: ORDERS[order]])
     column = next((name for name in ("answer", "completion", "response") if name in best), "answer")
-    wins, loses = ("lowest", "highest")[:: _ORDERS[order]]
+    wins, loses = ("lowest", "highest")[:: ORDERS[order]]
     choice = f"the answer of the {wins} {order}, rejected that of the {loses}"
     return _answer(best, column), _answer(worst, column), choice
 
 
-_ORDERS = {"rank": 1, "overall_score": -1, "score": -1}  # 1: the lowest is the best
-
-
 def alpaca_prompt(row: Row) -> list[Message]:
     """Returns the turns of `history`, and `instruction` and `input` with a line break between them."""
-    instruction, input = _text(row, "instruction"), row.get("input")
+    instruction, input = text_of(row, "instruction"), row.get("input")
     history = as_list(row.get("history") or [])
     if not isinstance(input, str | None):
         raise BadRow("wrong_type", f"input is {kind_of(input)}, not text")
@@ -248,13 +241,13 @@ def alpaca_prompt(row: Row) -> list[Message]:
 
 def dialogue_prompt(row: Row, column: str) -> list[Message]:
     """Returns the messages of a column, which end before the answer. Their keys may be those of ShareGPT."""
-    value = _value(row, column)
+    value = value_of(row, column)
     if isinstance(value, str) and column == "prompt" and not holds_messages(value):
         return _turns(value)
     value = as_list(value)
     if not isinstance(value, list):
         raise BadRow("wrong_type", f"{column} is {kind_of(value)}, not a list of messages")
-    return [_message(message, column) for message in value]
+    return [message_of(message, column) for message in value]
 
 
 def check_last_turn(pair: Pair, *, continues: bool = False, is_asked: bool = False) -> bool:
@@ -275,7 +268,7 @@ def check_last_turn(pair: Pair, *, continues: bool = False, is_asked: bool = Fal
 def preference_prompt(row: Row) -> Pair:
     """Reads the column `prompt`. If it is missing, the prompt is the common beginning of the completions."""
     if "prompt" in row:
-        return Pair(prompt=_text(row, "prompt"))
+        return Pair(prompt=text_of(row, "prompt"))
     return Pair(prompt=preference(row).prompt, has_inferred_prompt=True)
 
 
@@ -283,8 +276,8 @@ def conversational_prompt(row: Row) -> Pair:
     """Reads the column `prompt` if it has messages. Else the prompt is the completions' common beginning."""
     value = row.get("prompt")
     has_messages = holds_messages(value) if isinstance(value, str) else isinstance(as_list(value), list)
-    prompt = _messages(row, "prompt") if has_messages else conversational(row).prompt
-    return Pair(prompt=prompt, template_options=_template_options(row))
+    prompt = messages_of(row, "prompt") if has_messages else conversational(row).prompt
+    return Pair(prompt=prompt, template_options=template_options_of(row))
 
 
 def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
@@ -311,7 +304,7 @@ def possible_formats(row: Row, columns: Mapping[str, str | None]) -> list[str]:
         "sharegpt": "conversations" in lists,
         "alpaca": "instruction" in texts,
         "compared": is_compared,
-        "ranked": is_ranked and not _ORDERS.keys().isdisjoint(answers[0]) and not has_both,
+        "ranked": is_ranked and not ORDERS.keys().isdisjoint(answers[0]) and not has_both,
     }
     # An online run reads only the prompt; it makes messages of it, as other runs do.
     of_messages = matching["ranked"] or (is_compared and not {"preference", "better"}.isdisjoint(row))
@@ -379,82 +372,17 @@ def _as_messages(
 
 def _answer(row: Row, column: str) -> list[Message]:
     """Returns the messages of an answer: a text, a message or a list of messages."""
-    value = _value(row, column)
+    value = value_of(row, column)
     if isinstance(value, str) and not holds_messages(value):
         return [{"role": "assistant", "content": value}]
     if isinstance(as_list(value), list):
         return dialogue_prompt(row, column)
-    message = _message(parsed_text(value) if isinstance(value, str) else value, column)
+    message = message_of(parsed_text(value) if isinstance(value, str) else value, column)
     if not isinstance(message, dict):
         raise BadRow("wrong_type", f"{column} is {kind_of(value)}, neither text nor a message")
     if message.get("role") != "assistant":
         raise BadRow("no_assistant_turn", f"{column} is a message of the role {message.get('role')!r}")
     return [message]
-
-
-def parsed_text(text: str) -> Any:
-    """Returns the list or object that a text is in JSON or as Python prints it; the text if it is neither."""
-    if text.lstrip()[:1] not in ("[", "{") or len(text) > MAX_ROW_SIZE:
-        return text
-    for parse in (json.loads, ast.literal_eval, _as_numpy_prints):
-        with (
-            warnings.catch_warnings(action="ignore"),  # of wrong escapes
-            suppress(ValueError, SyntaxError, RecursionError, MemoryError),
-        ):
-            value = parse(text)
-            return value if isinstance(value, list | dict) else text
-    return text
-
-
-def _as_numpy_prints(text: str) -> Any:
-    return ast.literal_eval(re.sub(r"\}\s*\n\s*\{", "}, {", text))  # no commas; no text has line breaks
-
-
-def as_list(value: Any) -> Any:
-    """Returns the list that a text is (see `parsed_text`) or an object of lists; others unchanged."""
-    parsed = parsed_text(value) if isinstance(value, str) else value
-    if isinstance(parsed, dict) and not {"role", "from", *_ORDERS}.isdisjoint(parsed):
-        columns = {name: column for name, column in parsed.items() if column is not None}
-        if all(isinstance(column, list) for column in columns.values()):
-            with suppress(ValueError):  # the lists have different lengths
-                return [dict(zip(columns, item, strict=True)) for item in zip(*columns.values(), strict=True)]
-    return parsed if isinstance(parsed, list) else value
-
-
-def holds_messages(text: Any) -> bool:
-    """Returns True if a text is a message or a list of messages, in JSON or as Python prints it."""
-    parsed = parsed_text(text) if isinstance(text, str) else text
-    messages = as_list(parsed) if isinstance(as_list(parsed), list) else [parsed]
-    return bool(messages) and all(
-        isinstance(message, dict) and str(message.get("role", message.get("from"))) in _ROLES
-        for message in messages
-    )
-
-
-def _message(value: Any, column: str) -> Any:
-    """Returns a message of ShareGPT, `{from, value}`, as `{role, content}`, and a call in JSON as one of
-    `tool_calls`; other values unchanged."""
-    if not isinstance(value, dict):
-        return value
-    is_shared = value.get("from") is not None and value.get("role") is None
-    who, what = ("from", "value") if is_shared else ("role", "content")
-    sender, content = str(value.get(who)), value.get(what)
-    if not is_shared and sender not in _RENAMED_ROLES:
-        return value
-    if sender not in _SHAREGPT_ROLES:
-        names = ", ".join(_SHAREGPT_ROLES)
-        raise BadRow("unknown_role", f"{column} has a message from {sender[:40]!r}; known: {names}")
-    known = _KEYS_OF_MESSAGES | ({"id"} if _SHAREGPT_ROLES[sender] == "tool" else set())
-    others = {key: inner for key, inner in value.items() if key in known or holds_media(key, inner)}
-    if sender in _CALLS:
-        calls = parsed_text(content) if isinstance(content, str) else content
-        calls = calls if isinstance(calls, list) else [calls]
-        if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
-            way = "JSON of {name, arguments} or of a list of such; or write tool_calls, as OpenAI does"
-            raise BadRow("wrong_type", f"a message from {sender!r} in {column} is no call; calls are {way}")
-        others["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-        content = None
-    return {**others, "role": _SHAREGPT_ROLES[sender], "content": content}
 
 
 def _turns(text: str) -> list[Message]:
@@ -469,17 +397,6 @@ def _turns_of_marks(parts: Sequence[str]) -> list[Message]:
     roles = {"Human": "user", "User": "user", "Assistant": "assistant"}
     turns = zip(parts[::2], parts[1::2], strict=True)
     return [{"role": roles[mark], "content": words} for mark, words in turns]
-
-
-_CALLS = ("function_call", "tool_call")  # of LLaMA-Factory and of ms-swift
-_RENAMED_ROLES = (*_CALLS, "tool_response")
-_SHAREGPT_ROLES = {
-    **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
-    **{"system": "system", "tool": "tool", "observation": "tool", "tool_response": "tool"},
-    **dict.fromkeys(_CALLS, "assistant"),
-}
-_KEYS_OF_MESSAGES = {"tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking"}
-_ROLES = {*_SHAREGPT_ROLES, "developer", "function", "ipython"}
 
 
 def _pair(row: Row, prompt: Any, chosen: Any, rejected: Any) -> Pair:
@@ -498,8 +415,8 @@ def _pair(row: Row, prompt: Any, chosen: Any, rejected: Any) -> Pair:
         prompt=prompt,
         chosen=chosen,
         rejected=rejected,
-        weight=_weight(row),
-        template_options={} if is_text else _template_options(row),
+        weight=weight_of(row),
+        template_options={} if is_text else template_options_of(row),
     )
 
 
@@ -532,182 +449,6 @@ def _check_last_turns(chosen: list[Message], rejected: list[Message]) -> None:
         raise BadRow("no_common_prompt", "no prompt column, and chosen has no message before its last answer")
 
 
-def _value(row: Row, column: str) -> Any:
-    if column not in row:
-        present = ", ".join(str(name) for name in row) or "none"
-        raise BadRow("missing_column", f"no column {column!r} (there are: {present})")
-    if isinstance(row[column], BadRow):  # the reader put this error in place of an invalid object
-        raise row[column]
-    return row[column]
-
-
-def _text(row: Row, column: str) -> str:
-    value = _value(row, column)
-    if not isinstance(value, str):
-        _without_nulls(value, column)  # a date is no JSON at all
-        raise BadRow("wrong_type", f"{column} is {kind_of(value)}, not text")
-    return value
-
-
-def _messages(row: Row, column: str) -> list[Message]:
-    """Returns the messages. One without `content` (a tool call) gets `content: None`, as templates expect."""
-    value = as_list(_value(row, column))
-    if not isinstance(value, list):
-        raise BadRow("wrong_type", f"{column} is {kind_of(value)}, not a list of messages")
-    if not value:
-        kind = "empty_prompt" if column == "prompt" else "empty_completion"
-        raise BadRow(kind, f"{column} has no messages")
-    is_plain = [type(m) is dict and type(m.get("content")) is type(m.get("role")) is str for m in value]
-    if all(is_plain) and max(map(len, value)) == 2 and not any(m["role"] in _RENAMED_ROLES for m in value):
-        return value
-    reads_images = isinstance(row.get("images"), RowImages)
-    messages: list[Message] = _without_nulls([_message(message, column) for message in value], column)
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRow("wrong_type", f"message {number} of {column} is not a {{role, content}} object")
-        if isinstance(message.get("tool_calls"), str) and message["tool_calls"].strip():
-            message["tool_calls"] = _without_nulls(_object_or_json(message, "tool_calls", list), column)
-        content = message.setdefault("content", None)
-        if not (content is None or isinstance(content, str | list)):
-            raise BadRow("wrong_type", f"the content of message {number} of {column} is {kind_of(content)}")
-        items = () if reads_images else chain.from_iterable(part.items() for part in _parts(message))
-        if any(holds_media(*item) or (item[0] == "type" and is_media_name(str(item[1]))) for item in items):
-            detail = f"message {number} of {column} has images, video or audio, and only text is read"
-            raise BadRow("media", detail)
-    return messages
-
-
-def _parts(message: Message) -> Iterator[Message]:
-    """Yields a message and the parts of its content, at any depth: a tool's result may have parts too."""
-    yield message
-    content = message.get("content")
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, dict):
-            yield from _parts(part)
-
-
-def holds_media(name: str, value: Any) -> bool:
-    """Returns True if the value of this column or key is an image, video or audio, or says where one is."""
-    if is_media_name(name):
-        return not isinstance(value, int | float) and value not in (None, "", [], {})
-    if isinstance(value, list):
-        value = value[0] if value else None
-    return isinstance(value, bytes) or (isinstance(value, dict) and isinstance(value.get("bytes"), bytes))
-
-
-@cache
-def is_media_name(name: str) -> bool:
-    """Returns True for names like `image`, `images`, `image_url`, `input_audio` and `pixel_values`."""
-    return bool(_MEDIA_NAME.search(name.lower()))
-
-
-_MEDIA_NAME = re.compile(
-    r"(?<![a-z])(image|img|picture|photo|video|audio)s?"
-    r"([^a-z]?(url|uri|path|file|name|bytes|base64|data|array)s?)?$|pixel_values$"
-)
-
-
-def _without_nulls(value: Any, column: str) -> Any:
-    """Removes keys that hold null: Parquet, Arrow and `datasets` give each row the keys of all rows. Raises
-    BadRow for a value that JSON does not have: transformers would give templates "<date>" for a date."""
-    try:
-        return _drop_nulls(value, column)
-    except RecursionError:
-        raise BadRow("wrong_type", f"{column} is nested too deeply") from None
-
-
-def _drop_nulls(value: Any, column: str, name: str = "") -> Any:
-    """`name`: the key of media that holds the value, whose bytes are read or refused later; "": none does."""
-    kind = type(value)
-    if kind in (str, int, float, bool, type(None)) or (kind is bytes and name):
-        return value
-    if kind is dict:
-        return {
-            key: _drop_nulls(inner, column, name or (key if is_media_name(str(key)) else ""))
-            for key, inner in value.items()
-            if inner is not None
-        }
-    if kind is list:
-        return [_drop_nulls(inner, column, name) for inner in value]
-    if isinstance(value, BadRow):  # the reader put this error in place of an invalid object
-        raise value
-    detail = f"{column} has a {kind.__name__} ({str(value)[:40]}), a type that JSON does not have"
-    raise BadRow("no_json_type", detail)
-
-
-def _token_ids(row: Row, column: str) -> list[int]:
-    value = _value(row, column)
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise BadRow("wrong_type", f"{column} is not a list of integers")
-    return value
-
-
-def _token_weights(row: Row, column: str, num_tokens: int) -> list[float] | None:
-    if row.get(column) is None:
-        return None
-    weights = _value(row, column)
-    if not isinstance(weights, list) or not all(
-        type(one) in (int, float) and one in (0, 1) for one in weights
-    ):
-        remedy = "1 for a token that is scored and 0 for another; a pair's weight is in weight"
-        raise BadRow("invalid_token_weights", f"{column} is no list of 1 and 0: {remedy}")
-    if len(weights) != num_tokens:
-        detail = f"{column} has {len(weights):,} numbers for a completion of {num_tokens:,} tokens"
-        raise BadRow("invalid_token_weights", detail)
-    if num_tokens and not any(weights):
-        raise BadRow("invalid_token_weights", f"{column} are all 0: the completion adds nothing to a loss")
-    return weights
-
-
-def _as_float(value: Any) -> float:
-    """Returns the number in a value, which is a text in a CSV file; NaN if there is none."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
-
-
-def _weight(row: Row) -> float:
-    value = row.get("weight")
-    if value is None:
-        return 1.0
-    weight = _as_float(value)
-    if isinstance(value, bool) or not 0 <= weight <= _MAX_FLOAT32:
-        raise BadRow("invalid_weight", f"weight is {str(value)[:40]!r}, not a finite number of at least 0")
-    return weight
-
-
-def _template_options(row: Row) -> dict[str, Any]:
-    tools = _object_or_json(row, "tools", list)
-    options = _object_or_json(row, "chat_template_kwargs", dict) or {}
-    # An empty list is left out, because some templates (Llama's) announce tools even for an empty list.
-    return {"tools": tools, **options} if tools else dict(options)
-
-
-def _object_or_json(row: Row, column: str, kind: type) -> Any:
-    value = row.get(column)
-    if isinstance(value, str):
-        value = parsed_text(value) if value.strip() else None  # its nulls stay, because a person wrote them
-        if isinstance(value, str):
-            raise BadRow("wrong_type", f"{column} is text but not JSON")
-    else:
-        value = _without_nulls(value, column)
-    if value is not None and not isinstance(value, kind):
-        raise BadRow("wrong_type", f"{column} is {kind_of(value)}, not {_KINDS[kind]}")
-    if isinstance(value, list):  # some data sets have a JSON text for each tool
-        value = [parsed_text(item) if isinstance(item, str) else item for item in value]
-    return value
-
-
-def kind_of(value: object) -> str:
-    return _KINDS.get(type(value), type(value).__name__)
-
-
-_KINDS: dict[type, str] = {
-    type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text",
-    list: "a list", dict: "an object",
-}  # fmt: skip
-
 _NO_OUTPUTS = {"preferred_output": "", "non_preferred_output": ""}  # of OpenAI, where prompts suffice
 
 # Of all formats that match and can read a row, `format: auto` takes the first.
@@ -717,7 +458,7 @@ FORMATS: dict[str, Format] = {
         completion_columns=("chosen_ids", "rejected_ids"),
         prompt_column="prompt_ids",
         pair=tokenized,
-        prompt=lambda row: Pair(prompt=_token_ids(row, "prompt_ids")),
+        prompt=lambda row: Pair(prompt=token_ids_of(row, "prompt_ids")),
     ),
     "conversational": Format(pair=conversational, prompt=conversational_prompt),
     "openai": Format(
@@ -753,7 +494,7 @@ FORMATS: dict[str, Format] = {
         completion_columns=("answers",),
         **_as_messages(lambda row: dialogue_prompt(row, "prompt"), ranked),
     ),
-    "pictured": Format(**_as_messages(lambda row: [{"role": "user", "content": _text(row, "prompt")}])),
+    "pictured": Format(**_as_messages(lambda row: [{"role": "user", "content": text_of(row, "prompt")}])),
     "preference": Format(content="text", infers_prompts=True, pair=preference, prompt=preference_prompt),
 }
 # In place of `transcript`, where the source has `turns: messages`.

@@ -24,8 +24,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dpo_pack.data.formats import BadRow, Message, Pair, holds_media, is_media_name
+from dpo_pack.data.formats import Pair
 from dpo_pack.data.readers import other_content
+from dpo_pack.data.values import BadRow, Message, holds_media, is_media_name
 from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import first_line
 from dpo_pack.system.files import regular_file
@@ -37,6 +38,7 @@ MAX_PIXELS = 100_000_000
 _MAX_RATIO = 200  # of the sides; Qwen's processors refuse more, and others squeeze such an image
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others run programs, or are not tested
 _16_BITS = re.compile(r";16[BLN]")  # in the raw mode that Pillow reads, of which it keeps 8 bits
+_BASE64_BEGINS = ("/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD")  # of JPEG, PNG, WEBP and GIF
 _KEY_BYTES = 16
 RECORDS, CONTENT, PAIRS = "image_records.bin", "image_content.bin", "pair_images.bin"
 _RECORD_DTYPE = np.dtype(
@@ -221,6 +223,11 @@ class ImageReader:
         )
 
     def _path(self, value: str) -> Path:
+        if value.startswith("file:"):
+            raise BadRow("image_link", f"image {value[:200]!r} is a URL; give the path without file://")
+        if len(value) > 99 and "." not in value and value.startswith(_BASE64_BEGINS):
+            what = "is plain base64; write data:image/png;base64, before it"
+            raise BadRow("broken_image", f"image {value[:20]!r}... {what}")
         if "://" in value:
             raise BadRow("image_link", f"image {value[:200]!r} is a link; download it and give its path")
         if self.folder is None:

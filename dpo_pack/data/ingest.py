@@ -22,14 +22,7 @@ from typing import Any
 
 from dpo_pack.data.columns import Columns, are_labels, likelihood, proposal, texts_of_columns
 from dpo_pack.data.faults import Origin, faults_of
-from dpo_pack.data.formats import (
-    FORMATS,
-    BadRow,
-    Pair,
-    check_last_turn,
-    possible_formats,
-    with_system,
-)
+from dpo_pack.data.formats import FORMATS, Pair, check_last_turn, possible_formats, with_system
 from dpo_pack.data.images import ImageProcessor, ImageReader
 from dpo_pack.data.readers import FIRST_ROWS, TAKEN_ONCE, NumberedRow, OpenRows, is_among
 from dpo_pack.data.store import (
@@ -51,6 +44,7 @@ from dpo_pack.data.tokenization import (
     tokenizing,
 )
 from dpo_pack.data.tokenizer import Tokenizer
+from dpo_pack.data.values import BadRow
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT, IMAGE_FIELDS
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.recipe.text import to_yaml

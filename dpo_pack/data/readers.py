@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from dpo_pack.data.columns import keys_of, open_dialogues, side_of, value_at
-from dpo_pack.data.formats import FORMATS, MAX_ROW_SIZE, BadRow, RowImages, holds_media, is_media_name
+from dpo_pack.data.formats import FORMATS
+from dpo_pack.data.values import MAX_ROW_SIZE, BadRow, RowImages, holds_media, is_media_name
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT, IMAGE_FIELDS, SourceRecipe
 from dpo_pack.system.errors import DataError, first_line
 from dpo_pack.system.process import lone_half
@@ -355,9 +356,14 @@ def _read_json_array(path: Path, label: str) -> Iterator[tuple[int, Any]]:
         while text.read(1) != "[":  # `_has_json_lines` has found a "[" already
             pass
         buffer, position, number, num_read = "", 0, 1, 0  # num_read: characters read since the last row
+        commas = 0  # since the last row
         while True:
-            position = separators.match(buffer, position).end()  # type: ignore[union-attr]
-            if buffer[position : position + 1] == "]":
+            begin, position = position, separators.match(buffer, position).end()  # type: ignore[union-attr]
+            commas, is_end = commas + buffer.count(",", begin, position), buffer.startswith("]", position)
+            if position < len(buffer) and commas > (number > 1 and not is_end):
+                yield number, BadRow("invalid_json", "invalid JSON (a comma, and no row with it)", ",")
+                number, commas = number + 1, 0
+            if is_end:
                 if (buffer[position + 1 :] + text.read(_JSON_CHUNK_CHARS)).strip():
                     raise DataError(f"{label}: text after the end of the array; give one array or JSON lines")
                 return
@@ -366,10 +372,12 @@ def _read_json_array(path: Path, label: str) -> Iterator[tuple[int, Any]]:
                 try:
                     value, position = _JSON.raw_decode(buffer, position)
                     yield number, value
-                    number, num_read = number + 1, 0
+                    number, num_read, commas = number + 1, 0, 0
                     continue
                 except (ValueError, RecursionError) as error:
                     problem = first_line(error)
+                    if isinstance(error, json.JSONDecodeError):  # its line is of the buffer
+                        problem = f"{error.msg.removesuffix(' at')} at character {error.pos - position + 1}"
             # A long row is decoded again after each read. The buffer doubles, so this costs linear time.
             more = text.read(max(_JSON_CHUNK_CHARS, len(buffer) - position))
             num_read += len(more)

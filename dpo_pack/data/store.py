@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpo_pack.data.formats import BadRow
 from dpo_pack.data.images import CONTENT, ImageJoiner, Pixels, ReadImage, StoredImages
+from dpo_pack.data.values import BadRow
 from dpo_pack.packing.lengths import (
     AnyIntArray,
     Bools,
@@ -257,7 +257,7 @@ class PairTable:
             images=tuple(partial(store.read_image, number) for number in numbers),
         )
 
-    def select(self, indices: IntArray) -> "PairTable":
+    def select(self, indices: IntArray | slice) -> "PairTable":
         """Returns a table of the pairs at `indices`, in the order of `indices`."""
         columns = (column.name for column in fields(self) if column.name != "parts")
         return replace(self, **{name: getattr(self, name)[indices] for name in columns})

@@ -31,9 +31,7 @@ from dpo_pack.data.formats import (
     FORMATS,
     SIDES,
     TRANSCRIPT_TURNS,
-    BadRow,
     Format,
-    Message,
     Pair,
     check_last_turn,
     with_system,
@@ -51,6 +49,7 @@ from dpo_pack.data.tokenizer import (
     scored_tokens,
     template_names,
 )
+from dpo_pack.data.values import BadRow, Message
 from dpo_pack.data.written import check_written, suited
 from dpo_pack.packing.lengths import AnyIntArray, Bools, Group, common_prefix_length
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT, DataRecipe, SourceRecipe

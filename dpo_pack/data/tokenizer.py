@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dpo_pack.data.formats import BadRow, Message, Pair, check_last_turn
+from dpo_pack.data.formats import Pair, check_last_turn
+from dpo_pack.data.values import BadRow, Message
 from dpo_pack.packing.lengths import Bools
 from dpo_pack.system.errors import ModelError, first_line
 

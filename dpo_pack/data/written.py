@@ -15,8 +15,9 @@ from functools import lru_cache, partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from dpo_pack.data.formats import BadRow, Message, Pair
+from dpo_pack.data.formats import Pair
 from dpo_pack.data.tokenizer import Tokenizer, rendering
+from dpo_pack.data.values import BadRow, Message
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "id", *_REASONING_KEYS}

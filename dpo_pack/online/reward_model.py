@@ -13,8 +13,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from dpo_pack.data.formats import BadRow, Pair
+from dpo_pack.data.formats import Pair
 from dpo_pack.data.tokenizer import apply_chat_template
+from dpo_pack.data.values import BadRow
 from dpo_pack.data.written import check_written, suited
 from dpo_pack.model.config import known_positions, own_attention
 from dpo_pack.model.loading import check_report, load_config, load_errors, quiet_transformers, whole_reports

@@ -34,7 +34,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +233,8 @@ class FrozenReference:
 
     keys: Keys  # [U, 16], each key once, in ascending order
     sums: FloatArray  # [U], nats; NaN: the cache that `find` copied has none
+    namespace: str = ""  # the name of that cache's directory; "" in files of earlier releases
+    num_steps: int | None = None  # of the run as it began, whose pairs it has; None: it has all pairs
 
     @staticmethod
     def find(cache: ReferenceCache, tables: Sequence[PairTable], *, whole: bool = False) -> FrozenReference:
@@ -246,7 +248,7 @@ class FrozenReference:
                 f"{num_missing} reference log-probs are no longer in {cache.directory}, although they were "
                 "computed; run the command again"
             )
-        return FrozenReference(keys=keys, sums=sums)
+        return FrozenReference(keys=keys, sums=sums, namespace=cache.directory.name)
 
     def fingerprint(self, table: PairTable | None = None) -> str:
         """A hash of the sequences and of every bit of their values: of all, or those of a table."""
@@ -260,18 +262,18 @@ class FrozenReference:
                 digest.update(values[block][is_used[block]].data)
         return digest.hexdigest()
 
-    def covers(self, table: PairTable) -> bool:
-        """Returns True if this reference has the values of all sequences of the table."""
-        return bool((self._places(table) >= 0).all())
+    def lacking(self, table: PairTable) -> PairTable:
+        """Returns the pairs of the table of which a sequence has no value here."""
+        return table.select(np.flatnonzero((self._places(table) < 0).any(axis=1)))
 
-    def of(self, table: PairTable) -> FloatArray:
-        """Returns the sums of the table's pairs, [P, (chosen, rejected)]. Raises CacheError if a sequence has
-        no value here."""
+    def of(self, table: PairTable, needed: IntArray | slice = slice(None)) -> FloatArray:
+        """Returns the sums of the table's pairs, [P, (chosen, rejected)]. Raises CacheError if a sequence of
+        the `needed` pairs has no value here; of others the sum is NaN then."""
         places = self._places(table)
-        if (places < 0).any():
+        if (places[needed] < 0).any():
             what = "reference.parquet in output_dir is of other pairs than data.train and data.eval are now"
             raise CacheError(f"{what}; use another output_dir, or --overwrite")
-        return self.sums[places]
+        return np.where(places < 0, np.nan, self.sums[places])
 
     def _places(self, table: PairTable) -> IntArray:
         """Returns the positions in `keys` of each pair's (chosen, rejected), [P, 2]; -1: it has no value."""
@@ -284,11 +286,13 @@ class FrozenReference:
         """Returns the values of both references. If both have a sequence, this reference's value is used."""
         keys = np.concatenate([self.keys, other.keys])
         first, _ = distinct_keys(keys)
-        return FrozenReference(keys=keys[first], sums=np.concatenate([self.sums, other.sums])[first])
+        return replace(self, keys=keys[first], sums=np.concatenate([self.sums, other.sums])[first])
 
     def save(self, path: Path) -> None:
         with written_aside(path) as temporary:
             table = sequence_table(self.keys, self.sums, None)
+            facts = {"dpo_pack.namespace": self.namespace, "dpo_pack.num_steps": json.dumps(self.num_steps)}
+            table = table.replace_schema_metadata(facts)
             pq.write_table(table, temporary, write_page_checksum=True, **UNPACKED)
 
     @staticmethod
@@ -296,8 +300,14 @@ class FrozenReference:
         """Reads what `save` wrote. Raises CacheError if it is damaged."""
         try:
             table = pq.read_table(path, page_checksum_verification=True)
-            return FrozenReference(keys=column_of(table, KEY), sums=column_of(table, SUM))
-        except (OSError, KeyError, pa.ArrowException) as error:
+            facts = table.schema.metadata or {}
+            return FrozenReference(
+                keys=column_of(table, KEY),
+                sums=column_of(table, SUM),
+                namespace=facts.get(b"dpo_pack.namespace", b"").decode(),
+                num_steps=json.loads(facts.get(b"dpo_pack.num_steps", b"null")),
+            )
+        except (OSError, KeyError, ValueError, pa.ArrowException) as error:
             raise CacheError(
                 f"{path} is missing or damaged, so this run cannot go on as it began; start again with "
                 "checkpoint.resume=never and --overwrite"

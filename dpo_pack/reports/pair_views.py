@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from dpo_pack.data.formats import BadRow
 from dpo_pack.data.images import ReadImage, pixels_of, png_url
+from dpo_pack.data.values import BadRow
 from dpo_pack.system.errors import DataError
 from dpo_pack.system.process import counted, printable
 

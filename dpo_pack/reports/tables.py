@@ -51,7 +51,7 @@ def render_completions(
     for number, (source, prompt) in enumerate(prompts):
         cut = prompt if len(prompt) <= _MOST_OF_PROMPT else f"... {prompt[-_MOST_OF_PROMPT:]}"
         console.print()
-        console.print(f"{source}: {cut}")
+        console.print(Text("\n".join(map(printable, f"{source}: {cut}".split("\n")))))
         table = Table(box=SIMPLE_HEAD)
         for name in completions:
             table.add_column(Text(printable(name)), ratio=1, overflow="fold")

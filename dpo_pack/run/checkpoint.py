@@ -63,7 +63,7 @@ from dpo_pack.system.console import make_console, shown
 from dpo_pack.system.errors import CacheError, RunError, first_line
 from dpo_pack.system.files import discard, path_aside, put_in_place, read_json, sync, writing
 from dpo_pack.system.machine import package_versions
-from dpo_pack.training.batches import BatchSource
+from dpo_pack.training.batches import BatchSource, OfflineSource
 
 _PACKAGES = ("dpo-pack", "torch", "transformers", "peft")
 _COUNTERS = [one.name for one in fields(Counters) if one.name in TrainState.__slots__]
@@ -80,10 +80,14 @@ def run_identity(
 ) -> Identity:
     """Returns what identifies a run, equal on all ranks. `frozen`: the reference's log-probs, if any."""
     data, facts, moves = setup.data, setup.policy_facts, setup.recipe.reference.sync is not None
+    reference = "moving" if moves else "none"
+    if frozen is not None:
+        assert isinstance(source, OfflineSource)
+        reference = frozen.fingerprint(data.train.select(source.pairs_of_steps(frozen.num_steps)))
     fingerprints = {
         "data": data.fingerprint,
         "plan": source.steps_fingerprint,
-        "reference": "moving" if moves else "none" if frozen is None else frozen.fingerprint(data.train),
+        "reference": reference,
         **_start_fingerprints(facts, loaded),
     }
     if setup.recipe.train.early_stopping is not None:

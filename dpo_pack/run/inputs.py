@@ -37,6 +37,7 @@ from dpo_pack.run.run_dir import RunDir, choose_checkpoint
 from dpo_pack.run.setup import Setup, load_moving_reference, load_policy, prepare
 from dpo_pack.run.state import Criterion, Identity, TrainState, find_criterion, new_state
 from dpo_pack.system import ranks
+from dpo_pack.system.console import shown
 from dpo_pack.system.machine import release_memory
 from dpo_pack.training.batches import BatchSource, OfflineSource
 from dpo_pack.training.references import CachedReference, Reference, check_start
@@ -119,7 +120,7 @@ def _offline_models(
     dtype = setup.policy_facts.precision.activations
     # Another reference computes first and is freed, so two models are in memory only if both are needed.
     loaded = load_policy(setup) if recipe.reference.path is None else None
-    frozen, moving, exact, seconds = None, None, None, 0.0
+    frozen, filled, moving, exact, seconds = None, None, None, None, 0.0
     if not setup.objective.needs_reference:
         console.print("Reference: none, the loss needs no reference")
     elif recipe.reference.sync is not None:
@@ -127,21 +128,23 @@ def _offline_models(
         console.print("Reference: follows the policy; a second model runs live, nothing is cached")
     elif run.checkpoint is not None:
         owner = run.checkpoint.resolve().parents[1]  # the run that wrote it, possibly in another `output_dir`
-        frozen, seconds = resume_reference(setup, owner / run.reference.name, loaded)
+        frozen, filled = resume_reference(setup, planned, loaded, owner / run.reference.name)
     else:
-        filled = prepare_reference(setup, loaded)
-        frozen, seconds = filled.values, filled.seconds
-        run.info["totals"] = {
-            "reference_sequences_computed": filled.num_computed,
-            "reference_sequences_cached": filled.num_cached,
-        }
+        trained, *held_out = setup.tables
+        filled = prepare_reference(setup, loaded, tables=[trained.select(planned.needed_pairs), *held_out])
+        frozen, run.info["totals"] = replace(filled.values, num_steps=planned.num_steps), {}
+    if filled is not None:
+        seconds, totals = filled.seconds, run.info.setdefault("totals", {})
+        for name, number in (("computed", filled.num_computed), ("cached", filled.num_cached)):
+            key = f"reference_sequences_{name}"
+            totals[key] = totals.get(key, 0) + number
     if dtype.itemsize < 4 and moving is None:
         exact = exact_reference(setup, loaded)
     if loaded is None:
         release_memory()
         loaded = load_policy(setup)
     if frozen is not None:
-        log_probs = ranks.of_node(functools.partial(frozen.of, setup.data.train))
+        log_probs = ranks.of_node(functools.partial(frozen.of, setup.data.train, planned.needed_pairs))
         planned.builder = replace(planned.builder, reference=log_probs)
         # The proof compares made-up rows with each other. This compares the run's first row with what the
         # reference pass computed or the cache had: dropout, changed files, values of another release show.
@@ -167,9 +170,10 @@ def prove_and_measure(recipe: Recipe, console: Console) -> tuple[ProofOutcome, d
     if planned is None:
         check_generator(setup)
     facts = setup.policy_facts
-    loaded, outcome = load_and_prove(
-        facts, device=setup.device, strategy=setup.strategy, adds_adapter=True, again=True
-    )
+    with shown(console, f"Loading {facts.label}, and proving that its rows are exact"):
+        loaded, outcome = load_and_prove(
+            facts, device=setup.device, strategy=setup.strategy, adds_adapter=True, again=True
+        )
     for note in loaded.notes:
         console.print(note)
     describe_policy(setup, loaded)

@@ -23,7 +23,7 @@ from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork
 from dpo_pack.run.setup import Setup, load_proved, longest_sequence
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_rate, format_seconds
-from dpo_pack.system.errors import UnsupportedModelError
+from dpo_pack.system.errors import CacheError, UnsupportedModelError
 from dpo_pack.system.process import counted
 from dpo_pack.training.batches import OfflineSource, RowBuilder
 from dpo_pack.training.references import CachedReference, Reference
@@ -78,15 +78,28 @@ class ReferencePass:
     seconds: float
 
 
-def resume_reference(setup: Setup, frozen: Path, loaded: LoadedModel | None) -> tuple[FrozenReference, float]:
-    """Returns a resumed run's reference log-probs and the seconds of their pass, which computes only held-out
-    pairs that the run's file `frozen` lacks. `loaded`: see `prepare_reference`. Raises CacheError."""
+def resume_reference(
+    setup: Setup, planned: OfflineSource, loaded: LoadedModel | None, frozen: Path
+) -> tuple[FrozenReference, ReferencePass | None]:
+    """Returns a resumed run's reference log-probs and, if its file `frozen` lacked pairs, their pass: of
+    other held-out pairs, and of steps that the run did not have. `loaded`: see `prepare_reference`. Raises
+    CacheError."""
     reference = ranks.of_node(lambda: FrozenReference.load(frozen))
-    lacking = [pairs for pairs in setup.data.eval.values() if not reference.covers(pairs)]
+    trained, *tables = setup.tables
+    if (reference.num_steps or planned.num_steps) < planned.num_steps:
+        reference.of(trained, planned.pairs_of_steps(reference.num_steps))  # else the file is of other pairs
+        more = reference.lacking(trained.select(planned.needed_pairs))
+        if more.num_pairs and reference.namespace != namespace_digest(setup.reference_facts.namespace):
+            raise CacheError(
+                f"train.max_steps: {frozen} has log-probs of the earlier steps only, and the reference "
+                "model, its precision or a release has changed since; use another output_dir"
+            )
+        tables.insert(0, more)
+    lacking = [table for table in map(reference.lacking, tables) if table.num_pairs]
     if not any(ranks.every_rank_says(bool(lacking))):
-        return reference, 0.0
+        return reference, None
     filled = prepare_reference(setup, loaded, tables=lacking)
-    return reference.joined(filled.values), filled.seconds
+    return reference.joined(filled.values), filled
 
 
 # `train.eval_precision: auto` adds at most this part to the training. To count it, a token takes so many

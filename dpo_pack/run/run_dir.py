@@ -54,7 +54,7 @@ from dpo_pack.system.machine import git_commit, package_versions
 
 LOCK_FILE = "run.lock"
 _STATUSES = ("running", "interrupted", "failed", "finished")
-_MOST_SHOWN = 80  # characters of what a key of the recipe was and is
+_MOST_TOLD = 193  # characters of what has changed, if one key and the paths are shorter
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,7 +156,7 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     if info is None or overwrite:
         return new
     status, steps = info["status"], info.get("totals", {}).get("steps", 0)
-    found, ways_out = checkpoints(new.checkpoints), "use another output_dir, or start again with --overwrite"
+    found, ways_out = checkpoints(new.checkpoints), "use another output_dir, or --overwrite"
     if status == "failed" and not (steps or found or new.rollouts.exists() or new.model.exists()):
         return new  # the earlier run left nothing to lose
     if resume == "never":
@@ -169,7 +169,8 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
         with contextlib.suppress(RecipeError):  # `_refuse_changes` says what is wrong
             if only_goes_on(load_recipe(root / RECIPE_FILE), recipe):
                 return goes_on
-    _refuse_changes(root, recipe, f"{ways_out}; {way_on(recipe)}")
+    how = shlex.join(["dpopack", "train", str(root)])
+    _refuse_changes(root, recipe, f"{ways_out}, or train on (model.path: see {how})")
     sums = info.get("model_files", {})
     try:
         damage = damage_of_files(new.model, sums) if new.model.is_dir() else "it is missing"
@@ -277,9 +278,11 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
     if not any(router) and router_balance(resolve_model(recipe, CPU).architecture, None) is None:
         del changed["loss.router_aux_coef"]
     if changed:
-        texts = {key: f" ({show(then)} then, {show(now)} now)" for key, (then, now) in changed.items()}
-        keys = ", ".join(key + (text if len(text) < _MOST_SHOWN else "") for key, text in texts.items())
-        raise RunError(f"output_dir: {root} holds a run with another {keys}; {ways_out}")
+        told, names = f"output_dir: {root} holds a run with another", list(changed)
+        values = [f"{key} ({show(then)} then, {show(now)} now)" for key, (then, now) in changed.items()]
+        fewer = ([*names[:num], f"{len(names) - num} more keys"] for num in range(len(names) - 1, 0, -1))
+        lines = [f"{told} {', '.join(keys)}; {ways_out}" for keys in (values, names, *fewer)]
+        raise RunError(next((line for line in lines if len(line) <= _MOST_TOLD), lines[-1]))
 
 
 def _refuse_place(place: Path, link: Path) -> None:

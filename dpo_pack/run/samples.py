@@ -19,11 +19,11 @@ from accelerate import Accelerator
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from dpo_pack.data.formats import BadRow
 from dpo_pack.data.sources import Data
 from dpo_pack.data.store import TokenIds, distinct_keys
 from dpo_pack.data.tokenization import Prompt
 from dpo_pack.data.tokenizer import rendering
+from dpo_pack.data.values import BadRow
 from dpo_pack.model.building import load_model
 from dpo_pack.model.config import known_positions
 from dpo_pack.model.parallel import is_sharded
@@ -36,6 +36,7 @@ from dpo_pack.recipe.types import MAX_ROW_TOKENS
 from dpo_pack.run.models import check_model, resolve_model
 from dpo_pack.run.setup import Setup, check_vocabulary, prepare_data, prepare_tokenizer
 from dpo_pack.system import ranks
+from dpo_pack.system.console import shown
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError, first_line
 from dpo_pack.system.files import parse_json, text_of, write_text_atomically
 from dpo_pack.system.machine import release_memory
@@ -182,12 +183,13 @@ def sample_models(
     *,
     texts: Sequence[str],
     num: int | None,
+    max_new_tokens: int | None = None,
     paths: Mapping[str, str] = {},
 ) -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
     """Returns prompts, (source, text) each, and what each model answers to them, by the model's name. names:
     runs, models, and at most one recipe file. A run means its start and its model, which is in `paths` if it
     is not in model/. The prompts are `texts`, or else `num` held-out ones of the recipe file or the first
-    run. Raises RecipeError, ModelError, DataError."""
+    run. max_new_tokens: None: the recipe's. Raises RecipeError, ModelError, DataError."""
     if texts and num is not None:
         raise RecipeError("sample: give --prompt or --num, not both")
     models, recipe = _models_and_recipe(names, paths)
@@ -198,6 +200,10 @@ def sample_models(
     if recipe.model.images and not texts:
         raise RecipeError("sample: prompts with images are not answered yet; give --prompt TEXT")
     settings = recipe.logging.samples or SamplesRecipe()
+    if max_new_tokens is not None:
+        settings = settings.model_copy(update={"max_new_tokens": max_new_tokens})
+        logging = recipe.logging.model_copy(update={"samples": settings})
+        recipe = recipe.model_copy(update={"logging": logging})
     device = Accelerator(cpu=not ranks.uses_cuda()).device
     images = resolve_model(recipe, device, gathers=False).processor if recipe.model.images else None
     tokenizer = prepare_tokenizer(recipe, images)
@@ -218,11 +224,12 @@ def sample_models(
     if not prompts:
         what = f"no prompt leaves room for {settings.max_new_tokens} tokens in {room} positions"
         raise RecipeError(f"sample: {what}; give --prompt TEXT")
-    console.print(f"An answer has at most {settings.max_new_tokens} tokens (logging.samples.max_new_tokens)")
+    console.print(f"An answer has at most {settings.max_new_tokens} tokens (--max-new-tokens)")
     answers = {}
     for name, known in facts.items():
         release_memory()
-        scorer = load_model(known, device=device).scorer
+        with shown(console, f"Loading {name}"):
+            scorer = load_model(known, device=device).scorer
         try:
             answers[name] = complete(scorer, tokenizer, prompts, recipe, device, console)
         except DpoPackError:

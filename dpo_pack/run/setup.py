@@ -365,9 +365,10 @@ def load_moving_reference(setup: Setup) -> LiveReference:
 
 def load_proved(setup: Setup, model: ModelFacts, *, adds_adapter: bool = False) -> LoadedModel:
     """Loads a model and prints what proves that it computes packed rows exactly. Raises ModelError."""
-    loaded, outcome = load_and_prove(
-        model, device=setup.device, strategy=setup.strategy, adds_adapter=adds_adapter
-    )
+    with shown(setup.console, f"Loading {model.label}, and proving that its rows are exact"):
+        loaded, outcome = load_and_prove(
+            model, device=setup.device, strategy=setup.strategy, adds_adapter=adds_adapter
+        )
     for note in loaded.notes:
         setup.console.print(note)
     outcome.raise_failure()
@@ -402,9 +403,6 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
     attempt(check_optimizer, recipe.optim.name, device)
     held_out = [HELD_OUT] if isinstance(evals, EvalFraction) else list(source_names(evals))
     attempt(find_criterion, recipe, held_out)
-    if (run := attempt(partial(find_run, recipe, overwrite=False))) is not None:
-        state = "its run is finished, so train has nothing to do" if run.is_finished else "a run can use it"
-        found.append(f"output_dir: {run.root}, {state}")
     models: dict[str, ModelFacts] = {}
     budget = recipe.packing.token_budget
     budget = max(budget, reference_token_budget(recipe.reference.token_budget, budget, device))
@@ -423,13 +421,15 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
             found.append(f"{key}: {judge.path}, {files[0].model_type}")
     images = models["model.path"].processor if "model.path" in models else None
     tokenizer = attempt(prepare_tokenizer, recipe, images)
-    if tokenizer is None or (recipe.model.images and images is None):  # nothing can read rows
-        return found, wrong
-    found += attempt(_check_tokenizer, tokenizer, models, recipe.tokenizer.path is not None) or ()
-    sources = [(f"data.train.{number}", source) for number, source in enumerate(recipe.data.train)]
-    sources += [(f"data.eval.{number}", source) for number, source in enumerate(recipe.data.eval_sources)]
-    for key, source in sources:
-        found += attempt(_check_rows, source, key, recipe, models.values(), tokenizer, budget) or ()
+    if tokenizer is not None and not (recipe.model.images and images is None):  # else nothing can read rows
+        found += attempt(_check_tokenizer, tokenizer, models, recipe.tokenizer.path is not None) or ()
+        sources = [(f"data.train.{number}", source) for number, source in enumerate(recipe.data.train)]
+        sources += [(f"data.eval.{number}", source) for number, source in enumerate(recipe.data.eval_sources)]
+        for key, source in sources:
+            found += attempt(_check_rows, source, key, recipe, models.values(), tokenizer, budget) or ()
+    if (run := attempt(partial(find_run, recipe, overwrite=False))) is not None:
+        state = "its run is finished, so train has nothing to do" if run.is_finished else "a run can use it"
+        found.append(f"output_dir: {run.root}, {state}")
     return found, wrong
 
 

@@ -21,13 +21,14 @@ from dpo_pack.data.faults import (
     remedy_of,
     source_notes,
 )
-from dpo_pack.data.formats import SIDES, BadRow
+from dpo_pack.data.formats import SIDES
 from dpo_pack.data.images import ImageProcessor, ReadImage, image_label
 from dpo_pack.data.ingest import Ingestion, columns_sentence
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.sources import locate_source
 from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
 from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows
+from dpo_pack.data.values import BadRow
 from dpo_pack.packing.lengths import AnyIntArray, common_prefix_length
 from dpo_pack.packing.plan import plan_epoch
 from dpo_pack.recipe.data import PackingRecipe, source_names

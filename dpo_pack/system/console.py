@@ -112,7 +112,8 @@ def _fitting(facts: Sequence[str], width: int) -> str:
 
 @contextlib.contextmanager
 def shown(console: Console, work: str, unit: str = "", total: int | None = None) -> Iterator[Shown]:
-    """Shows work, its seconds and what the yielded object is told, while the `with` block runs."""
+    """Shows work, its seconds and what the yielded object is told, while the `with` block runs. In a log,
+    work without a unit is one line, before it."""
     bar_width = 20 if console.width >= 72 else 0
     bar = Progress(
         TextColumn("{task.description}", markup=False),
@@ -126,6 +127,8 @@ def shown(console: Console, work: str, unit: str = "", total: int | None = None)
     )
     bar.add_task(printable(work), total=None, facts="")
     now = time.monotonic()
+    if bar.disable and not unit:
+        console.print(f"{work} ...")
     with bar:
         yield Shown(bar=bar, bar_width=bar_width, work=work, unit=unit, total=total, begun=now, printed=now)
 
@@ -184,7 +187,7 @@ class TrainingLines:
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
         """In a terminal, shows the progress line while the `with` block runs."""
-        with shown(self.console, self._label(0)) as self._tell:
+        with shown(self.console, self._label(0), "steps") as self._tell:
             yield
 
     def _label(self, step: int) -> str:

@@ -82,7 +82,7 @@ class RowBuilder:
     """Makes rows of a table's pairs on one device: packed or padded, with shared prompts or without."""
 
     table: PairTable
-    # [pairs, (chosen, rejected)] summed reference log-probs, nats; None: rows get zeros
+    # [pairs, (chosen, rejected)] summed reference log-probs, nats; None: rows get zeros. NaN: of no step
     reference: FloatArray | None
     is_packed: bool
     share_prompt: bool
@@ -103,6 +103,7 @@ class RowBuilder:
         else:
             row = padded_row(groups, device=self.device, counts_copies=self.counts_copies)
         sums = np.zeros((len(pairs), 2)) if self.reference is None else self.reference[pairs]
+        assert not np.isnan(sums).any(), pairs
         return PairRow(
             row=row,
             reference=on_device(sums, self.device),
@@ -163,6 +164,7 @@ class OfflineSource:
         self.num_steps = self.epochs * len(self.first_plan)  # every epoch has as many pairs
         if self.max_steps is not None:
             self.num_steps = min(self.num_steps, self.max_steps)
+        self.needed_pairs = self.pairs_of_steps(self.num_steps)
 
     def plan(self, epoch: int) -> PackingPlan:
         """Returns the plan of an epoch, from 0."""
@@ -195,6 +197,12 @@ class OfflineSource:
             self._planned = (epoch, self.plan(epoch))
         plan = self._planned[1]
         self._ahead = global_batch(self.builder, plan, step, epoch=epoch + (step + 1) / len(plan))
+
+    def pairs_of_steps(self, num_steps: int | None) -> IntArray | slice:
+        """Returns the pairs of the first steps, ascending; all if these are an epoch or more (None: all)."""
+        if num_steps is None or num_steps >= len(self.first_plan):
+            return slice(None)
+        return np.unique(self.first_plan.order[: num_steps * self.pairs_per_step])
 
     @property
     def steps_fingerprint(self) -> str:

@@ -91,17 +91,17 @@ def train_without_export(
     finished: list[Trainer] = []
     run_steps = Trainer.run_steps
 
-    def counted(work: Callable[..., Any], *arguments: Any) -> Any:
+    def counted(work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         begun = time.process_time()
-        result = work(*arguments)
+        result = work(*arguments, **named)
         if cpu_seconds is not None:
             cpu_seconds.append(time.process_time() - begun)
         return result
 
-    def prepare_warmed(setup: Setup, policy: LoadedModel | None) -> ReferencePass:
+    def prepare_warmed(setup: Setup, policy: LoadedModel | None, **tables: Any) -> ReferencePass:
         if policy is not None:
             warm_up(policy, setup.device)
-        filled: ReferencePass = counted(prepare_reference, setup, policy)
+        filled: ReferencePass = counted(prepare_reference, setup, policy, **tables)
         return filled
 
     with (

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dpo_pack.data.formats import FORMATS, BadRow
+from dpo_pack.data.formats import FORMATS
+from dpo_pack.data.values import BadRow
 from dpo_pack.packing.lengths import PairLengths
 from dpo_pack.system.files import write_json_atomically, write_text_atomically
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.rows import assistant, said, user
 
-from dpo_pack.data.formats import FORMATS, TRANSCRIPT_TURNS, BadRow, Pair, is_media_name
+from dpo_pack.data.formats import FORMATS, TRANSCRIPT_TURNS, Pair
 from dpo_pack.data.ingest import _TRUNCATION_REASONS
+from dpo_pack.data.values import BadRow, is_media_name
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 
 

@@ -19,10 +19,11 @@ from transformers import PreTrainedTokenizerFast
 
 from dpo_pack.data.columns import open_dialogues, side_of
 from dpo_pack.data.faults import source_notes
-from dpo_pack.data.formats import FORMATS, SIDES, BadRow, Pair
+from dpo_pack.data.formats import FORMATS, SIDES, Pair
 from dpo_pack.data.ingest import Ingestion
 from dpo_pack.data.sources import load_source, locate_source
 from dpo_pack.data.tokenization import read_row
+from dpo_pack.data.values import BadRow
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
 

@@ -290,6 +290,11 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "bomb": (lambda: in_row(png(20000, 20000, 8)), "image_too_large", "100,000,000"),
     "narrow": (lambda: in_row(encoded(Image.new("RGB", (2000, 3)))), "image_too_narrow", "2,000 x 3"),
     "no base64": (lambda: trl_row(["data:image/png;base64,@@@"]), "broken_image", "no data URL"),
+    "plain base64": (
+        lambda: trl_row([base64.b64encode(JPEG).decode()]),
+        "broken_image", "is plain base64; write data:image/png;base64, before it",
+    ),
+    "a URL of a file": (lambda: trl_row(["file:///a.png"]), "image_link", "give the path without file://"),
     "a link": (lambda: trl_row(["https://x.org/a.png"]), "image_link", "download it and give its path"),
     "missing": (lambda: trl_row(["none.png"]), "missing_image", "'none.png': No such file"),
     "a directory": (lambda: trl_row(["."]), "missing_image", "Is a directory"),

@@ -16,10 +16,11 @@ from support.limits import memory_limit
 from support.refusals import refusal
 
 from dpo_pack.data import readers
-from dpo_pack.data.formats import FORMATS, BadRow
+from dpo_pack.data.formats import FORMATS
 from dpo_pack.data.ingest import LocatedSource
 from dpo_pack.data.readers import ColumnNames, NumberedRow, OpenRows, open_files
 from dpo_pack.data.sources import locate_source
+from dpo_pack.data.values import BadRow
 from dpo_pack.recipe.schema import SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
 
@@ -130,6 +131,18 @@ def test_json_arrays_are_read_whatever_part_of_a_row_fits_the_buffer(
     assert read(tmp_path / "a.json") == list(enumerate(ROWS, start=1))
 
 
+@pytest.mark.parametrize("rows", ["[{},{},]", "[{}, ,{}]", "[ ,{},{}]"])
+@pytest.mark.parametrize("size", [1, 2, 1000])
+def test_a_comma_without_a_row_is_a_bad_row_as_in_json_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, rows: str
+) -> None:
+    monkeypatch.setattr("dpo_pack.data.readers._JSON_CHUNK_CHARS", size)
+    (tmp_path / "a.json").write_text(rows.replace("{}", json.dumps(ROWS[0])))
+    found = [row for _, row in read(tmp_path / "a.json")]
+    (bad,) = (row for row in found if isinstance(row, BadRow))
+    assert bad.reason == "invalid_json" and "a comma, and no row" in str(bad) and found.count(ROWS[0]) == 2
+
+
 @pytest.mark.parametrize("name", ["big.json", "big.jsonl"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
     row = {"prompt": "q" * 1000, "chosen": "a" * 1000, "rejected": "b" * 1000}
@@ -197,6 +210,7 @@ NOT_UTF_8 = "not UTF-8: byte 0xff.*; save it as UTF-8"
     [
         ("a.json", b'[{"prompt": "q"}', r"row 2: invalid JSON \(the array is not closed\)"),
         ("a.json", b'[{"prompt": "q"}, {"prompt" "r"}]', "row 2: invalid JSON .Expecting ':' delimiter"),
+        ("a.json", b'[{"prompt": "q"},\n {"prompt" "r"}]', r"row 2: invalid JSON \(.* at character 11\)"),
         ("a.json", b'[{"prompt": "q"}] [{"prompt": "r"}]', "text after the end of the array"),
         ("a.json", b'["\xff"]', NOT_UTF_8),
         ("a.csv", CSV + b"q,a,\xff\n", NOT_UTF_8),

@@ -20,7 +20,7 @@ from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from dpo_pack.data import tokenization
-from dpo_pack.data.formats import BadRow, Pair
+from dpo_pack.data.formats import Pair
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.store import PairTable, TokenStore, open_store, sequence_key, write_store
 from dpo_pack.data.tokenization import (
@@ -34,6 +34,7 @@ from dpo_pack.data.tokenization import (
     tokenizing,
     truncate,
 )
+from dpo_pack.data.values import BadRow
 from dpo_pack.packing.lengths import Group
 from dpo_pack.recipe.schema import DataRecipe
 from dpo_pack.system.errors import CacheError, DataError, ModelError, RecipeError

@@ -14,8 +14,9 @@ import pytest
 from support.rows import assistant, said, user
 from support.tiny_tokenizer import tiny_tokenizer
 
-from dpo_pack.data.formats import FORMATS, BadRow
+from dpo_pack.data.formats import FORMATS
 from dpo_pack.data.tokenizer import apply_chat_template
+from dpo_pack.data.values import BadRow
 from dpo_pack.data.written import MESSAGE_KEY, check_written, suited
 
 _TURN = "{% for m in messages %}{{ '<s>' + m.role + '\n' }}BODY{{ '</s>\n' }}{% endfor %}"

@@ -25,8 +25,8 @@ from support.whole_runs import text
 from transformers import AutoModelForSequenceClassification
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextModel
 
-from dpo_pack.data.formats import Message
 from dpo_pack.data.tokenization import Prompt
+from dpo_pack.data.values import Message
 from dpo_pack.model.scorer import Precision
 from dpo_pack.online.interface import Completion, Draw, Failure, Rollout, Scores
 from dpo_pack.online.judges import FunctionJudge, LlmJudge, WeightedJudges

@@ -21,7 +21,15 @@ from support.limits import no_file_beyond
 from support.marks import slow
 from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
-from support.whole_runs import assert_same_run, at_step, checkpoint_steps, stop_after, text, whole_run
+from support.whole_runs import (
+    assert_same_run,
+    at_step,
+    checkpoint_steps,
+    num_computed,
+    stop_after,
+    text,
+    whole_run,
+)
 
 from dpo_pack import trainer as train_module
 from dpo_pack.run import checkpoint, checkpoint_files, export, log
@@ -382,11 +390,45 @@ def test_a_finished_run_with_a_constant_rate_goes_on_as_if_it_had_been_longer(
     train(whole_run(assets, tmp_path / "long", *constant), Console(quiet=True))
     short = ("train.epochs=1", "train.max_steps=4", *constant)
     train(whole_run(assets, tmp_path / "run", *short), Console(quiet=True))
-    with pytest.raises(RunError, match="to train on from its model"):  # its steps depend on their number
+    with pytest.raises(RunError, match="see dpopack train "):  # its steps depend on their number
         train(whole_run(assets, tmp_path / "run", *constant, "optim.schedule=linear"), console)
     train(whole_run(assets, tmp_path / "run", *constant), console)
     assert "Going on after step 4 of 8" in text(console)
     assert_same_run(tmp_path / "long", tmp_path / "run")
+
+
+def test_max_steps_limits_the_reference_pass_and_a_longer_run_adds_the_rest(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    """Also after an error at its first new step, when the checkpoint is still the shorter run's."""
+    often = ("train.eval_every_steps=1", "checkpoint.every_steps=2")
+    keys = ("optim.schedule=constant", f"reference.cache_dir={tmp_path}/cache", *often)
+    run, third = tmp_path / "run", ("train.max_steps=3", *keys)
+    train(whole_run(assets, run, "train.max_steps=2", *keys), Console(quiet=True))
+    assert num_computed(run) == 2 * (8 + 6)
+    with pytest.raises(ZeroDivisionError):
+        train(whole_run(assets, run, *third), Console(quiet=True), after_step=at_step(3, lambda: 1 / 0))
+    assert checkpoint_steps(run) == [2]
+    train(whole_run(assets, run, *third), console)
+    assert "Going on after step 2 of 3" in text(console) and num_computed(run) == 2 * (12 + 6)
+    train(whole_run(assets, run, *keys), Console(quiet=True))
+    assert num_computed(run) == 2 * (16 + 6)
+    train(whole_run(assets, tmp_path / "long", *keys), Console(quiet=True))
+    assert num_computed(tmp_path / "long") == 0
+    assert_same_run(tmp_path / "long", run)
+
+
+def test_a_changed_model_gives_a_longer_run_no_reference(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    shutil.copytree(assets / "model", tmp_path / "model")
+    keys = (f"model.path={tmp_path / 'model'}", "optim.schedule=constant", "checkpoint.every_steps=1")
+    train(whole_run(assets, tmp_path / "run", "train.max_steps=1", *keys), Console(quiet=True))
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CacheError, match=r"^train\.max_steps: .*reference model, its precision or a release"):
+        train(whole_run(assets, tmp_path / "run", "train.max_steps=2", *keys), console)
 
 
 def test_weights_beyond_float16_are_written_in_float32_and_told_once(assets: Path, tmp_path: Path) -> None:

@@ -198,6 +198,10 @@ def test_a_recipe_has_the_prompts_of_a_model_and_num_says_how_many(assets: Path,
     models = [str(assets / "model"), str(assets / "recipe.yaml")]
     ((source, prompt),), _ = sample_models(models, console, texts=(), num=1)
     assert source == "heldout" and prompt.startswith("ask")
+    asked: dict[str, Any] = {"texts": ("ask red",), "num": None}
+    shorter, longer = (sample_models(models, console, **asked, max_new_tokens=most) for most in (1, 9))
+    assert len(shorter[1][models[0]][0]) <= 1 < len(longer[1][models[0]][0])
+    assert "An answer has at most 9 tokens (--max-new-tokens)" in text(console)
 
 
 def test_wrong_arguments_are_refused_in_one_line(

@@ -218,8 +218,7 @@ def test_a_finished_mixture_is_not_finished_with_another_balancing_loss(assets: 
 
     for run, then, now in (("without", 0.0, None), ("with", None, 0.0)):
         train(recipe(run, then), Console(quiet=True))
-        shown = tuple("null" if value is None else "0.0" for value in (then, now))
-        with pytest.raises(RunError, match=f"another loss.router_aux_coef .{shown[0]} then, {shown[1]} now"):
+        with pytest.raises(RunError, match=r"another loss\.router_aux_coef"):
             train(recipe(run, now), Console(quiet=True))
     dense = tmp_path / "dense"
     tiny_tokenizer().save_pretrained(dense / "model")
