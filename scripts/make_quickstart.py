@@ -1,9 +1,9 @@
-"""Make the quickstart's tokenizer, tiny random Llama and preference pairs: offline, always the same bytes.
+"""Make the quickstart's tokenizer, tiny Llama and preference pairs: offline, always the same on one machine.
 
 A traveller asks how to reach a goal in some town. In half of the pairs the rejected answer says the right
-thing in a dismissive tone (`tone`); in the other half it is courteous but about another goal in that town
-(`topic`), which only a model that looks back at the question can notice. Length says nothing: both answers
-draw it from the same range.
+thing in a dismissive tone (`tone`); in the other half it is courteous but about another goal (`topic`), which
+only a model that looks back at the question can notice. Length says nothing: both answers draw it from the
+same range. The Llama is trained for seconds to write such answers, most of them dismissive or off topic.
 """
 
 import argparse
@@ -17,8 +17,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, logging
 
-NUM_TRAIN_PAIRS = 4000
+NUM_TRAIN_PAIRS = 2000
 NUM_HELDOUT_PAIRS = 150  # of each kind
+NUM_STEPS, BATCH_SIZE, LR = 400, 16, 4e-3  # of the training before the pairs
 KINDS = ("tone", "topic")
 VOCAB_SIZE = 1024
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -28,39 +29,32 @@ CHAT_TEMPLATE = (
 )
 
 # A town is a beginning and an ending. The held-out pairs are about towns that training never names.
-TOWN_BEGINNINGS = (
-    "Ash Beck Birch Black Brook Clay Cold Copper Deer East Elder Elm Fair Fox Frost Glen Gold Green Hart "
-    "Hazel High Iron Kings Lake Lark Long Maple Marsh Mill Moor North Oak Old Otter Pine Queens Raven Red "
-    "Rock Rose Salt Silver South Stone Summer Swan Thorn West White Willow Winter Wolf"
-)
-TOWN_ENDINGS = (
-    "bank borough bridge burn bury cliff cote dale fell field ford gate grove ham haven hill hurst ley mere "
-    "mouth point port ridge shaw side stead thorpe ton vale view ville water well wick wood worth"
-)
+TOWN_BEGINNINGS = "Ash Birch Clay Deer Elm Fox Glen Hart Iron Kings Lake Mill North Oak Rose Swan"
+TOWN_ENDINGS = "bridge cliff dale field ford gate haven mouth ton wick"
 ADVICE = {  # goal -> what helps to reach it
-    "get to {town}": (
-        "take the morning train to {town}", "change to the bus at the mill", "buy your ticket a day ahead",
-        "follow the river road as far as {town}", "ask the driver to stop at the {town} bridge",
+    "get to": (
+        "take the morning train", "change to the bus at the mill", "buy your ticket a day ahead",
+        "follow the river road", "ask the driver to stop at the bridge",
     ),
-    "eat well in {town}": (
-        "try the soup at the {town} inn", "book a table by the window", "order the fish of the day",
-        "go to the {town} market before noon", "leave room for the famous {town} cake",
+    "eat well in": (
+        "try the soup at the inn", "book a table by the window", "order the fish of the day",
+        "go to the market before noon", "leave room for the famous cake",
     ),
-    "find a room in {town}": (
-        "write to the {town} guest house", "look for a quiet street", "see if breakfast is in the price",
-        "call the {town} tourist office", "avoid the week of the {town} fair",
+    "find a room in": (
+        "write to the guest house", "look for a quiet street", "see if breakfast is in the price",
+        "call the tourist office", "avoid the week of the fair",
     ),
-    "spend a day in {town}": (
-        "start at the {town} museum", "climb the tower for the view", "rest in the garden at noon",
-        "walk along the old wall of {town}", "visit the {town} castle at sunset",
+    "spend a day in": (
+        "start at the museum", "climb the tower for the view", "rest in the garden at noon",
+        "walk along the old wall", "visit the castle at sunset",
     ),
-    "buy a gift in {town}": (
-        "go to the glass shop behind {town} church", "bring some cash", "choose a scarf of local wool",
-        "compare what the {town} potters sell", "let the shop wrap it in {town} paper",
+    "buy a gift in": (
+        "go to the glass shop behind the church", "bring some cash", "choose a scarf of local wool",
+        "compare what the potters sell", "let the shop wrap it",
     ),
-    "hike around {town}": (
-        "pick up a map at {town} station", "wear boots with a good sole", "fill your bottle at the spring",
-        "take the forest path north of {town}", "turn back to {town} before dark",
+    "hike around": (
+        "pick up a map at the station", "wear boots with a good sole", "fill your bottle at the spring",
+        "take the forest path", "turn back before dark",
     ),
 }  # fmt: skip
 QUESTIONS = (
@@ -68,23 +62,18 @@ QUESTIONS = (
     "I would like to {goal}. Where do I start?", "My friend wants to {goal}. What should I say?",
 )  # fmt: skip
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer the question of the user in a few sentences.")
-SMALL_TALK = (("Hello!", "Hello, what can I do for you?"), ("Are you there?", "I am here. What do you need?"))
 
-TONES = {  # two parts of an opening, two of a closing; the tones share words, so that no single word decides
+TONES = {  # openings and closings; the tones share words, so that no single word decides
     "courteous": (
-        ("Of course.", "Gladly!", "Good question.", "Sure, let us look.", "Thanks for asking.", "Why not?"),
-        ("I am happy to help you.", "It is easier than it looks.", "You are not the first to ask.", ""),
-        ("Take your time", "You can not go wrong", "It gets easier each time", "Do not rush"),
-        ("and ask me again if you need to.", "and tell me how it goes.", "and thank you for your trust."),
+        ("Of course.", "Gladly!", "Good question.", "Thanks for asking.", "I am happy to help you."),
+        ("Take your time.", "You can not go wrong.", "Ask me again if you need to.", "Tell me how it goes."),
     ),
     "dismissive": (
-        ("Not again.", "Really?", "Silly question.", "Sure, if I must.", "Stop asking.", "Why me?"),
-        ("I am tired of helping you.", "It is easy, just look.", "You never think first.", ""),
-        ("Do not waste my time", "You will get it wrong", "I told you a hundred times", "Have it your way"),
-        ("and look it up next time.", "and leave me out of it.", "and do not blame me if you get lost."),
+        ("Not again.", "Really?", "Silly question.", "Stop asking.", "I am tired of helping you."),
+        ("Do not waste my time.", "Do not blame me if you get lost.", "Just look it up.", "Leave me alone."),
     ),
-}
-ANSWER_WORDS = range(24, 46)  # answers of both tones often have these lengths
+}  # fmt: skip
+ANSWER_WORDS = range(19, 31)  # answers of both tones often have these lengths
 
 
 def towns(*, heldout: bool) -> list[str]:
@@ -95,30 +84,21 @@ def towns(*, heldout: bool) -> list[str]:
     return names[:num_heldout] if heldout else names[num_heldout:]
 
 
-def fill(template: str, goal: str, town: str) -> str:
-    return template.format(goal=goal.format(town=town), town=town)
-
-
 def prompt(rng: random.Random, goal: str, town: str) -> list[dict[str, str]]:
-    """A conversation that ends with a question; some begin with a system message or with small talk."""
+    """A question; some come after a system message."""
     messages = [{"role": "system", "content": rng.choice(SYSTEM_MESSAGES)}] if rng.random() < 0.3 else []
-    if rng.random() < 0.3:
-        greeting, reply = rng.choice(SMALL_TALK)
-        messages += [{"role": "user", "content": greeting}, {"role": "assistant", "content": reply}]
-    return [*messages, {"role": "user", "content": fill(rng.choice(QUESTIONS), goal, town)}]
+    return [*messages, {"role": "user", "content": rng.choice(QUESTIONS).format(goal=f"{goal} {town}")}]
 
 
-def answer(rng: random.Random, goal: str, town: str, tone: str) -> list[dict[str, str]]:
+def answer(rng: random.Random, goal: str, tone: str) -> list[dict[str, str]]:
     """An answer with a number of words that is uniform over ANSWER_WORDS, whatever its goal and tone."""
-    num_words = rng.choice(ANSWER_WORDS)
-    words: list[str] = []
-    while len(words) != num_words:
-        *opening, closing, wish = map(rng.choice, TONES[tone])
+    num_words, text = rng.choice(ANSWER_WORDS), ""
+    while len(text.split()) != num_words:
+        opening, closing = map(rng.choice, TONES[tone])
         first, *others = rng.sample(ADVICE[goal], rng.randint(1, 3))
         steps = [f"{rng.choice(('Then', 'Next', 'After that'))} {advice}." for advice in others]
-        sentences = [*opening, f"To {{goal}}, {first}.", *steps, closing, wish]
-        words = fill(" ".join(sentences), goal, town).split()
-    return [{"role": "assistant", "content": " ".join(words)}]
+        text = " ".join([opening, f"To {goal.rpartition(' ')[0]} there, {first}.", *steps, closing])
+    return [{"role": "assistant", "content": text}]
 
 
 def pair(rng: random.Random, town: str, kind: str) -> dict[str, Any]:
@@ -128,8 +108,8 @@ def pair(rng: random.Random, town: str, kind: str) -> dict[str, Any]:
     return {
         "kind": kind,
         "prompt": prompt(rng, asked, town),
-        "chosen": answer(rng, asked, town, "courteous"),
-        "rejected": answer(rng, goal, town, tone),
+        "chosen": answer(rng, asked, "courteous"),
+        "rejected": answer(rng, goal, tone),
     }
 
 
@@ -149,8 +129,15 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def talk(rng: random.Random, known: list[str]) -> list[dict[str, str]]:
+    """A question with an answer: dismissive three times of four, off topic every second time."""
+    asked, other = rng.sample(list(ADVICE), 2)
+    tone = "courteous" if rng.random() < 0.25 else "dismissive"
+    return prompt(rng, asked, rng.choice(known)) + answer(rng, rng.choice((asked, other)), tone)
+
+
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of half a million parameters that has learned nothing."""
+    """A Llama of half a million parameters that writes sentences, few of them as the pairs prefer."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=2,
@@ -159,7 +146,20 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=NUM_STEPS)
+    rng, known = random.Random(1), towns(heldout=False)
+    torch.set_num_threads(1)  # the weights depend on the number of threads
+    for _ in range(NUM_STEPS):
+        texts = [tokenizer.apply_chat_template(talk(rng, known), tokenize=False) for _ in range(BATCH_SIZE)]
+        batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        model(**batch, labels=labels).loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model
 
 
 def make_quickstart(directory: Path) -> None:

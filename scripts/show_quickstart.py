@@ -1,4 +1,4 @@
-"""Say what the quickstart's held-out pairs prefer. Fails if too little was learned."""
+"""Show an answer to a held-out question before and after training. Fails if too little was learned."""
 
 import argparse
 import json
@@ -16,16 +16,15 @@ Or another loss (the reference log-probs are cached, so none is computed again),
   {dpopack} recipe --defaults > my-recipe.yaml"""
 
 
-def show_preferences(assets: Path, accuracies: dict[str, float]) -> None:
-    print("\nThe held-out questions are about towns that training never named. What the pairs prefer:")
+def show_answers(root: Path, accuracies: dict[str, float]) -> None:
+    samples = list(map(json.loads, (root / "samples.jsonl").read_text(encoding="utf-8").splitlines()))
+    print("\nThe held-out questions are about towns that training never named. What was learned:")
     for name, preference in PREFERENCES.items():
-        with (assets / f"heldout_{name}.jsonl").open(encoding="utf-8") as lines:
-            row = json.loads(next(lines))
-        print(f"\n  {name} ({accuracies[name]:.2f} of pairs right): {preference}, as in")
-        for column in ("prompt", "chosen", "rejected"):
-            print(f"    {column:9} {row[column][-1]['content']}")
-    print("\nThe model began with random weights. It learned to tell such answers apart, not to write them,")
-    print("so its samples are no sentences.")
+        of_set = [sample for sample in samples if sample["source"] == name]
+        answers = {sample["model"]: sample["completion"] for sample in of_set}
+        question = of_set[-1]["prompt"].rpartition("<|user|>")[2].partition("</s>")[0]
+        print(f"\n  {name}: {preference}, in {accuracies[name]:.1%} of the pairs\n    question  {question}")
+        print(f"    before    {answers['start']}\n    after     {answers['policy']}")
 
 
 if __name__ == "__main__":
@@ -35,7 +34,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     info = json.loads((arguments.root / "run" / "run.json").read_text(encoding="utf-8"))
     learned = {name: info["evaluation"][name]["rewards/accuracies"] for name in PREFERENCES}
-    show_preferences(arguments.root / "assets", learned)
+    show_answers(arguments.root / "run", learned)
     print("\n" + NEXT.format(dpopack=arguments.dpopack, root=arguments.root))
     if min(learned.values()) <= EXPECTED_ACCURACY:
         sys.exit(f"error: not above {EXPECTED_ACCURACY} on every held-out set, as this run should be")

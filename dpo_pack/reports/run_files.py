@@ -17,6 +17,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from dpo_pack.reports.tables import (
 from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import Json, leaves, parse_json, read_json, text_of
-from dpo_pack.system.process import lone_half
+from dpo_pack.system.process import counted, lone_half
 from dpo_pack.training.health import what_can_be_told
 
 _MOST_POINTS = 2_000  # a curve has at most so many points
@@ -50,15 +51,12 @@ _MOST_CHARACTERS = 800  # of a text of such a pair
 
 # The metrics of each chart, by its title. A metric of evaluations, which have intervals, begins with "eval ".
 CHARTS = {
-    "Loss, held out": ("eval loss",),
-    "Reward accuracy, held out": ("eval rewards/accuracies",),
-    "Reward margin, held out": ("eval rewards/margins",),
+    "Loss": ("loss", "eval loss"),
+    "Reward accuracy": ("rewards/accuracies", "eval rewards/accuracies"),
+    "Reward margin": ("rewards/margins", "eval rewards/margins"),
     "Wins against the start, held out": ("eval online/win_rate",),
     "Score, held out": ("eval online/scores",),
     "Score above the start's, held out": ("eval online/score_gain",),
-    "Loss": ("loss",),
-    "Reward accuracy": ("rewards/accuracies",),
-    "Reward margin": ("rewards/margins",),
     "Reward margin, lowest and highest tenth": ("rewards/margins_p10", "rewards/margins_p90"),
     "Rewards": ("rewards/chosen", "rewards/rejected"),
     "Log-probs of a completion, in nats": ("logps/chosen", "logps/rejected"),
@@ -232,6 +230,16 @@ def runs_cells(runs: Sequence[Json]) -> Cells:
     return Cells(("run", "status", "steps", "pairs", "time of steps", "pairs/s"), rows)
 
 
+def run_facts(run: Json) -> str:
+    """Returns when run.json was last written, and the settings that tell one run from another."""
+    date = f"{datetime.fromtimestamp((run['path'] / 'run.json').stat().st_mtime):%Y-%m-%d %H:%M}"
+    values = dict(leaves(run["recipe"], separator="."))
+    named = {"loss": "loss.type", "beta": "loss.beta", "rate": "optim.lr"}
+    settings = [f"{word} {_text(values[key])}" for word, key in named.items() if key in values]
+    pairs = values.get("packing.pairs_per_step")
+    return ", ".join([date, *settings, *([] if pairs is None else [f"{counted(pairs, 'pair')} a step"])])
+
+
 def differing_keys(runs: Sequence[Json]) -> Cells:
     """Returns the keys of the recipes and of run.json's versions that differ, with each run's value."""
     also = ("dpo_pack", "versions", "devices", "git_commit")
@@ -296,10 +304,11 @@ def chart_data(runs: Sequence[Json]) -> Json:
             steps.append([line["step"] for line in lines])
     charts = []
     for title, of_chart in CHARTS.items():
+        has_metrics = len({metric.removeprefix("eval ") for metric in of_chart}) > 1
         curves = []
         for place, (number, names, values) in enumerate(tracks):
             for metric in (metric for metric in of_chart if metric in values):
-                words = [*names, metric.rpartition("/")[2].replace("_", " ")] if len(of_chart) > 1 else names
+                words = [*names, metric.rpartition("/")[2].replace("_", " ")] if has_metrics else names
                 label = " ".join(words) or "training"
                 curves.append({"run": number, "label": label, "steps": place, "values": values[metric]})
         if curves:

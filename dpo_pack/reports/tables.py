@@ -85,7 +85,8 @@ def render_evaluations(sets: Mapping[str, Json], console: Console, *, beta: floa
                 told = f"B - A: {difference}"
         title = f"{name}: {pairs_and_prompts(found.get('a', found))}"
         console.print(terminal_table(title, evaluation_cells(columns), no_wrap=True))
-        console.print(terminal_table(f"{name}, by group", group_cells(judged), no_wrap=True))
+        if (groups := group_cells(judged)).rows:
+            console.print(terminal_table(f"{name}, by group", groups, no_wrap=True))
         if told:
             console.print(f"{told}.")
         if "length/prefers_longer" in found:
@@ -116,8 +117,9 @@ def group_cells(record: Json) -> Cells:
     rows = [
         (group, f"{of['pairs']:,}", *(estimate(of, metric) for metric in metrics))
         for group, of in groups.items()
+        if of["pairs"] >= 5  # fewer say nothing
     ]
-    return Cells(("", "pairs", "reward accuracy", "reward margin"), rows)
+    return Cells(("group (5 pairs or more)", "pairs", "reward accuracy", "reward margin"), rows)
 
 
 def estimate(record: Json, metric: str) -> str:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,11 @@ def test_the_page_has_curves_evaluations_warnings_and_files(run: Path) -> None:
     ):  # fmt: skip
         assert part in text, part
     data = drawn(page)
-    (loss,) = curves(page, "Loss")
+    loss, held_out = curves(page, "Loss")
+    assert [loss["label"], held_out["label"]] == ["training", "held<out>"]
     assert data["steps"][loss["steps"]] == list(range(1, 31))
     assert loss["values"][0][0] == float(f"{math.sin(1) + 1.234567891:.5g}")
-    (accuracy,) = curves(page, "Reward accuracy, held out")
+    _, accuracy = curves(page, "Reward accuracy")
     assert accuracy["label"] == "held<out>" and accuracy["values"] == [[0.5, 0.75]] * 3
     assert data["steps"][accuracy["steps"]] == [0, 30]
     assert [curve["label"] for curve in curves(page, "Rewards")] == ["chosen", "rejected"]
@@ -128,6 +130,24 @@ def test_the_page_has_curves_evaluations_warnings_and_files(run: Path) -> None:
         "Gradient norm before clipping"
     ]
     assert page.count('class="chart"') == len(data["charts"])
+
+
+def test_a_page_of_one_run_says_which_run_it_is_and_has_no_table_that_says_nothing(run: Path) -> None:
+    outline = Outline()
+    outline.feed(run_page([run]))
+    told = re.search(r" m (.{10}) \d\d:\d\d, loss sigmoid, beta 0.1, rate 1e-06 ", said(run_page([run])))
+    assert told is not None and told[1] == f"{date.fromtimestamp((run / 'run.json').stat().st_mtime)}"
+    assert outline.tags.count("table") == 2  # the evaluation, and its three groups of seven pairs
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text()) | {"packing": {"pairs_per_step": 1}}
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    few, enough = evaluation(31, 0.5), evaluation(31, 0.5)
+    for name in ("books", "<i>web"):
+        few["by_source"][name] = {**few["by_source"][name], "pairs": 4}
+    write_rows(run / "metrics.jsonl", [enough, few])
+    page = run_page([run])
+    outline = Outline()
+    outline.feed(page)
+    assert "rate 1e-06, 1 pair a step" in said(page) and outline.tags.count("table") == 1
 
 
 def test_more_than_2000_lines_become_means_of_successive_lines_and_the_page_says_so(tmp_path: Path) -> None:
@@ -173,7 +193,7 @@ def test_nothing_from_a_run_can_end_the_script_or_become_markup(run: Path) -> No
     page = run_page([run])
     assert "<script>alert" not in page and "<b></" not in page
     assert page.count("</script>") == 2
-    assert curves(page, "Loss, held out")[1]["label"] == evil and said(page).count(evil) >= 5
+    assert curves(page, "Loss")[-1]["label"] == evil and said(page).count(evil) >= 5
 
 
 def test_samples_stand_side_by_side_and_the_last_of_the_policy_counts(run: Path) -> None:
@@ -237,11 +257,11 @@ def test_several_runs_lie_over_each_other_with_the_keys_in_which_they_differ(tmp
         "a, step 30 b, step 30 c, step 30 measured on 7 pairs 7 pairs 7 pairs reward accuracy 0.750" in text
     )
     assert "output_dir" not in text.split("recipe.yaml of")[0]
-    assert [curve["label"] for curve in curves(page, "Loss")] == ["a", "b", "c"]
+    labels = [f"{run}{held_out}" for run in "abc" for held_out in ("", " held<out>")]
+    assert [curve["label"] for curve in curves(page, "Loss")] == labels
     assert [(curve["run"], curve["label"]) for curve in curves(page, "Rewards")][:3] == [
         (0, "a chosen"), (0, "a rejected"), (1, "b chosen")
     ]  # fmt: skip
-    assert [curve["label"] for curve in curves(page, "Loss, held out")][2] == "c held<out>"
 
 
 def test_the_page_of_an_online_run_has_win_rates_and_scores_and_nothing_empty(run: Path) -> None:
@@ -309,7 +329,7 @@ def test_a_browser_draws_every_chart_on_a_narrow_screen(num_runs: int, tmp_path:
     )
     assert title is not None
     charts, canvases, width, screen, cut_tables = map(int, title.groups())
-    assert charts == canvases == 15 and width <= screen
+    assert charts == canvases == 12 and width <= screen
     assert cut_tables == 0, "a table shows all its columns"
 
 

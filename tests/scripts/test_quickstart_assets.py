@@ -64,7 +64,14 @@ def test_dpo_learns_both_preferences_and_the_summary_says_so(
     assert summary.returncode == 0, summary.stderr
     told = whole_runs.text(console)
     for name in ("tone", "topic"):
-        assert re.search(rf"{name} \((1\.00|0\.9\d) of pairs right\): ", summary.stdout)
+        found = rf"  {name}: .+, in (100|9\d)\.\d% of the pairs\n    question  (.+)\n"
+        told_of = re.search(rf"{found}    before    (.+)\n    after     (.+)\n", summary.stdout)
+        assert told_of is not None
+        _, question, before, after = told_of.groups()
+        for tone, answer in (("dismissive", before), ("courteous", after)):
+            assert answer.startswith(make_quickstart.TONES[tone][0]), answer
+        (goal,) = (goal for goal in make_quickstart.ADVICE if goal in question)
+        assert f" To {goal.rpartition(' ')[0]} there, " in after
         learned = rf"What was learned, on {name}: [^\n]+\s+before +after[^\n]+\s+[─ ]+"
         learned += r"\s+reward accuracy +0\.500 \([^)]+\) +(1\.00|0\.9\d)"
         assert re.search(learned, told)

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
+BROWSERS = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "chrome",
+    "headless_shell",
+    "chromium-headless-shell",
+)
 
 
 def browser() -> str:

@@ -5,11 +5,12 @@
   const PALETTE = ["computed", "rejected", "chosen", "merged", "gold", "pink", "soft"];
   const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-  const format = (value) => {
+  // Axes have more digits than legends, so that no two ticks look alike.
+  const format = (value, digits = 3) => {
     const size = Math.abs(value);
     if (value == null) return "–";
     if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("e+", "e");
-    return value.toLocaleString("en", { maximumSignificantDigits: 5 });
+    return value.toLocaleString("en", Number.isInteger(value) ? {} : { maximumSignificantDigits: digits });
   };
 
   // The running mean of a curve; its first values weigh more, so that it does not begin at 0.
@@ -53,7 +54,7 @@
       scales: { x: { time: false }, y: isLog ? { distr: 3 } : {} },
       axes: [
         { ...axis, size: 28, values: (u, ticks) => ticks.map((t) => Number.isInteger(t) ? format(t) : "") },
-        { ...axis, size: 58, values: (u, ticks) => ticks.map((t) => t == null ? "" : format(t)) },
+        { ...axis, size: 58, values: (u, ticks) => ticks.map((t) => t == null ? "" : format(t, 5)) },
       ],
       cursor: { sync: { key: "steps" }, focus: { prox: many ? 24 : -1 } }, focus: { alpha: 0.25 },
     }, uPlot.join(tables), element);
