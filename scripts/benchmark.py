@@ -48,8 +48,7 @@ from benchmarking.process import (
 )
 from benchmarking.report import Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, machine, other_work
-from benchmarking.shapes import SHAPES, flops_shape, shape_config
-from benchmarking.work import Work, forward_parts, work_of
+from benchmarking.shapes import SHAPES, Work, flops_shape, forward_parts, shape_config, work_of
 from benchmarking.workloads import HH_VOCABULARY, WORKLOADS, Workload, make_workload
 
 from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, PairLengths

@@ -206,7 +206,7 @@ def _do(job: dict[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
 def _measure_here(
     contender: Contender, setting: Setting, scratch: Path, spawned_at: float | None
 ) -> Measurement:
-    from benchmarking.memory import forget_peak, peak_memory_bytes
+    from benchmarking.peak import forget_peak, peak_memory_bytes
     from benchmarking.run_dpo_pack import run_dpo_pack
     from benchmarking.run_trl import run_trl
     from dpo_pack.system.errors import first_line, is_out_of_memory

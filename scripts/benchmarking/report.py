@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarking.contenders import Measurement
 from benchmarking.results import hardware
-from benchmarking.work import Work
+from benchmarking.shapes import Work
 
 GIB = 2**30
 # benchmark_gpu.sh looks for these two.

@@ -12,8 +12,7 @@ from benchmark import Plan, run_plan
 from benchmarking.contenders import MALLOCS, Contender, Measurement, Setting, trl_variants
 from benchmarking.report import NOT_COMPARABLE, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, other_work
-from benchmarking.shapes import SHAPES, flops_shape, save_model
-from benchmarking.work import Work
+from benchmarking.shapes import SHAPES, Work, flops_shape, save_model
 from benchmarking.workloads import Workload, make_workload
 
 
