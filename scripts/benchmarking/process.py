@@ -198,7 +198,7 @@ def _do(job: dict[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
         directory = scratch / str(number)
         directory.mkdir()
         measurement = _measure_here(contender, setting, directory, spawned_at)
-        yield measurement.to_json()
+        yield asdict(measurement)
         if measurement.failure not in (None, OUT_OF_MEMORY):
             return  # after most CUDA errors nothing runs in this process
 
