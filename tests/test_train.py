@@ -20,9 +20,7 @@ from support.device_reads import no_reads
 from support.marks import slow
 from support.rows import write_rows
 from support.run_files import records, timeless, weights
-from support.tiny_models import tiny_model
-from support.tiny_run import NUM_PAIRS
-from support.tiny_tokenizer import tiny_tokenizer
+from support.tiny_run import NUM_PAIRS, tiny_checkpoint
 from support.whole_runs import stop_after, whole_run
 from transformers import AutoModelForCausalLM
 
@@ -114,8 +112,7 @@ def test_a_run_that_failed_before_its_first_step_is_no_hindrance(
 def test_a_reference_of_its_own_is_used_and_gone_before_training(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer()))
-    other.save_pretrained(tmp_path / "reference")
+    tiny_checkpoint(tmp_path / "reference", seed=5)
     loaded: list[str] = []
 
     def spy(facts: ModelFacts, **settings: Any) -> Any:
@@ -304,8 +301,7 @@ def test_warnings_are_told_once_and_are_in_run_json_and_not_repeated_after_resum
     assets: Path, tmp_path: Path, console: Console
 ) -> None:
     # A reference that is another model: the first loss is far from log 2.
-    other = tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer()))
-    other.save_pretrained(tmp_path / "reference")
+    tiny_checkpoint(tmp_path / "reference", seed=5)
     overrides = (f"reference.path={tmp_path / 'reference'}", "loss.beta=1", "train.max_steps=4")
     recipe = whole_run(assets, tmp_path / "run", *overrides)
     stop_after(2, recipe, console)
