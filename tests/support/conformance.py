@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     name: {"beta": 0.1, **settings}
     for name, settings in {
         **{name: {"loss_type": [name]} for name in _PLAIN},
-        **{name: {"loss_type": [name], "label_smoothing": 0.1} for name in ("exo_pair", "robust")},
+        **{name: dict[str, Any](loss_type=[name], label_smoothing=0.1) for name in ("exo_pair", "robust")},
         "forward_kl": {"loss_type": ["sigmoid"], "f_divergence_type": "forward_kl"},
         "js_divergence": {"loss_type": ["sigmoid"], "f_divergence_type": "js_divergence"},
         "sigmoid_beta05": {"loss_type": ["sigmoid"], "beta": 0.5},

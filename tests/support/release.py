@@ -57,8 +57,14 @@ def losses(run: Path) -> list[float]:
 
 def make_release(directory: Path) -> None:
     """Writes all files into an empty `directory`."""
-    size = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 4}
-    tiny_checkpoint(directory / "model", num_hidden_layers=1, **size)
+    tiny_checkpoint(
+        directory / "model",
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=4,
+    )
     rows = [
         {"prompt": f"which is {colour}?", "chosen": f" {colour} yes", "rejected": f" {other} no"}
         for colour, other in zip(_COLOURS, _COLOURS[1:] + _COLOURS[:1], strict=True)
