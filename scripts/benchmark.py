@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,8 +48,7 @@ from benchmarking.process import (
 )
 from benchmarking.report import Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, machine, other_work
-from benchmarking.shapes import SHAPES, flops_shape, shape_config
-from benchmarking.work import Work, forward_parts, work_of
+from benchmarking.shapes import SHAPES, Work, flops_shape, forward_parts, shape_config, work_of
 from benchmarking.workloads import HH_VOCABULARY, WORKLOADS, Workload, make_workload
 
 from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, PairLengths
@@ -223,7 +222,7 @@ def run_plan(
     selection = Selection(own=own, with_profile=with_profile, is_trl_known=not plan.microbatches)
 
     def show_what_is_there() -> None:
-        if f"run/0/{own[0].name}" in plan.results:
+        if f"run/0/{own[0].name}" in plan.results.entries:
             show(report_of(plan, facts, selection))
 
     plan.results.after_put = show_what_is_there
@@ -240,7 +239,7 @@ def run_plan(
             _measure_missing(plan, {f"run/{repeat}/{contender.name}": contender}, plan.setting)
     if with_profile:
         _profile_missing(plan, own[0])
-    if f"run/0/{own[0].name}" not in plan.results:
+    if f"run/0/{own[0].name}" not in plan.results.entries:
         raise TimeIsUp  # there is nothing to report on
     return report_of(plan, facts, selection)
 
@@ -296,7 +295,7 @@ class Selection:
                   for repeat in range(plan.repeats) for one in self.contenders}  # fmt: skip
         if self.with_profile:
             wanted["the profile"] = "profile"
-        missing = [name for name, key in wanted.items() if key not in plan.results]
+        missing = [name for name, key in wanted.items() if key not in plan.results.entries]
         missing += [] if self.is_trl_known else ["TRL"]
         return [*missing, *(f"{name}, in the sweep" for name in self.untried)]
 
@@ -304,17 +303,17 @@ class Selection:
 def report_of(plan: Plan, facts: Facts, selection: Selection) -> Report:
     """The report on what there is. Of the turns it has those that all have had, or else the first."""
     results = plan.results
-    contenders = [one for one in selection.contenders if f"run/0/{one.name}" in results]
+    contenders = [one for one in selection.contenders if f"run/0/{one.name}" in results.entries]
     turns = [
         repeat
         for repeat in range(plan.repeats)
-        if not repeat or all(f"run/{repeat}/{one.name}" in results for one in selection.contenders)
+        if not repeat or all(f"run/{repeat}/{one.name}" in results.entries for one in selection.contenders)
     ]
     runs: dict[str, Sequence[Measurement]] = {
         one.name: [results.measurement(f"run/{repeat}/{one.name}") for repeat in turns] for one in contenders
     }
     differences, disagreements = compare_work(plan, contenders, runs)
-    peaks = [results[f"peak/{repeat}"] for repeat in turns if f"peak/{repeat}" in results]
+    peaks = [results.entries[f"peak/{repeat}"] for repeat in turns if f"peak/{repeat}" in results.entries]
     return Report(
         **facts.fields,
         peaks=peaks,
@@ -324,7 +323,7 @@ def report_of(plan: Plan, facts: Facts, selection: Selection) -> Report:
         differences=differences,
         disagreements=disagreements,
         missing=selection.missing(plan),
-        profile=profile_of(plan, facts, results.get("profile")),
+        profile=profile_of(plan, facts, results.entries.get("profile")),
     )
 
 
@@ -382,7 +381,7 @@ def fastest_of_trl(plan: Plan) -> tuple[list[Contender], list[str]]:
     if plan.quick:
         sweep.reverse()  # those that are most often the fastest come first
     rates = _sweep(plan, sweep)
-    tried = [contender for contender in sweep if f"sweep/{contender.name}" in plan.results]
+    tried = [contender for contender in sweep if f"sweep/{contender.name}" in plan.results.entries]
     failed = [
         contender
         for contender in tried
@@ -394,7 +393,7 @@ def fastest_of_trl(plan: Plan) -> tuple[list[Contender], list[str]]:
     compiled = plan.setting.warmup_steps > 0
     variants = list(trl_variants(fastest, failed, device=plan.setting.device, compiled=compiled))
     rates |= _sweep(plan, variants)
-    untried = [one.name for one in (*sweep, *variants) if f"sweep/{one.name}" not in plan.results]
+    untried = [one.name for one in (*sweep, *variants) if f"sweep/{one.name}" not in plan.results.entries]
     return sorted(rates, key=lambda contender: -rates[contender])[:NUM_FINALISTS], untried
 
 
@@ -424,14 +423,14 @@ def _sweep(plan: Plan, contenders: Sequence[Contender]) -> dict[Contender, float
     _measure_missing(plan, {f"sweep/{contender.name}": contender for contender in contenders}, setting)
     rates = {}
     for contender in contenders:
-        run = plan.results.get(f"sweep/{contender.name}")
+        run = plan.results.entries.get(f"sweep/{contender.name}")
         if run is not None and run["failure"] is None:
             rates[contender] = 1 / Measurement(**run).seconds_a_pair(warmup_steps=setting.warmup_steps)
     return rates
 
 
 def _sweeps(plan: Plan) -> Iterator[Measurement]:
-    for key in plan.results.content["entries"]:
+    for key in plan.results.entries:
         if key.startswith("sweep/"):
             yield plan.results.measurement(key)
 
@@ -447,7 +446,7 @@ def _measure_missing(plan: Plan, wanted: dict[str, Contender], setting: Setting)
 
     Raises TimeIsUp; in little time it leaves the rest, and the page says what is missing.
     """
-    missing = {key: contender for key, contender in wanted.items() if key not in plan.results}
+    missing = {key: contender for key, contender in wanted.items() if key not in plan.results.entries}
     if not missing:
         return
     measured = measure(
@@ -457,13 +456,13 @@ def _measure_missing(plan: Plan, wanted: dict[str, Contender], setting: Setting)
         for key in missing:
             seconds_until(plan.stop_at)
             run = next(measured)
-            plan.results.put(key, run.to_json())
+            plan.results.put(key, asdict(run))
             rate = 0.0 if run.failure else 1 / run.seconds_a_pair(warmup_steps=setting.warmup_steps)
             print(f"{key}: {run.failure or f'{rate:.2f} pairs/s'}", flush=True)
 
 
 def _profile_missing(plan: Plan, contender: Contender) -> None:
-    if "profile" not in plan.results:
+    if "profile" not in plan.results.entries:
         with _leaving_the_rest(plan):
             plan.results.put("profile", profile(contender, plan.setting, stop_at=plan.stop_at))
 
@@ -474,7 +473,7 @@ def _leaving_the_rest(plan: Plan) -> AbstractContextManager[object]:
 
 def _peak(plan: Plan, repeat: int) -> None:
     key = f"peak/{repeat}"
-    if key not in plan.results:
+    if key not in plan.results.entries:
         seconds_until(plan.stop_at)
         plan.results.put(key, measure_peak(plan.setting.device, plan.compute_dtype))
 

@@ -32,7 +32,13 @@ from transformers import (
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "tests")]  # the tokenizer and the plain loop are in tests/
 
-from support.conformance import COARSE_CASES, TokenIds, conformance_recipe, steps_in_float64  # noqa: E402
+from support.conformance import (  # noqa: E402
+    COARSE_CASES,
+    SETTINGS,
+    TokenIds,
+    conformance_recipe,
+    steps_in_float64,
+)
 from support.oracle import completion_logps_one_by_one  # noqa: E402
 from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer  # noqa: E402
 
@@ -40,31 +46,6 @@ DIRECTORY = ROOT / "tests" / "fixtures" / "conformance"
 NUM_PAIRS, PAIRS_PER_STEP = 96, 16
 LEARNING_RATE = 5e-4
 
-# The names are TRL's.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "sigmoid": {"loss_type": ["sigmoid"]},
-    "sigmoid_beta05": {"loss_type": ["sigmoid"], "beta": 0.5},
-    "hinge": {"loss_type": ["hinge"]},
-    "ipo": {"loss_type": ["ipo"]},
-    "exo_pair": {"loss_type": ["exo_pair"], "label_smoothing": 0.1},
-    "nca_pair": {"loss_type": ["nca_pair"]},
-    "robust": {"loss_type": ["robust"], "label_smoothing": 0.1},
-    "bco_pair": {"loss_type": ["bco_pair"]},
-    "sppo_hard": {"loss_type": ["sppo_hard"]},
-    "apo_zero": {"loss_type": ["apo_zero"]},
-    "apo_down": {"loss_type": ["apo_down"]},
-    "discopop": {"loss_type": ["discopop"]},
-    "sigmoid_norm": {"loss_type": ["sigmoid_norm"], "beta": 5.0},
-    "sigmoid_plus_sft": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
-    "forward_kl": {"loss_type": ["sigmoid"], "f_divergence_type": "forward_kl"},
-    "js_divergence": {"loss_type": ["sigmoid"], "f_divergence_type": "js_divergence"},
-    "alpha_divergence": {
-        "loss_type": ["sigmoid"],
-        "f_divergence_type": "alpha_divergence",
-        "f_alpha_divergence_coef": 0.5,
-    },
-    "wpo": {"loss_type": ["sigmoid"], "use_weighting": True},
-}
 METRICS = (
     "loss",
     "grad_norm",
@@ -105,7 +86,6 @@ def main() -> None:
         add_noise(model)
     cases: dict[str, Any] = {}
     for case, settings in SETTINGS.items():
-        settings = {"beta": 0.1, **settings}
         cases[case] = {"settings": settings, "steps": trl_steps(rows, settings)}
         if case in COARSE_CASES:
             recipe = conformance_recipe(DIRECTORY, DIRECTORY, case, "shared, budget 8192")

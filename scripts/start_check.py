@@ -9,14 +9,15 @@ its number. What is in the file of results is not tried again. Prints the table 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "tests")]  # the tiny models are in tests/
 
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from support.kernels import OtherKernel  # noqa: E402
 from support.loading import CPU, facts_of  # noqa: E402
@@ -45,13 +47,8 @@ from dpo_pack.training.references import check_start  # noqa: E402
 
 # The most that oneDNN may use, and ATen's level. oneDNN uses more than at the level before, or this
 # CPU lacks it.
-LEVELS = {
-    "SSE41": "default",
-    "AVX2": "avx2",
-    "AVX512_CORE": "avx512",
-    "AVX512_CORE_BF16": "avx512",
-    "AVX512_CORE_AMX": "avx512",
-}
+LEVELS = {"SSE41": "default", "AVX2": "avx2"}
+LEVELS |= dict.fromkeys(("AVX512_CORE", "AVX512_CORE_BF16", "AVX512_CORE_AMX"), "avx512")
 OTHER_KERNEL = "other kernel"  # the machine's own level, with a switch of kernels that needs no AVX-512
 _SAYS = """
 import torch
@@ -110,18 +107,16 @@ def draw_pairs(is_large: bool, random: np.random.Generator) -> tuple[list[Any], 
     return pairs, max(1, int(np.searchsorted(np.cumsum(sizes), tokens)))
 
 
-@contextmanager
-def with_dropout(scorer: CompletionLogps) -> Iterator[None]:
-    def drop(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return nn.functional.dropout(output, 0.1, training=True)
-
-    hook = scorer.model.get_input_embeddings().register_forward_hook(drop)
-    yield
-    hook.remove()
+Plant = Callable[[pytest.MonkeyPatch, CompletionLogps], object]
 
 
-@contextmanager
-def with_leak(scorer: CompletionLogps) -> Iterator[None]:
+def dropout(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    embeddings: Any = scorer.model.get_input_embeddings()
+    embed, drop = embeddings.forward, functools.partial(nn.functional.dropout, p=0.1, training=True)
+    patch.setattr(embeddings, "forward", lambda ids: drop(embed(ids)))
+
+
+def leak(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
     """The first token of a row's third part gets half of what attention gives the token before it."""
     attend: Any = scorer.backend
 
@@ -132,12 +127,10 @@ def with_leak(scorer: CompletionLogps) -> Iterator[None]:
             output[begin] = (output[begin] + output[begin - 1]) / 2
         return output
 
-    with scorer.replaced(backend=leaky):
-        yield
+    patch.setattr(scorer, "backend", leaky)
 
 
-@contextmanager
-def with_shift(scorer: CompletionLogps) -> Iterator[None]:
+def shift(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
     """What stands behind a shared prompt stands one position too late."""
     forward = scorer.forward
 
@@ -147,32 +140,23 @@ def with_shift(scorer: CompletionLogps) -> Iterator[None]:
         is_behind = lengths != torch.tensor(row.segments.key_lengths)
         return forward(replace(row, position_ids=row.position_ids + is_behind.repeat_interleave(lengths)))
 
-    scorer.forward = shifted  # type: ignore[method-assign]
-    yield
-    del scorer.forward
+    patch.setattr(scorer, "forward", shifted)
 
 
-@contextmanager
-def with_weights(scorer: CompletionLogps, change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    before = {name: weight.detach().clone() for name, weight in scorer.model.named_parameters()}
+def revision(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """Another one: each weight differs by 10 % of its matrix' standard deviation."""
     for name, weight in scorer.model.named_parameters():
-        weight.data = change(name, weight.data).to(weight.dtype)
-    yield
+        if weight.ndim > 1 and ".lora_" not in name:
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name)))
+            changed = weight.detach() + 0.1 * weight.detach().float().std() * noise
+            patch.setattr(weight, "data", changed.to(weight.dtype))
+
+
+def adapter(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """As it is after one step at a learning rate of 1e-4."""
     for name, weight in scorer.model.named_parameters():
-        weight.data = before[name]
-
-
-def revised(name: str, weight: Tensor) -> Tensor:
-    """Of another revision: each weight differs by 10 % of its matrix' standard deviation."""
-    if weight.ndim < 2 or ".lora_" in name:
-        return weight
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name)))
-    return weight + 0.1 * weight.float().std() * noise
-
-
-def one_step_on(name: str, weight: Tensor) -> Tensor:
-    """Of an adapter after one step at a learning rate of 1e-4."""
-    return weight + 1e-4 if ".lora_B." in name else weight
+        if ".lora_B." in name:
+            patch.setattr(weight, "data", weight.data + 1e-4)
 
 
 def run_trial(number: int, directory: Path) -> dict[str, Any]:
@@ -192,28 +176,26 @@ def run_trial(number: int, directory: Path) -> dict[str, Any]:
         sums = scorer(builder.build(np.arange(len(pairs))).row).sums
         return replace(builder, reference=sums.view(-1, 2).numpy())
 
-    def refusal(reference: RowBuilder, *, proves: bool = False) -> str:
+    def refusal(reference: RowBuilder, *, proves: bool = True) -> str:
         try:
             check_start(scorer, facts, reference, np.arange(num_in_row))
         except RunError as error:
             return str(error)
         return ", ".join(proof.name for proof in prove(scorer, CPU) if not proof.passed) if proves else ""
 
+    def planted(fault: Plant, what: Callable[[], Any]) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch, scorer)
+            return what()
+
     right = cached()
     line: dict[str, Any] = {"number": number, "family": family, "precision": precision, "is_large": is_large}
-    line |= {"tokens": int(builder.row_tokens()[:num_in_row].sum()), "refused": refusal(right, proves=True)}
-    found = {}
-    for plant in (with_dropout, with_leak, with_shift):
-        with plant(scorer):
-            found[plant.__name__] = refusal(right, proves=True)
-    with with_weights(scorer, revised):
-        of_revision = cached()
-    found["another revision"] = refusal(of_revision)
-    with with_weights(scorer, one_step_on):
-        of_adapter = cached() if precision == "float32" else None
-        found["an adapter"] = refusal(right)
-    if of_adapter is not None:
-        found["an adapter in the reference"] = refusal(of_adapter)
+    line |= {"tokens": int(builder.row_tokens()[:num_in_row].sum()), "refused": refusal(right)}
+    found = {each.__name__: planted(each, lambda: refusal(right)) for each in (dropout, leak, shift)}
+    found["revision"] = refusal(planted(revision, cached), proves=False)
+    found["adapter"] = planted(adapter, lambda: refusal(right, proves=False))
+    if precision == "float32":
+        found["adapter in the reference"] = refusal(planted(adapter, cached), proves=False)
     return {**line, "planted": len(found), "missed": [name for name, message in found.items() if not message]}
 
 
@@ -226,9 +208,8 @@ def run_level(given: argparse.Namespace) -> None:
         is_left_out = given.small_only and draw_kind(number)[2]
         if is_left_out or (level, threads, number) in done or time.monotonic() - begun > given.seconds:
             continue
-        with TemporaryDirectory() as directory, ExitStack() as stack:
-            if level == OTHER_KERNEL:
-                stack.enter_context(OtherKernel(more_than_rows=1600 if number % 2 else 100))
+        kernel = OtherKernel(1600 if number % 2 else 100) if level == OTHER_KERNEL else nullcontext()
+        with TemporaryDirectory() as directory, kernel:
             line = run_trial(number, Path(directory))
         with given.results.open("a") as file:
             file.write(json.dumps({"level": level, "threads": threads, **line}) + "\n")

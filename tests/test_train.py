@@ -17,12 +17,11 @@ import pytest
 import torch
 from rich.console import Console
 from support.device_reads import no_reads
+from support.marks import slow
 from support.rows import write_rows
-from support.run_files import assert_same_run, records, timeless, weights
-from support.tiny_models import tiny_model
-from support.tiny_run import NUM_PAIRS
-from support.tiny_tokenizer import tiny_tokenizer
-from support.whole_runs import kill_after, stop_after, whole_run
+from support.run_files import records, timeless, weights
+from support.tiny_run import NUM_PAIRS, tiny_checkpoint
+from support.whole_runs import stop_after, whole_run
 from transformers import AutoModelForCausalLM
 
 import dpo_pack.model.scorer as scorer
@@ -82,25 +81,6 @@ def test_training_learns_and_step_zero_prefers_nothing(straight: Path) -> None:
     assert after["rewards/accuracies"] > 0.9 and after["loss"] < 0.6
 
 
-def test_the_same_recipe_from_the_same_cache_is_bitwise_the_same(
-    straight: Path, assets: Path, tmp_path: Path, console: Console
-) -> None:
-    train(whole_run(assets, tmp_path / "run"), console)
-    assert_same_run(straight, tmp_path / "run")
-
-
-def test_a_killed_run_goes_on_from_its_newest_checkpoint(
-    straight: Path, assets: Path, tmp_path: Path, console: Console
-) -> None:
-    recipe = whole_run(assets, tmp_path / "run", "checkpoint.every_steps=3")
-    kill_after(7, recipe)
-    assert [r["step"] for r in timeless(tmp_path / "run") if r["split"] == "train"] == list(range(1, 8))
-    train(recipe, console)
-    assert "Going on after step 6" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert_same_run(straight, tmp_path / "run")
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2  # checkpoint.keep
-
-
 def test_a_run_that_was_killed_before_its_page_was_whole_gets_it_from_the_same_command(
     straight: Path, assets: Path, tmp_path: Path, console: Console
 ) -> None:
@@ -132,8 +112,7 @@ def test_a_run_that_failed_before_its_first_step_is_no_hindrance(
 def test_a_reference_of_its_own_is_used_and_gone_before_training(
     assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer()))
-    other.save_pretrained(tmp_path / "reference")
+    tiny_checkpoint(tmp_path / "reference", seed=5)
     loaded: list[str] = []
 
     def spy(facts: ModelFacts, **settings: Any) -> Any:
@@ -148,6 +127,26 @@ def test_a_reference_of_its_own_is_used_and_gone_before_training(
     assert loaded == ["reference", "model"]
     first = timeless(tmp_path / "run")[0]
     assert first["split"] == "eval" and abs(first["rewards/margins"]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["simpo", "sft", *slow("orpo", "cpo")])
+def test_a_loss_without_a_reference_computes_and_keeps_none(
+    name: str, assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dpo_pack.run.inputs.prepare_reference", lambda *_: pytest.fail("a reference pass"))
+    loaded: list[str] = []
+
+    def spy(facts: ModelFacts, **settings: Any) -> Any:
+        loaded.append(facts.settings.path)
+        return load_model(facts, **settings)
+
+    monkeypatch.setattr(recipe_models, "load_model", spy)
+    own_cache = f"reference.cache_dir={tmp_path / 'cache'}"
+    train(whole_run(assets, tmp_path / "run", f"loss.type={name}", "optim.lr=3e-3", own_cache), console)
+    before, *_, after = records(tmp_path / "run", "eval")
+    assert after["loss"] < before["loss"] and len(loaded) == 1
+    assert not (tmp_path / "run" / "reference.parquet").exists()
+    assert not (tmp_path / "cache" / "reference").exists()
 
 
 def test_pair_weights_scale_each_pair_s_part_of_the_loss(
@@ -302,8 +301,7 @@ def test_warnings_are_told_once_and_are_in_run_json_and_not_repeated_after_resum
     assets: Path, tmp_path: Path, console: Console
 ) -> None:
     # A reference that is another model: the first loss is far from log 2.
-    other = tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer()))
-    other.save_pretrained(tmp_path / "reference")
+    tiny_checkpoint(tmp_path / "reference", seed=5)
     overrides = (f"reference.path={tmp_path / 'reference'}", "loss.beta=1", "train.max_steps=4")
     recipe = whole_run(assets, tmp_path / "run", *overrides)
     stop_after(2, recipe, console)

@@ -107,9 +107,6 @@ class Measurement:
         """Part of the time that a reference pass of its own takes."""
         return self.reference_seconds / self.pairs / self.seconds_a_pair(warmup_steps=warmup_steps)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def ours(token_budget: int, *settings: str, name: str = "dpo-pack") -> Contender:
     """dpo-pack with a row of so many tokens."""
@@ -128,14 +125,11 @@ def trl(microbatch_pairs: int, **options: Any) -> Contender:
     """TRL; its name says every setting it was tried with."""
     contender = Contender(name="", trainer="trl", microbatch_pairs=microbatch_pairs, **options)
     batch = contender.reference_batch
-    if contender.reference_only:
-        parts = [f"TRL, reference alone, batch {batch}"]
-        parts += [contender.attention] if contender.attention != "sdpa" else []
-        parts += [contender.malloc] if contender.malloc else []
-        return replace(contender, name=", ".join(parts))
-    parts = [f"TRL, micro-batch {microbatch_pairs}"]
-    parts += ["precomputed reference" if contender.precompute else "live reference"]
-    parts += [f"in batches of {batch}"] if batch and contender.precompute else []
+    parts = [f"TRL, reference alone, batch {batch}"]
+    if not contender.reference_only:
+        parts = [f"TRL, micro-batch {microbatch_pairs}"]
+        parts += ["precomputed reference" if contender.precompute else "live reference"]
+        parts += [f"in batches of {batch}"] if batch and contender.precompute else []
     parts += ["grouped by length"] if contender.grouped else []
     parts += ["gradient checkpointing"] if contender.gradient_checkpointing else []
     parts += [contender.attention] if contender.attention != "sdpa" else []

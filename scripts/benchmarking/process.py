@@ -198,7 +198,7 @@ def _do(job: dict[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
         directory = scratch / str(number)
         directory.mkdir()
         measurement = _measure_here(contender, setting, directory, spawned_at)
-        yield measurement.to_json()
+        yield asdict(measurement)
         if measurement.failure not in (None, OUT_OF_MEMORY):
             return  # after most CUDA errors nothing runs in this process
 
@@ -206,7 +206,7 @@ def _do(job: dict[str, Any], scratch: Path) -> Iterator[dict[str, Any]]:
 def _measure_here(
     contender: Contender, setting: Setting, scratch: Path, spawned_at: float | None
 ) -> Measurement:
-    from benchmarking.memory import forget_peak, peak_memory_bytes
+    from benchmarking.peak import forget_peak, peak_memory_bytes
     from benchmarking.run_dpo_pack import run_dpo_pack
     from benchmarking.run_trl import run_trl
     from dpo_pack.system.errors import first_line, is_out_of_memory

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarking.contenders import Measurement
 from benchmarking.results import hardware
-from benchmarking.work import Work
+from benchmarking.shapes import Work
 
 GIB = 2**30
 # benchmark_gpu.sh looks for these two.
@@ -64,9 +64,13 @@ class Report:
         whole = [name for name in self.finalists if not any(run.failure for run in self.runs[name])]
         return max(whole, key=lambda name: statistics.median(self.rates(name)), default=None)
 
+    def rate(self, run: Measurement) -> float:
+        """Pairs a second."""
+        return 1 / run.seconds_a_pair(warmup_steps=self.warmup_steps)
+
     def rates(self, contender: str) -> list[float]:
-        """Pairs a second of each repeat."""
-        return [1 / run.seconds_a_pair(warmup_steps=self.warmup_steps) for run in self.runs[contender]]
+        """Those of each repeat."""
+        return [self.rate(run) for run in self.runs[contender]]
 
     def ratios(self, contender: str) -> list[float]:
         """Of a contender's rates to those of TRL's best, repeat by repeat."""
@@ -169,11 +173,14 @@ def _table(report: Report) -> str:
         rate = statistics.median(rates)
         computed = rate * runs[0].computed_tokens / runs[0].pairs
         share = statistics.median(run.reference_share(warmup_steps=report.warmup_steps) for run in runs)
+        of_steps = f"{report.training_mfu(name):.1%}" if share else ""  # else it has the reference in it
+        seconds = [run.startup_seconds for run in runs if run.startup_seconds is not None]
+        startup = f"{statistics.median(seconds):.1f}" if seconds else ""
         lines.append(
             f"| {name} | {rate:.2f} | {min(rates):.2f} to {max(rates):.2f} | {_ratio(report, name)} | "
             f"{rate * report.work.shared_tokens:,.0f} | {computed:,.0f} | {report.mfu(name):.1%} | "
-            f"{_training_mfu(report, name)} | {f'{share:.0%}' if share else 'in the steps'} | "
-            f"{max(run.peak_memory_bytes for run in runs) / GIB:.2f} | {_startup(runs)} |"
+            f"{of_steps} | {f'{share:.0%}' if share else 'in the steps'} | "
+            f"{max(run.peak_memory_bytes for run in runs) / GIB:.2f} | {startup} |"
         )
     for name, runs in report.runs.items():
         compiled = sum(sum(run.step_graphs[report.warmup_steps :]) for run in runs)
@@ -197,7 +204,7 @@ def _turns(report: Report) -> str:
     lines = ["Every turn, pairs/s, in the order of measuring, and CPU seconds of reference and steps:", ""]
     own = next(iter(report.runs.values()))
     for name, runs in report.runs.items():
-        rates = [run.failure or f"{_rate(run, report):.2f}" for run in runs]
+        rates = [run.failure or f"{report.rate(run):.2f}" for run in runs]
         line = f"- {name}: {', '.join(rates)}"
         if all(run.cpu_seconds for run in (*own, *runs)):  # no run failed
             ratios = [its.cpu_seconds / ours.cpu_seconds for its, ours in zip(runs, own, strict=True)]
@@ -207,26 +214,11 @@ def _turns(report: Report) -> str:
     return "\n".join([*lines, ""])
 
 
-def _rate(run: Measurement, report: Report) -> float:
-    return 1 / run.seconds_a_pair(warmup_steps=report.warmup_steps)
-
-
 def _ratio(report: Report, name: str) -> str:
     if report.best_trl is None:
         return ""
     ratios = report.ratios(name)
     return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
-
-
-def _training_mfu(report: Report, name: str) -> str:
-    """Empty where the reference runs inside the steps."""
-    has_pass = all(run.reference_seconds > 0 for run in report.runs[name])
-    return f"{report.training_mfu(name):.1%}" if has_pass else ""
-
-
-def _startup(runs: Sequence[Measurement]) -> str:
-    seconds = [run.startup_seconds for run in runs if run.startup_seconds is not None]
-    return f"{statistics.median(seconds):.1f}" if seconds else ""
 
 
 def _same_work(report: Report) -> str:
@@ -276,5 +268,5 @@ def _profile(report: Report) -> str:
 def _sweep(report: Report) -> str:
     if not report.sweep:
         return ""
-    parts = [f"- {run.contender}: {run.failure or f'{_rate(run, report):.2f}'}" for run in report.sweep]
+    parts = [f"- {run.contender}: {run.failure or f'{report.rate(run):.2f}'}" for run in report.sweep]
     return "\n".join([f"Sweeps, one run of {report.sweep_pairs} pairs each, pairs/s:", "", *parts, ""])

@@ -37,39 +37,27 @@ class Results:
             )
         return cls(path, content)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.content["entries"]
-
-    def __getitem__(self, key: str) -> Any:
-        return self.content["entries"][key]
-
-    def get(self, key: str) -> Any:
-        return self.content["entries"].get(key)
+    @property
+    def entries(self) -> dict[str, Any]:
+        entries: dict[str, Any] = self.content["entries"]
+        return entries
 
     def put(self, key: str, value: Any) -> None:
         """Keep an entry, at once."""
-        self.content["entries"][key] = value
+        self.entries[key] = value
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json_atomically(self.path, self.content)
         self.after_put()
 
     def measurement(self, key: str) -> Measurement:
-        return Measurement(**self[key])
+        return Measurement(**self.entries[key])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tolerance:
-    """How far two computations of the same steps may be apart."""
-
-    loss: float  # nats
-    grad_norm: float  # relative
-    logps: float  # relative
-
-
-# fp32: sums in another order. bf16: roundings of 2^-9 each, which differ with the shapes of products.
+# How far two computations of the same steps may be apart: loss in nats, the others relative. fp32: sums in
+# another order. bf16: roundings of 2^-9 each, which differ with the shapes of products.
 TOLERANCES = {
-    "fp32": Tolerance(loss=1e-4, grad_norm=5e-4, logps=2e-6),
-    "bf16": Tolerance(loss=2e-2, grad_norm=5e-2, logps=5e-3),
+    "fp32": {"loss": 1e-4, "grad_norm": 5e-4, "logps": 2e-6},
+    "bf16": {"loss": 2e-2, "grad_norm": 5e-2, "logps": 5e-3},
 }
 
 
@@ -94,9 +82,8 @@ def largest_differences(
     return found
 
 
-def other_work(found: dict[str, float], tolerance: Tolerance, *, who: str) -> list[str]:
+def other_work(found: dict[str, float], limits: dict[str, float], *, who: str) -> list[str]:
     """What shows that two contenders did not do the same, a line each; empty: their times can be compared."""
-    limits = {"loss": tolerance.loss, "grad_norm": tolerance.grad_norm, "logps": tolerance.logps}
     return [
         f"{who} does not do the same work: {name} differs by {difference:.3g}, "
         f"at most {limits[name]:.3g} is rounding"

@@ -1,72 +1,34 @@
-"""Models by shape, with random weights: what a step costs does not depend on what the weights are."""
+"""Models by shape, with random weights: what a step costs does not depend on what the weights are. And what a
+benchmark's pairs cost, the same for every contender: tokens and FLOPs."""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarking.workloads import BOS_ID, EOS_ID, FIRST_ORDINARY_ID, PAD_ID
-from dpo_pack.packing.lengths import ModelShape
+from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, PairLengths, pair_flops
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 32768}
 _QWEN: dict[str, Any] = {
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "num_key_value_heads": 2,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
+    **{"model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 1e6, "tie_word_embeddings": True},
     "max_position_embeddings": 32768,
 }
-_LLAMA_3: dict[str, Any] = {**_LLAMA, "vocab_size": 128256, "num_key_value_heads": 8, "rope_theta": 5e5}
+_LLAMA_3: dict[str, Any] = {**_LLAMA, "num_key_value_heads": 8, "rope_theta": 5e5}
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Small ones are Llamas that a CPU trains in seconds; large ones are Qwen2.5's and Llama 3.1's.
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        **_LLAMA,
-        "vocab_size": 512,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    },
-    "7m": {
-        **_LLAMA,
-        "vocab_size": 8192,
-        "hidden_size": 256,
-        "intermediate_size": 688,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-    },
-    "25m": {
-        **_LLAMA,
-        "vocab_size": 32000,
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 7,
-        "num_attention_heads": 6,
-        "tie_word_embeddings": True,
-    },
-    "0.5b": {
-        **_QWEN,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-    },
-    "1.5b": {
-        **_QWEN,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-    },
-    "8b": {
-        **_LLAMA_3,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
+    name: {**common, **dict(zip(_SIZES, sizes, strict=True))}
+    for name, common, *sizes in (
+        ("tiny", _LLAMA, 512, 32, 64, 2, 2),
+        ("7m", _LLAMA, 8192, 256, 688, 4, 4),
+        ("25m", {**_LLAMA, "tie_word_embeddings": True}, 32000, 384, 1024, 7, 6),
+        ("0.5b", _QWEN, 151936, 896, 4864, 24, 14),
+        ("1.5b", _QWEN, 151936, 1536, 8960, 28, 12),
+        ("8b", _LLAMA_3, 128256, 4096, 14336, 32, 32),
+    )
 }
 
 
@@ -115,3 +77,43 @@ def numbered_tokenizer(vocabulary: int) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Means over the pairs."""
+
+    shared_tokens: float  # of a pair, with its common prefix once
+    unshared_tokens: float  # of a pair, with both sequences whole
+    scored_tokens: float
+    training_flops: float  # of a pair: common prefix once, the head only at completion positions
+    reference_flops: float
+
+    @property
+    def flops(self) -> float:
+        """Of a pair, reference included: the numerator of every contender's MFU."""
+        return self.training_flops + self.reference_flops
+
+
+def work_of(shape: ModelShape, lengths: PairLengths, *, lora: bool) -> Work:
+    """What DPO on these pairs has to compute at the least."""
+    passes = ADAPTER_PASSES if lora else TRAINING_PASSES
+    forward = pair_flops(shape, lengths, share_prompt=True, passes=1.0)
+    return Work(
+        shared_tokens=float(lengths.row_tokens(share_prompt=True).mean()),
+        unshared_tokens=float(lengths.row_tokens(share_prompt=False).mean()),
+        scored_tokens=float(lengths.completion_tokens().mean()),
+        training_flops=float(forward.mean()) * passes,
+        reference_flops=float(forward.mean()),
+    )
+
+
+def forward_parts(shape: ModelShape, lengths: PairLengths) -> dict[str, float]:
+    """FLOPs of one forward pass over all of these packed pairs, by where they are spent."""
+    none = replace(shape, token_weights=0.0, head_weights=0, last_block_weights=0.0, state_products=0.0)
+
+    def flops(of: ModelShape) -> float:
+        return float(pair_flops(of, lengths, share_prompt=True, passes=1.0).sum())
+
+    head, attention = flops(replace(none, head_weights=shape.head_weights, attention=())), flops(none)
+    return {"layers": flops(shape) - head - attention, "head": head, "attention": attention}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,14 +129,12 @@ class Workload:
     def lengths(self) -> PairLengths:
         """Of every pair; `shared` counts the tokens both sequences begin with."""
         rows = self.rows(self.num_pairs)
-        both = [
-            (row["prompt_ids"] + row["chosen_ids"], row["prompt_ids"] + row["rejected_ids"]) for row in rows
-        ]
+        both = [[row["prompt_ids"] + row[side] for side in ("chosen_ids", "rejected_ids")] for row in rows]
         return PairLengths(
             prompt=np.array([len(row["prompt_ids"]) for row in rows]),
             chosen=np.array([len(row["chosen_ids"]) for row in rows]),
             rejected=np.array([len(row["rejected_ids"]) for row in rows]),
-            shared=np.array([_common_prefix(chosen, rejected) for chosen, rejected in both]),
+            shared=np.array([len(os.path.commonprefix(sequences)) for sequences in both]),
         )
 
 
@@ -260,9 +259,3 @@ def digest_of(pairs: Iterable[TokenIds]) -> str:
             array: npt.NDArray[np.int64] = np.asarray(ids, dtype="<i8")
             digest.update(len(array).to_bytes(8, "little") + array.tobytes())
     return digest.hexdigest()
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    return next(
-        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
-    )

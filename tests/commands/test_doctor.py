@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.dpopack import Dpopack
-from support.tiny_models import tiny_model
-from support.tiny_tokenizer import tiny_tokenizer
+from support.tiny_run import tiny_checkpoint
 
 import dpo_pack.model.attention as attention
 from dpo_pack.proofs.start_up import prove
@@ -135,7 +134,7 @@ def test_another_model_or_version_is_proved_again(
     config = json.loads((model / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
     changes: list[Callable[[], object]] = [
         lambda: (recipe.parent / "cache" / "proofs.json").unlink(),
-        lambda: tiny_model("llama", seed=1, vocab_size=len(tiny_tokenizer())).save_pretrained(model),
+        lambda: tiny_checkpoint(model, seed=1),
         lambda: (model / "config.json").write_text(json.dumps(config)),
         *(partial(monkeypatch.setattr, f"dpo_pack.run.models.{name}", new) for name, new in PATCHES.items()),
     ]

@@ -165,11 +165,6 @@ def test_templates_that_do_not_close_a_turn_are_counted_and_left_alone() -> None
     assert batch.counts["completions_without_eos"] == 4
 
 
-def test_ids_do_not_depend_on_how_rows_are_batched() -> None:
-    together = ids_of(tokenize(TEXT_ROWS, "preference").pairs)
-    assert [ids_of(tokenize([row], "preference").pairs)[0] for row in TEXT_ROWS] == together
-
-
 def test_token_ids_of_the_user_are_kept() -> None:
     row = {"prompt_ids": [5, 6], "chosen_ids": [7, EOS], "rejected_ids": [7, 8], "weight": 0.5}
     batch = tokenize([row], "tokenized")

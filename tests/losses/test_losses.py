@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from math import exp, log
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
-from support.loss_options import loss_options, pair_logps, softplus
+from support.loss_options import function, loss_options, pair_logps, softplus
 from torch import Tensor
 
 from dpo_pack.losses import preference
@@ -21,11 +20,6 @@ from dpo_pack.training.batches import PairRow
 from dpo_pack.training.step_loss import pair_losses
 
 NAMES = tuple(name for name, loss in LOSSES.items() if loss.needs_reference)
-
-
-def function(name: str) -> Callable[..., Tensor]:
-    found: Callable[..., Tensor] = getattr(preference, name)
-    return found
 
 
 def options_for(name: str, *, beta: float, label_smoothing: float = 0.0) -> LossOptions:
@@ -336,3 +330,34 @@ def test_wpo_weights_by_hand() -> None:
     weights = wpo_weights(alignment, torch.tensor([[2, 3]]))
     assert weights.tolist() == pytest.approx([(1 / 4) / (5 / 8) * exp(-1)])
     assert not weights.requires_grad
+
+
+LOGRATIOS = torch.tensor([2.0, 0.0, -1.0], dtype=torch.float64)
+
+
+def test_the_recipe_names_the_divergences_there_are() -> None:
+    assert set(get_args(LossRecipe.model_fields["f_divergence"].annotation)) == set(DIVERGENCES)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_scores_rise_with_the_logratio_and_stay_finite_at_extremes(name: str) -> None:
+    logratios = torch.tensor([-1e4, -9e3, -650.0, -1.0, 1.0], dtype=torch.float64, requires_grad=True)
+    scores = DIVERGENCES[name](logratios, 0.1)
+    (slopes,) = torch.autograd.grad(scores.sum(), logratios)
+    assert torch.isfinite(scores).all() and torch.isfinite(slopes).all()
+    assert (scores.diff() > 0).all() and (slopes > 0).all()
+    far = torch.tensor([1e4], dtype=torch.float64)
+    bound = {"reverse_kl": 1e4, "forward_kl": 1.0, "js_divergence": log(2), "alpha_divergence": 1 / 0.9}
+    assert DIVERGENCES[name](far, 0.1).item() == pytest.approx(bound[name])
+
+
+def test_a_score_that_float64_holds_is_exact() -> None:
+    logratios = torch.tensor([-599.0, -100.0], dtype=torch.float64)
+    assert DIVERGENCES["forward_kl"](logratios, 0.5).tolist() == pytest.approx([-exp(599), -exp(100)])
+
+
+def test_a_pair_too_wrong_for_float32_gives_a_gradient_that_is_not_finite() -> None:
+    """So that the step is stopped or skipped, instead of going on as if the pair were not there."""
+    logprob = torch.tensor([-1e4], dtype=torch.float32, requires_grad=True)
+    DIVERGENCES["forward_kl"](logprob.double(), 0.5).sum().backward()
+    assert logprob.grad is not None and not torch.isfinite(logprob.grad).any()

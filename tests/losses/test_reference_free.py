@@ -8,10 +8,8 @@ from math import exp, log, nan
 
 import pytest
 import torch
-from support.loss_options import loss_options, pair_logps
-from torch import Tensor
+from support.loss_options import function, loss_options, pair_logps
 
-from dpo_pack.losses import preference
 from dpo_pack.recipe.training import LOSSES
 
 NAMES = tuple(name for name, loss in LOSSES.items() if not loss.needs_reference)
@@ -19,11 +17,6 @@ OPTIONS = loss_options(beta=0.4, simpo_gamma=0.3, cpo_alpha=0.7, mean_chosen_tok
 # Summed log-probs and token counts of three pairs.
 CHOSEN, CHOSEN_TOKENS = [-12.0, -3.5, -0.02], [4, 2, 3]
 REJECTED, REJECTED_TOKENS = [-9.0, -8.0, -40.0], [3, 5, 4]
-
-
-def function(name: str) -> Callable[..., Tensor]:
-    found: Callable[..., Tensor] = getattr(preference, name)
-    return found
 
 
 POLICY = pair_logps(CHOSEN, REJECTED, (CHOSEN_TOKENS, REJECTED_TOKENS))

@@ -16,8 +16,8 @@ from support import tiny_models
 from support.family_errors import GROUPS, SEQUENCES, measure, packs, prove_under_autocast, skip_unless_packed
 from support.groups import CPU, group, make_row
 from support.loading import load_usual
+from support.marks import TEN, slow_but_ten
 from support.oracle import completion_logps_one_by_one, gradients
-from support.ten_families import TEN, slow_but_ten
 from support.tiny_models import tiny_config, tiny_model
 from torch import nn
 from transformers import Gemma2ForCausalLM, PreTrainedModel

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.gradients import assert_same, gradients, proof_rows
 from support.loading import load_usual
+from support.marks import slow
 from support.tiny_models import tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,10 +63,8 @@ class Operations(TorchDispatchMode):
         ("gemma3_text", True),  # with a sliding window
         ("llama", False),
         ("qwen3_5_text", True),  # with gated delta nets
-        pytest.param("lfm2", True, marks=pytest.mark.slow),
-        pytest.param("falcon_h1", True, marks=pytest.mark.slow),  # with Mamba 2 beside attention
-        pytest.param("llama", True, marks=pytest.mark.slow),
-        pytest.param("gemma2", True, marks=pytest.mark.slow),
+        *slow(("falcon_h1", True)),  # with Mamba 2 beside attention
+        *slow(("lfm2", True), ("llama", True), ("gemma2", True)),
     ],
 )
 def test_both_kinds_of_checkpointing_change_no_gradient_and_the_selective_one_computes_no_product_again(

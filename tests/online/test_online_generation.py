@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.loading import load_usual
-from support.tiny_models import tiny_model
+from support.tiny_run import tiny_checkpoint
 from support.tiny_tokenizer import tiny_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,11 +37,7 @@ PLAIN = SamplingSettings(completions_per_prompt=3, max_new_tokens=8)
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(directory)
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(directory)
-    return directory
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -222,9 +218,7 @@ def test_a_stop_string_ends_a_completion_and_is_not_shown_to_judges(policy: Comp
 def test_a_softcap_is_not_lost_where_transformers_takes_sdpa_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny_model("gemma2").save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    model = load_usual(tmp_path).scorer.model
+    model = load_usual(tiny_checkpoint(tmp_path, "gemma2")).scorer.model
     monkeypatch.setattr(type(model), "_supports_sdpa", True)  # as in transformers 5.19
     with generating(model):
         assert model.config._attn_implementation == "eager"

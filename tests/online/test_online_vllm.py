@@ -22,6 +22,7 @@ from support.run_files import timeless
 from support.tiny_adapters import saved_adapter
 from support.tiny_models import tiny_model
 from support.tiny_online import online_recipe, rollouts
+from support.tiny_run import tiny_checkpoint
 from support.tiny_tokenizer import tiny_tokenizer
 from test_online_generation import draws
 from torch import Tensor
@@ -66,11 +67,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[fake_vllm.LLM]]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(path)
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(path)
-    return path
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

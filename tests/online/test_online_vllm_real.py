@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.loading import load_usual
-from support.tiny_models import tiny_model
+from support.tiny_run import tiny_checkpoint
 from support.tiny_tokenizer import tiny_tokenizer
 from test_online_generation import draws
 
@@ -45,11 +45,7 @@ LIKELIEST = SamplingSettings(completions_per_prompt=2, max_new_tokens=12, top_k=
 
 def write_model(directory: Path, family: str = "llama", **changes: Any) -> Path:
     """vLLM's kernels want heads of at least 32."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(directory)
-    sizes: dict[str, Any] = {"hidden_size": 64, "head_dim": 32, **changes}
-    tiny_model(family, vocab_size=len(tokenizer), **sizes).save_pretrained(directory)
-    return directory
+    return tiny_checkpoint(directory, family, **{"hidden_size": 64, "head_dim": 32, **changes})
 
 
 @pytest.fixture(scope="module")

@@ -44,10 +44,10 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 }
 # The quick tests have one precision: fp32, where every sabotage shows. What is hard only where rounding is
 # large has autocast instead. Honest families under autocast are in tests/model/test_families.py.
-IN_FLOAT32 = [p if p == "float32" else pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS]
-UNDER_AUTOCAST = [
-    p if p == "bfloat16 autocast" else pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS
-]
+IN_FLOAT32, UNDER_AUTOCAST = (
+    [quick, *slow(*(other for other in PRECISIONS if other != quick))]
+    for quick in ("float32", "bfloat16 autocast")
+)
 NAMES = ["wiring", "functions", "isolation", "equivalence"]
 RECURRENT = ["qwen3_5_text", "kimi_linear", "lfm2", "falcon_h1"]
 
@@ -109,15 +109,8 @@ def test_an_honest_model_passes_every_proof(family: str, precision: str) -> None
     [
         ("llama", "bfloat16 autocast"),
         ("mistral", "bfloat16"),
-        *(
-            pytest.param(family, precision, marks=pytest.mark.slow)
-            for family, precision in [
-                ("llama", "bfloat16"),
-                ("mistral", "bfloat16 autocast"),
-                ("qwen3", "bfloat16 autocast"),  # its norms of queries and keys leave them in fp32
-                ("gpt2", "bfloat16 autocast"),
-            ]
-        ),
+        *slow(("llama", "bfloat16"), ("mistral", "bfloat16 autocast"), ("gpt2", "bfloat16 autocast")),
+        *slow(("qwen3", "bfloat16 autocast")),  # its norms of queries and keys leave them in fp32
     ],
 )
 def test_a_kernel_that_takes_one_low_precision_and_no_fp32_passes_as_well(
@@ -222,10 +215,7 @@ def test_each_sabotage_fails_its_proof(name: str, precision: str, monkeypatch: p
     [
         "wrong gather",
         "shifted rotary position",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("no gather", "row's metadata ignored", "swapped tails")
-        ),
+        *slow("no gather", "row's metadata ignored", "swapped tails"),
     ],
 )
 def test_sabotage_shows_in_a_mixture_under_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

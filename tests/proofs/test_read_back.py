@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from support.loading import facts_of, load_usual
-from support.ten_families import TEN
+from support.marks import TEN
 from support.tiny_models import tiny_config, tiny_model
 from support.tiny_run import tiny_run
 from support.tiny_tokenizer import tiny_tokenizer

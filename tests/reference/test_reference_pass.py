@@ -1,7 +1,8 @@
-"""The pass that fills the reference cache: right values, nothing lost, nothing computed twice."""
+"""The pass that fills the reference cache: right values, nothing lost or computed twice, its budget."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from rich.console import Console
+from support.crash_points import Files, read_files, write_files
+from support.file_operations import IS_POSSIBLE, Half, Operation, in_forks, traced
 from support.oracle import completion_logps_one_by_one
 from support.reference_pairs import (
     NAMESPACE,
@@ -24,12 +28,14 @@ from support.reference_pairs import (
 from support.refusals import refusal
 from support.tiny_models import tiny_model
 
+import dpo_pack.reference.compute as reference_pass
 from dpo_pack.model.facts import model_shape
 from dpo_pack.model.layout import Row
-from dpo_pack.model.scorer import RowLogps
+from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.reference.cache import FrozenReference, ReferenceCache, sequence_table
-from dpo_pack.reference.compute import compute_missing, find_work, plan_pass
+from dpo_pack.reference.compute import BudgetSearch, compute_missing, fill_cache, find_work, plan_pass
 from dpo_pack.system.errors import CacheError, ModelError
+from dpo_pack.system.files import read_json
 
 
 @pytest.mark.parametrize("mode", ["shared", "unshared", "padded"])
@@ -211,3 +217,133 @@ def test_an_error_that_is_not_about_memory_is_not_taken_for_one(
     monkeypatch.setattr(scorer, "forward", fail)
     with pytest.raises(RuntimeError, match="shapes"):
         run_pass(ReferenceCache(tmp_path, NAMESPACE), [make_table(random_pairs(2))], scorer)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_POSSIBLE, reason="file operations are traced on Linux on x86-64 only")
+def test_a_pass_killed_at_any_file_operation_loses_and_falsifies_nothing(
+    model_path: Path, tmp_path: Path
+) -> None:
+    scorer = load_scorer(model_path)
+    tables = [make_table(random_pairs(8)), make_table(random_pairs(3, seed=1))]
+    settings = replace(SETTINGS, write_every_seconds=0.0)  # a part for each row
+    killed = ReferenceCache(tmp_path, NAMESPACE)
+    moments: list[Files] = []
+
+    def copy(operation: Operation) -> Half | None:
+        if operation.changes:
+            moments.append(read_files(tmp_path))
+        is_write = operation.call == "write" and operation.size > 1
+        return Half(then=lambda: moments.append(read_files(tmp_path))) if is_write else None
+
+    def whole_pass() -> int:
+        run_pass(killed, tables, scorer, settings)
+        return 0
+
+    def go_on_from_each_moment() -> tuple[list[int], list[str]]:
+        """Sequences that each killed pass has kept, and what is wrong after it."""
+        assert traced(whole_pass, [tmp_path], copy) == 0
+        expected = all_sums(killed, tables)
+        kept, wrong = [], []
+        for number, files in enumerate(moments):
+            write_files(tmp_path, files)
+            sums, work = all_sums(killed, tables), find_work(killed, tables)
+            resumed: list[int] = []
+            kept.append(num_cached(work))
+            run_pass(killed, tables, scorer, progress=resumed.append)
+            is_false = (np.isfinite(sums) & (sums != expected)).any()
+            if is_false or sum(resumed) != work.missing.sum() or (all_sums(killed, tables) != expected).any():
+                wrong.append(f"moment {number}")
+            wrong += [str(path) for path in killed.directory.glob("*.damaged")]
+        return kept, wrong
+
+    ((kept, wrong),) = in_forks([go_on_from_each_moment])
+    assert not wrong
+    # What one moment has, the next has too.
+    assert kept[0] == 0 and kept == sorted(kept) and len(set(kept)) > 3
+
+
+def fill(
+    directory: Path,
+    scorer: CompletionLogps,
+    console: Console,
+    *,
+    is_exact: Callable[[int], bool] = lambda token_budget: True,
+    memo: str = "memo.json",
+) -> int | None:
+    """Fills a cache with a search for the longest rows; returns the token budget that is remembered."""
+    cache, tables = ReferenceCache(directory, NAMESPACE), [make_table(random_pairs(30))]
+    search = BudgetSearch(memo_path=directory / memo, key="model on device", is_exact=is_exact)
+    work, shape = find_work(cache, tables), model_shape(scorer.model)
+    settings = replace(SETTINGS, token_budget=50)
+    fill_cache(cache, work, scorer, shape, settings, search=search, console=console)
+    assert find_work(cache, tables).missing.sum() == 0
+    return (read_json(directory / memo) or {}).get("model on device")
+
+
+def text_of(console: Console) -> str:
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_largest_budget_that_fits_is_found_used_and_remembered(
+    model_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_pass, "LARGEST_TOKEN_BUDGET", 400)
+    scorer = SmallMemory(load_scorer(model_path), most_tokens=210)
+    assert fill(tmp_path, scorer, console) == 200
+    assert "rows of up to 200 tokens" in text_of(console)
+    assert [tokens > 210 for tokens in scorer.rows].count(True) == 1  # tried once, and never again
+    again = SmallMemory(load_scorer(model_path), most_tokens=210)
+    assert fill(tmp_path / "second", again, console, memo="../memo.json") == 200
+    assert max(again.rows) <= 200 and len(again.rows) == len(scorer.rows) - 2  # nothing was measured
+
+
+@pytest.mark.parametrize("content", ['{"model on device": "many"}', '{"model on device": 0}', "[1]", '{"m'])
+def test_a_damaged_memo_is_forgotten(
+    content: str, model_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_pass, "LARGEST_TOKEN_BUDGET", 120)  # fits
+    (tmp_path / "memo.json").write_text(content)
+    assert fill(tmp_path, load_scorer(model_path), console) == 120
+
+
+def test_the_search_stays_within_what_the_model_is_exact_for(
+    model_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_pass, "LARGEST_TOKEN_BUDGET", 200)
+    scorer = SmallMemory(load_scorer(model_path), most_tokens=10_000)
+    assert fill(tmp_path, scorer, console, is_exact=lambda token_budget: token_budget <= 110) == 100
+    assert 50 < max(scorer.rows) <= 100
+
+
+def test_memory_that_runs_out_later_is_told_and_remembered(
+    model_path: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_pass, "LARGEST_TOKEN_BUDGET", 200)
+    remembered = fill(tmp_path, SmallMemory(load_scorer(model_path), most_tokens=210, fails_at=(3,)), console)
+    assert remembered is not None and 50 <= remembered <= 100
+    assert f"reference.token_budget={remembered}" in text_of(console)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rows_shrink_until_they_fit(model_path: Path, tmp_path: Path, console: Console) -> None:
+    device = torch.device("cuda")
+    scorer = load_scorer(model_path).to(device)
+    torch.cuda.set_per_process_memory_fraction(0.05)
+    try:
+        cache = ReferenceCache(tmp_path, NAMESPACE)
+        table = make_table(random_pairs(200_000))
+        search = BudgetSearch(memo_path=tmp_path / "memo.json", key="k", is_exact=lambda budget: True)
+        settings = replace(SETTINGS, token_budget=1024, device=device)
+        fill_cache(
+            cache,
+            find_work(cache, [table]),
+            scorer,
+            model_shape(scorer.model),
+            settings,
+            search=search,
+            console=console,
+        )
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert 1024 < read_json(tmp_path / "memo.json")["k"] < reference_pass.LARGEST_TOKEN_BUDGET

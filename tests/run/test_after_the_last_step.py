@@ -105,10 +105,11 @@ FAILURES = {
     "load_best": (checkpoint, "load_trained", raising(RunError("it cannot be read")), BEST),
     "a full disk after load_best": (export, "save_model", raising(FULL), BEST),
 }
+LIKE_OTHERS = (*(f"a full disk at {name}" for name in EXPORTED[1:]), "a full disk after load_best")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if ".json" in name else ()) for name in FAILURES]
+    "name", [*slow(*LIKE_OTHERS), *(name for name in FAILURES if name not in LIKE_OTHERS)]
 )
 def test_the_same_command_finishes_what_failed_after_the_last_step(
     name: str,

@@ -20,6 +20,7 @@ from support.conformance import (
     CONFORMANCE,
     FLOAT64_OF_SHARED,
     LAYOUTS,
+    SETTINGS,
     assert_steps_equal_trl,
     conformance_recipe,
     read_cases,
@@ -36,17 +37,6 @@ from dpo_pack.run.setup import prepare_data, prepare_tokenizer
 from dpo_pack.system import ranks
 from dpo_pack.trainer import Trainer, train
 
-
-def in_our_words(settings: dict[str, Any]) -> dict[str, Any]:
-    """TRL's settings of a case as our `loss` section."""
-    words = {"f_divergence_type": "f_divergence", "f_alpha_divergence_coef": "f_alpha"}
-    loss = {words.get(name, name): value for name, value in settings.items()}
-    types, factors = loss.pop("loss_type"), loss.pop("loss_weights", [1.0])
-    terms = [{"type": name, "weight": factor} for name, factor in zip(types, factors, strict=True)]
-    weighting = {"weighting": "wpo"} if loss.pop("use_weighting", False) else {}
-    return {"type": terms if len(terms) > 1 else types[0], **loss, **weighting}
-
-
 # Several rows a step. Every case meets it.
 COMMON = "shared, budget 512"
 # A layout changes log-probs and never what a loss makes of them. So one case of each kind meets every layout:
@@ -56,6 +46,9 @@ IN_EVERY_LAYOUT = ("sigmoid", "sigmoid_norm", "wpo")
 GONE = {"aot", "aot_unpaired", "ld_alpha"}
 # Quick tests have them and one divergence. Every loss by hand, quick: tests/losses/test_losses.py.
 QUICK = (*IN_EVERY_LAYOUT, "alpha_divergence")
+# And on two ranks these, of which one divides by tokens of the whole step. Each kind of loss on two ranks:
+# tests/run/test_combinations.py.
+ON_TWO_RANKS = (*IN_EVERY_LAYOUT, "sigmoid_plus_sft")
 OTHERS = [(case, layout) for layout in LAYOUTS for case in IN_EVERY_LAYOUT if layout != COMMON]
 
 
@@ -92,8 +85,7 @@ def assert_run_takes_trls_steps(
     directory: Path, case: str, layout: str, tmp_path: Path, cache: Path, console: Console
 ) -> None:
     recipe = conformance_recipe(directory, tmp_path, case, layout, cache=cache)
-    settings = {"loss": in_our_words(read_cases(directory)[case]["settings"])}
-    assert recipe.loss == parse_recipe({**recipe.model_dump(mode="json"), **settings}).loss
+    assert SETTINGS[case] == read_cases(directory)[case]["settings"]
     train(recipe, console)
     assert_steps_equal_trl(directory, case, steps_of(recipe))
 
@@ -129,11 +121,11 @@ def test_every_setting_of_trl_translates_to_the_loss_that_takes_trl_s_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "layout"), [*((case, COMMON) for case in CASES), *OTHERS])
+@pytest.mark.parametrize("case", CASES)
 def test_steps_equal_trl_s_on_the_second_set(
-    case: str, layout: str, second_set: Path, tmp_path: Path, cache: Path, console: Console
+    case: str, second_set: Path, tmp_path: Path, cache: Path, console: Console
 ) -> None:
-    assert_run_takes_trls_steps(second_set, case, layout, tmp_path, cache, console)
+    assert_run_takes_trls_steps(second_set, case, COMMON, tmp_path, cache, console)
 
 
 def assert_run_takes_the_steps_of_the_loop(
@@ -188,18 +180,10 @@ def test_on_the_second_set_we_are_nearer_to_the_loop_in_float64_than_trl_is(
 # ---------------------------------------------------------------------------------------------- Two processes
 
 
-Run = tuple[str, str, str]  # strategy, case, layout
-# Neither layout nor strategy changes what a loss makes of log-probs: a few losses meet all of them. One is
-# plain, one has other gradients where pairs are few.
-FEW = ("sigmoid", "ipo")
-LAYOUT = "shared, budget 512"  # several rows for each rank
-
-
-def _steps_of_runs(directory: Path, tmp_path: Path, runs: list[Run]) -> dict[Run, list[dict[str, Any]]]:
-    """metrics.jsonl of each run, by two processes; their caches are one, so proofs and reference are too."""
-    steps: dict[Run, list[dict[str, Any]]] = {}
+def _steps_of_runs(tmp_path: Path, strategy: str) -> dict[str, list[dict[str, Any]]]:
+    """metrics.jsonl of each case, by two processes; their caches are one, so proofs and reference are too."""
+    steps: dict[str, list[dict[str, Any]]] = {}
     kinds: set[type] = set()
-    strategy = ""
 
     def look(trainer: Trainer) -> None:
         parameters = list(trainer.state.scorer.parameters())
@@ -210,36 +194,22 @@ def _steps_of_runs(directory: Path, tmp_path: Path, runs: list[Run]) -> dict[Run
         else:
             assert grads == []
 
-    for number, run in enumerate(runs):
-        strategy, case, layout = run
-        tree = conformance_recipe(directory, tmp_path, case, layout).model_dump(mode="json")
-        tree |= {"distributed": {"strategy": strategy}, "output_dir": str(tmp_path / f"run-{number}")}
-        kinds.clear()
+    for case in ON_TWO_RANKS:
+        tree = conformance_recipe(CONFORMANCE, tmp_path, case, COMMON).model_dump(mode="json")
+        tree |= {"distributed": {"strategy": strategy}, "output_dir": str(tmp_path / case)}
         recipe = parse_recipe(tree)
         train(recipe, Console(quiet=True), after_step=look)
-        assert kinds == {DTensor if strategy == "fsdp2" else torch.Tensor}
         ranks.wait_for_all()
-        steps[run] = steps_of(recipe)
+        steps[case] = steps_of(recipe)
+    assert kinds == {DTensor if strategy == "fsdp2" else torch.Tensor}
     return steps
-
-
-def assert_runs_equal_trl(directory: Path, tmp_path: Path, runs: list[Run]) -> None:
-    for steps in run_on_ranks(_steps_of_runs, directory, tmp_path, runs):
-        assert steps.keys() == set(runs)
-        for run, lines in steps.items():
-            assert_steps_equal_trl(directory, run[1], lines)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_take_trls_steps_for_every_loss(strategy: str, tmp_path: Path) -> None:
-    assert_runs_equal_trl(CONFORMANCE, tmp_path, [(strategy, case, LAYOUT) for case in CASES])
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_two_processes_take_trls_steps_on_the_second_set(shared_dir: Path, tmp_path: Path) -> None:
-    directory = shared_dir / "conformance" / "llama"
-    runs = [(strategy, case, LAYOUT) for strategy in ("ddp", "fsdp2") for case in FEW]
-    assert_runs_equal_trl(directory, tmp_path, runs)
+def test_two_processes_take_trls_steps(strategy: str, tmp_path: Path) -> None:
+    for steps in run_on_ranks(_steps_of_runs, tmp_path, strategy):
+        assert steps.keys() == set(ON_TWO_RANKS)
+        for case, lines in steps.items():
+            assert_steps_equal_trl(CONFORMANCE, case, lines)

@@ -165,18 +165,6 @@ def test_a_step_is_left_after_the_row_and_the_state_before_it_is_saved(
     assert_same_run(tmp_path / "other", tmp_path / "run")
 
 
-@pytest.mark.parametrize("stop_at", [2, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 7))])
-def test_a_run_stopped_between_steps_goes_on_bitwise(
-    stop_at: int, straight: Path, assets: Path, tmp_path: Path, console: Console
-) -> None:
-    recipe = whole_run(assets, tmp_path / "run")
-    stop = at_step(stop_at, lambda: signal.raise_signal(signal.SIGUSR1))
-    assert stopped(recipe, console, stop).exit_status == 143
-    assert checkpoint_steps(tmp_path / "run") == [stop_at]
-    train(recipe, console)
-    assert_same_run(straight, tmp_path / "run")
-
-
 TWO_SETS = (
     'data.eval=[{path: "${recipe_dir}/heldout.jsonl"}, {path: "${recipe_dir}/pairs.jsonl", name: p}]',
     "reference.token_budget=512",

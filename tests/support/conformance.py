@@ -43,6 +43,38 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+_PLAIN = "sigmoid hinge ipo nca_pair bco_pair sppo_hard apo_zero apo_down discopop".split()  # noqa: SIM905
+# The cases in TRL's words, as expected.json has them.
+SETTINGS: dict[str, dict[str, Any]] = {
+    name: {"beta": 0.1, **settings}
+    for name, settings in {
+        **{name: {"loss_type": [name]} for name in _PLAIN},
+        **{name: dict[str, Any](loss_type=[name], label_smoothing=0.1) for name in ("exo_pair", "robust")},
+        "forward_kl": {"loss_type": ["sigmoid"], "f_divergence_type": "forward_kl"},
+        "js_divergence": {"loss_type": ["sigmoid"], "f_divergence_type": "js_divergence"},
+        "sigmoid_beta05": {"loss_type": ["sigmoid"], "beta": 0.5},
+        "sigmoid_norm": {"loss_type": ["sigmoid_norm"], "beta": 5.0},
+        "sigmoid_plus_sft": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+        "alpha_divergence": {
+            **{"loss_type": ["sigmoid"], "f_divergence_type": "alpha_divergence"},
+            "f_alpha_divergence_coef": 0.5,
+        },
+        "wpo": {"loss_type": ["sigmoid"], "use_weighting": True},
+    }.items()
+}
+
+
+def in_our_words(settings: dict[str, Any]) -> dict[str, Any]:
+    """TRL's settings of a case as our `loss` section."""
+    words = {"f_divergence_type": "f_divergence", "f_alpha_divergence_coef": "f_alpha"}
+    loss = {words.get(name, name): value for name, value in settings.items()}
+    types, factors = loss.pop("loss_type"), loss.pop("loss_weights", [1.0])
+    terms = [{"type": name, "weight": factor} for name, factor in zip(types, factors, strict=True)]
+    weighting = {"weighting": "wpo"} if loss.pop("use_weighting", False) else {}
+    return {"type": terms if len(terms) > 1 else types[0], **loss, **weighting}
+
+
+CASES = {case: in_our_words(settings) for case, settings in SETTINGS.items()}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "shared, budget 8192": {"share_prompt": True, "token_budget": 8192},
     "shared, budget 512": {"share_prompt": True, "token_budget": 512},

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import exp, log
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dpo_pack.losses import preference
 from dpo_pack.losses.preference import LossOptions, PairLogps
 from dpo_pack.recipe.training import LossRecipe
+
+
+def function(name: str) -> Callable[..., Tensor]:
+    """The function of a loss."""
+    found: Callable[..., Tensor] = getattr(preference, name)
+    return found
+
 
 Values = float | list[float] | Tensor
 

@@ -23,8 +23,7 @@ from dpo_pack.run.setup import prepare_data, prepare_tokenizer
 from dpo_pack.trainer import train
 from support.reference_pairs import all_sums
 from support.rows import write_rows
-from support.tiny_models import tiny_model
-from support.tiny_tokenizer import tiny_tokenizer
+from support.tiny_run import tiny_checkpoint
 from support.whole_runs import stop_after
 
 RELEASE = Path(__file__).resolve().parents[1] / "fixtures" / "release"
@@ -58,16 +57,14 @@ def losses(run: Path) -> list[float]:
 
 def make_release(directory: Path) -> None:
     """Writes all files into an empty `directory`."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(directory / "model")
-    size: dict[str, Any] = {
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_attention_heads": 2,
-        "head_dim": 4,
-    }
-    model = tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=1, **size)
-    model.save_pretrained(directory / "model")
+    tiny_checkpoint(
+        directory / "model",
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=4,
+    )
     rows = [
         {"prompt": f"which is {colour}?", "chosen": f" {colour} yes", "rejected": f" {other} no"}
         for colour, other in zip(_COLOURS, _COLOURS[1:] + _COLOURS[:1], strict=True)

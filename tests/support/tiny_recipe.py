@@ -4,10 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
-
 from dpo_pack.recipe.load import Recipe, changed_values, load_recipe, recipe_fields
 from dpo_pack.system.errors import RecipeError
+from support.refusals import refusal
 
 SMALLEST = "output_dir: runs/x\nmodel: {path: org/model}\ndata: {train: pairs.jsonl}\n"
 KEYS = sorted(recipe_fields())
@@ -28,10 +27,7 @@ def changed_keys(old: Recipe, new: Recipe) -> list[str]:
 
 def message_of(function: Callable[[], object]) -> str:
     """The message of the RecipeError, which must be one line in the recipe's own words."""
-    with pytest.raises(RecipeError) as caught:
-        function()
-    message = str(caught.value)
-    assert message.isprintable() and "\n" not in message
+    message = refusal(function, RecipeError)
     for jargon in ("pydantic", "Input should", "ValidationError", "[type=", "literal_error"):
         assert jargon not in message
     return message

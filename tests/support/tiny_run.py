@@ -16,6 +16,14 @@ NUM_PAIRS = 16
 _WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon", "bread", "water")
 
 
+def tiny_checkpoint(directory: Path, family: str = "llama", **changes: Any) -> Path:
+    """Writes a tiny model that embeds the tokens of `tiny_tokenizer`, with it; returns `directory`."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(directory)
+    tiny_model(family, vocab_size=len(tokenizer), **changes).save_pretrained(directory)
+    return directory
+
+
 def tiny_run(directory: Path) -> Path:
     """Write model/, pairs.jsonl, heldout.jsonl and recipe.yaml; return the recipe's path.
 
@@ -23,9 +31,7 @@ def tiny_run(directory: Path) -> Path:
     the directory may be copied; the run will be in run/ and its cache in cache/.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(directory / "model")
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(directory / "model")
+    tiny_checkpoint(directory / "model")
     rows = _pairs(random.Random(0), NUM_PAIRS + 6)
     write_rows(directory / "pairs.jsonl", rows[:NUM_PAIRS])
     write_rows(directory / "heldout.jsonl", rows[NUM_PAIRS:])

@@ -13,9 +13,9 @@ from rich.console import Console
 from support.groups import CPU, group
 from support.rows import write_rows
 from support.run_files import records
-from support.tiny_models import tiny_model
 from support.tiny_recipe import message_of
-from support.tiny_tokenizer import VOCABULARY_SIZE, tiny_tokenizer
+from support.tiny_run import tiny_checkpoint
+from support.tiny_tokenizer import VOCABULARY_SIZE
 from support.two_ranks import run_on_ranks
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -59,9 +59,11 @@ def pairs() -> list[dict[str, list[int]]]:
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("mixture")
-    tiny_tokenizer().save_pretrained(directory / "model")
-    tiny_model("mixtral", vocab_size=VOCABULARY_SIZE).save_pretrained(directory / "model")
+    return with_pairs(tmp_path_factory.mktemp("mixture"), "mixtral")
+
+
+def with_pairs(directory: Path, family: str) -> Path:
+    tiny_checkpoint(directory / "model", family)
     write_rows(directory / "pairs.jsonl", pairs())
     return directory
 
@@ -181,14 +183,10 @@ def test_a_token_counts_once_for_each_sequence_that_has_it() -> None:
 
 
 def test_a_coefficient_is_refused_where_transformers_has_no_such_loss(assets: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "dense"
-    tiny_tokenizer().save_pretrained(directory / "model")
-    write_rows(directory / "pairs.jsonl", pairs())
+    loss = {"router_aux_coef": 0.01}
     for family, what in (("llama", "llama models"), ("deepseek_v3", "deepseek_v3 mixtures")):
-        tiny_model(family, vocab_size=VOCABULARY_SIZE).save_pretrained(directory / "model")
-        recipe = recipe_of(
-            directory, tmp_path / "run", packing=LAYOUTS["some rows"], loss={"router_aux_coef": 0.01}
-        )
+        directory = with_pairs(tmp_path / family, family)
+        recipe = recipe_of(directory, tmp_path / "run", packing=LAYOUTS["some rows"], loss=loss)
         message = message_of(partial(train, recipe, Console(quiet=True)))
         assert message.startswith("loss.router_aux_coef: ") and what in message
         assert message in check_recipe(recipe)[1]
@@ -220,9 +218,6 @@ def test_a_finished_mixture_is_not_finished_with_another_balancing_loss(assets: 
         train(recipe(run, then), Console(quiet=True))
         with pytest.raises(RunError, match=r"another loss\.router_aux_coef"):
             train(recipe(run, now), Console(quiet=True))
-    dense = tmp_path / "dense"
-    tiny_tokenizer().save_pretrained(dense / "model")
-    tiny_model("llama", vocab_size=VOCABULARY_SIZE).save_pretrained(dense / "model")
-    write_rows(dense / "pairs.jsonl", pairs())
+    dense = with_pairs(tmp_path / "dense", "llama")
     for coefficient in (None, 0.0):  # the second run is finished: it has no such loss in any case
         train(recipe("plain", coefficient, dense), Console(quiet=True))

@@ -19,7 +19,7 @@ from start_check import OTHER_KERNEL, run_trial
 from support.kernels import OtherKernel
 from support.marks import slow
 from support.tiny_models import tiny_model
-from support.tiny_run import tiny_run
+from support.tiny_run import tiny_checkpoint, tiny_run
 from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.model.layout import Row
@@ -77,10 +77,8 @@ def test_the_policy_as_it_starts_is_its_reference(
 
 @pytest.mark.parametrize("autocast", [pytest.param("none", marks=pytest.mark.slow), "bfloat16"])
 def test_experts_near_ties_are_no_failure(autocast: str, job: Path, tmp_path: Path, console: Console) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "model")
-    tiny_model("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
-    overrides = (f"model.path={tmp_path / 'model'}", f"model.autocast={autocast}", "packing.token_budget=64")
+    model = tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    overrides = (f"model.path={model}", f"model.autocast={autocast}", "packing.token_budget=64")
     start(job, tmp_path / "cache", console, *overrides, "reference.token_budget=4096")
 
 

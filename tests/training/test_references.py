@@ -12,11 +12,9 @@ import pytest
 from rich.console import Console
 from support.marks import slow
 from support.run_files import losses, records
-from support.tiny_models import tiny_model
-from transformers import AutoTokenizer
+from support.tiny_run import tiny_checkpoint
 
 from dpo_pack.recipe.load import Recipe, load_recipe
-from dpo_pack.run.setup import prepare_tokenizer
 from dpo_pack.system.errors import ModelError
 from dpo_pack.trainer import train
 
@@ -61,13 +59,9 @@ def test_a_reference_that_follows_at_once_is_the_policy(lora: str, make: Make, c
 
 
 @pytest.fixture(scope="module")
-def biased(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model whose projections have biases."""
-    base = tmp_path_factory.mktemp("biased")
-    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
-    tokenizer.save_pretrained(base)
-    tiny_model("llama", vocab_size=len(tokenizer), attention_bias=True).save_pretrained(base)
-    return base
+    return tiny_checkpoint(tmp_path_factory.mktemp("biased"), attention_bias=True)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +107,7 @@ def test_a_reference_of_other_weights_becomes_the_policy_with_its_adapter(
     from support.tiny_adapters import saved_adapter
 
     base, other = Path(make("run", "{}").model.path), tmp_path / "other"
-    tokenizer = prepare_tokenizer(make("run", "{}"))
-    tiny_model("llama", seed=1, vocab_size=len(tokenizer)).save_pretrained(other)
+    tiny_checkpoint(other, seed=1)
     path = saved_adapter(tmp_path / "adapter", base, **adapter)
     recipe = make("run", "{every_steps: 1, mixup: 1.0}", f"model.path={path}", f"reference.path={other}",
                   "train.epochs=2", "optim.lr=1e-2")  # fmt: skip
@@ -139,9 +132,7 @@ def test_a_reference_of_other_weights_becomes_the_policy_with_its_adapter(
 def test_a_reference_of_another_architecture_is_refused(
     family: str, changes: dict[str, Any], unlike: str, make: Make, console: Console, tmp_path: Path
 ) -> None:
-    other = tmp_path / "other"
-    vocabulary = len(prepare_tokenizer(make("run", "{}")))
-    tiny_model(family, vocab_size=vocabulary, **changes).save_pretrained(other)
+    other = tiny_checkpoint(tmp_path / "other", family, **changes)
     with pytest.raises(ModelError, match=f"^reference.sync: .* in the shape of {unlike};"):
         train(make("run", "{}", f"reference.path={other}"), console)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
