@@ -283,7 +283,7 @@ def evaluate(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure a model: held-out accuracy, margin, loss, log-ratios.
+    """Measure a model: held-out accuracy, margin, loss.
 
     Rewards and log-ratios are relative to the recipe's reference model. Each number has a 95 % interval.
     Tables also show accuracy and margin for each source and for each length ratio of the two completions.

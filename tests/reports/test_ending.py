@@ -26,7 +26,7 @@ def test_the_ending_has_metrics_and_samples_of_both(assets: Path, tmp_path: Path
     assert first["rewards/ties"] == 1.0 and {*first["intervals"].values()} == {None}
     assert "after step 0: reward accuracy 0.500 (all ties), margin 0.0000, loss 0.6931" in text(console)
     assert re.search(r"Done: 8 steps, 32 pairs in [^(]+ \([\d.,]+ pairs/s\)\. Model: ", text(console))
-    assert re.search(r"\n[\d.]+ s in all\n\nNext:\n", told)
+    assert re.search(r"\n[\d.]+ (s|min) in all\n\nNext:\n", told)
     for metric, words in (("rewards/accuracies", "reward accuracy"), ("rewards/margins", "reward margin")):
         low, high = last["intervals"][metric]
         tied = {"rewards/accuracies": r"0.500 \(all ties\)", "rewards/margins": "0.000"}[metric]
