@@ -213,6 +213,8 @@ def _turns(
 @lru_cache(maxsize=8)
 def begin_of_turn(tokenizer: Tokenizer) -> str:
     """Returns the last characters that the chat template writes before a question; "": it writes none."""
+    if tokenizer.chat_template is None:
+        return ""
     with suppress(BadRow), rendering():
         text = tokenizer.apply_chat_template([{"role": "user", "content": "qzq"}], tokenize=False)
         return str(text).partition("qzq")[0].strip()[-8:]
@@ -228,12 +230,12 @@ def template_names(template: str) -> frozenset[str]:
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """Returns the special token with which the chat template ends an answer; None: there is none."""
     answer = "An answer"
-    for content in (answer, [{"type": "text", "text": answer}]):
+    for content in (answer, [{"type": "text", "text": answer}]) if tokenizer.chat_template else ():
         messages: Any = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
         try:
             with rendering():
                 text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-        except Exception:  # no template, or one that takes no such conversation
+        except Exception:  # a template that takes no such conversation
             continue
         ids = tokenizer([text.rpartition(answer)[2]], add_special_tokens=False)["input_ids"][0]
         special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -25,9 +25,9 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from dpo_pack.model.config import rotary_kinds
 from dpo_pack.model.loading import load_errors
+from dpo_pack.recipe.load import is_adapter
 from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import add_to_json, read_json
-from dpo_pack.system.hub import is_adapter
 
 # We add 1 when a change of our code changes log-probs, so that log-probs in caches are not used any more.
 NUMERICS_VERSION = 1

@@ -33,9 +33,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from dpo_pack.recipe.load import is_adapter
 from dpo_pack.system.errors import DpoPackError, ModelError, first_line, is_out_of_memory
 from dpo_pack.system.files import regular_file
-from dpo_pack.system.hub import is_adapter, is_on_hub
+from dpo_pack.system.hub import is_on_hub
 from dpo_pack.system.machine import install_command
 
 # Vision checkpoints of which only the text model is built: the base model of the whole has the head, too.

@@ -33,10 +33,10 @@ from torch.autograd.function import once_differentiable
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from dpo_pack.model.fast_layers import tower_parameters
+from dpo_pack.recipe.load import is_adapter
 from dpo_pack.recipe.schema import LoraRecipe
 from dpo_pack.system.errors import ModelError, first_line
 from dpo_pack.system.files import read_json
-from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import install_command, package_versions
 
 if TYPE_CHECKING:

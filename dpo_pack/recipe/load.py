@@ -20,7 +20,7 @@ from dpo_pack.recipe.peers.peer_tables import PEERS, our_words, read_table, rows
 from dpo_pack.recipe.schema import EvalFraction, Recipe
 from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml, without_servers
 from dpo_pack.recipe.types import Problem, allowed_values, nested_sections
-from dpo_pack.system.hub import HUB_ID, is_adapter
+from dpo_pack.system.hub import HUB_ID
 from dpo_pack.system.machine import install_command
 from dpo_pack.system.process import lone_half
 
@@ -68,6 +68,11 @@ SECTIONS = [
 
 def has_tokenizer(directory: str | Path) -> bool:
     return any(os.path.isfile(os.path.join(directory, name)) for name in TOKENIZER_FILES)
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Returns whether a local directory holds a peft adapter."""
+    return (Path(path) / "adapter_config.json").is_file()
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, lenient: bool = False) -> Recipe:

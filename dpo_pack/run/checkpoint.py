@@ -50,7 +50,7 @@ from dpo_pack.run.checkpoint_files import (
     load_tensors,
     saved_counters,
 )
-from dpo_pack.run.export import export_model, exported_dtype, prepare_verification, verify
+from dpo_pack.run.export import export_model, prepare_verification, verify
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.memory_estimate import format_bytes
 from dpo_pack.run.models import training_bytes
@@ -168,13 +168,14 @@ class Saver:
     def warn_of_full_disk(self) -> None:
         """Warns if a disk lacks room for checkpoints and the model. Every rank must call it."""
         setup, state, settings = self.setup, self.state, self.setup.recipe.checkpoint
-        dtype = exported_dtype(setup, self.loaded, Console(quiet=True))
         tensors = list(_trained_parameters(state.scorer).values())
-        number, own = sum(tensor.numel() for tensor in tensors), tensors[0].dtype
-        model = setup.policy_facts.num_parameters if self.loaded.adapter is None else number
-        model *= (dtype or own).itemsize
-        optimizer = setup.recipe.optim.name
-        held = training_bytes(num_trained=number, trained_bytes=own.itemsize, optimizer=optimizer)
+        number, own, optimizer = sum(map(Tensor.numel, tensors)), tensors[0].itemsize, setup.recipe.optim.name
+        model, size, wanted = number, own, setup.recipe.export.dtype
+        if self.loaded.adapter is None:  # it is written as it was
+            model = setup.policy_facts.num_parameters
+            size = min(own, getattr(setup.policy_facts.config.dtype, "itemsize", own))
+        model *= size if wanted == "auto" else getattr(torch, wanted).itemsize
+        held = training_bytes(num_trained=number, trained_bytes=own, optimizer=optimizer)
         one = held.parameters * (1 + (state.reference is not None)) + held.optimizer + model * settings.export
         kept = settings.keep_best + (settings.every_steps is not None) * settings.keep
         number = min(kept, state.source.num_steps // (settings.every_steps or 1)) + 1  # the last step's
@@ -182,7 +183,7 @@ class Saver:
         place = next(one for one in (path, *path.parents) if one.exists())
         if place.stat().st_dev == self.run.root.stat().st_dev:
             place = self.run.root  # both need room on one disk
-        needs = {self.run.root: max(0, number - len(checkpoints(self.run.checkpoints))) * one}
+        needs = {self.run.root: max(0, number - len([*self.run.checkpoints.glob("step-*")])) * one}
         needs[place] = needs.get(place, 0) + model
         for path, needed in needs.items():
             if (free := shutil.disk_usage(path).free) < needed:

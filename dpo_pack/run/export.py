@@ -40,7 +40,7 @@ from dpo_pack.model.scorer import CompletionLogps, LoadedModel, Precision
 from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import FLOAT32_BOUND, image_groups, pair_sums, random_groups
 from dpo_pack.proofs.start_up import distance_of_row
-from dpo_pack.recipe.load import Recipe, dump_recipe, has_tokenizer
+from dpo_pack.recipe.load import Recipe, dump_recipe, has_tokenizer, is_adapter
 from dpo_pack.recipe.schema import EvalFraction, ModelRecipe
 from dpo_pack.reference.cache import default_cache_directory
 from dpo_pack.run.models import check_quantised_files
@@ -50,7 +50,7 @@ from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, shown
 from dpo_pack.system.errors import ModelError, RunError
 from dpo_pack.system.files import dispensable, text_of, written_aside
-from dpo_pack.system.hub import is_adapter, is_on_hub, name_for_others
+from dpo_pack.system.hub import is_on_hub, name_for_others
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.machine import host_memory, release_memory
 from dpo_pack.training.health import what_can_be_told

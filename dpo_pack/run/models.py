@@ -34,14 +34,13 @@ from dpo_pack.model.vision import vision_family
 from dpo_pack.proofs import Proof, ProofOutcome
 from dpo_pack.proofs.layers import take_kernels
 from dpo_pack.proofs.start_up import compiling_obstacle, prove
-from dpo_pack.recipe.load import Recipe
+from dpo_pack.recipe.load import Recipe, is_adapter
 from dpo_pack.recipe.schema import why_not_sharded
 from dpo_pack.reference.cache import default_cache_directory, namespace_digest
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.files import add_to_json, read_json
-from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import AvailableMemory, cpu_name, host_memory, install_command, package_versions
 from dpo_pack.system.process import is_set
 

@@ -37,7 +37,7 @@ from dpo_pack.model.lora import read_adapter, unknown_settings
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.data import SourceRecipe, source_names
-from dpo_pack.recipe.load import Recipe, has_tokenizer
+from dpo_pack.recipe.load import Recipe, has_tokenizer, is_adapter
 from dpo_pack.recipe.online import OnlineRecipe
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.recipe.training import LossRecipe
@@ -57,7 +57,6 @@ from dpo_pack.system import ranks
 from dpo_pack.system.console import format_count, format_seconds, print_detail, shown
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError
 from dpo_pack.system.files import discard
-from dpo_pack.system.hub import is_adapter
 from dpo_pack.system.machine import keep_freed_memory
 from dpo_pack.system.process import counted
 from dpo_pack.training.optim import check_optimizer

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.recipe.load import Recipe
@@ -22,7 +23,7 @@ from dpo_pack.recipe.training import LOWER_IS_BETTER, POLYNOMIAL_LR_END, EarlySt
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.training.batches import BatchSource
 from dpo_pack.training.health import Health
-from dpo_pack.training.optim import build_optimizer, learning_rate_schedule, schedule_warnings
+from dpo_pack.training.optim import build_optimizer, rate_factor, schedule_warnings
 from dpo_pack.training.references import check_followable
 
 
@@ -132,9 +133,10 @@ def new_state(
     numbers = settings.model_dump(include={"lr", "betas", "eps", "weight_decay"})
     optimizer = build_optimizer(settings.name, scorer, **numbers)
     steps = {"num_steps": source.num_steps, "warmup_steps": settings.num_warmup_steps(source.num_steps)}
-    is_polynomial = settings.schedule == "polynomial"
-    end = POLYNOMIAL_LR_END / settings.lr if is_polynomial else settings.min_lr_ratio
-    scheduler = learning_rate_schedule(optimizer, settings.schedule, min_lr_ratio=end, **steps)
+    name, end = settings.schedule, settings.min_lr_ratio
+    if name == "polynomial":
+        end = POLYNOMIAL_LR_END / settings.lr
+    scheduler = LambdaLR(optimizer, partial(rate_factor, name=name, min_lr_ratio=end, **steps))
     for warning in schedule_warnings(optimizer, lr=settings.lr, **steps):
         console.print(warning)
     return TrainState(

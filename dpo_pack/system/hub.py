@@ -18,11 +18,6 @@ _MODEL_ID_LINE = re.compile(r'^model_id = ".*"$', re.MULTILINE)
 _OLD_WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
 
 
-def is_adapter(path: str | Path) -> bool:
-    """Returns whether a local directory holds a peft adapter."""
-    return (Path(path) / "adapter_config.json").is_file()
-
-
 def is_on_hub(path: str) -> bool:
     """Whether a path has the form owner/name of a hub id, and is not a path on this machine."""
     return "/" in path and HUB_ID.fullmatch(path) is not None and not Path(path).exists()

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from dpo_pack.data.store import PairTable
 from dpo_pack.packing.lengths import IntArray
@@ -92,27 +91,21 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def learning_rate_schedule(
-    optimizer: Optimizer, name: str, *, num_steps: int, warmup_steps: int, min_lr_ratio: float
-) -> LambdaLR:
-    """Returns the schedule `name`, by the formulas of transformers' get_scheduler. Step i of w warm-up steps
-    has the rate lr x (i - 1) / w. `linear`, `polynomial` and `cosine` end at lr x `min_lr_ratio`."""
-
-    def factor(step: int) -> float:
-        if step < warmup_steps and name != "constant":
-            return step / warmup_steps
-        if name in ("constant", "constant_with_warmup"):
-            return 1.0
-        if name == "inverse_sqrt":
-            timescale = warmup_steps or 10_000
-            return math.sqrt(timescale / (step - warmup_steps + timescale))
-        num_left, num_falling = max(0, num_steps - step), max(1, num_steps - warmup_steps)
-        left = num_left / num_falling
-        if name == "cosine":
-            left = (1 + math.cos(math.pi * (1 - left))) / 2
-        return left * (1 - min_lr_ratio) + min_lr_ratio
-
-    return LambdaLR(optimizer, factor)
+def rate_factor(step: int, *, name: str, num_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
+    """Returns the rate of the schedule `name` after `step` steps, as a part of lr, by the formulas of
+    transformers' get_scheduler. Step i of w warm-up steps has the rate lr x (i - 1) / w. `linear`,
+    `polynomial` and `cosine` end at lr x `min_lr_ratio`."""
+    if step < warmup_steps and name != "constant":
+        return step / warmup_steps
+    if name in ("constant", "constant_with_warmup"):
+        return 1.0
+    if name == "inverse_sqrt":
+        timescale = warmup_steps or 10_000
+        return math.sqrt(timescale / (step - warmup_steps + timescale))
+    left = max(0, num_steps - step) / max(1, num_steps - warmup_steps)
+    if name == "cosine":
+        left = (1 + math.cos(math.pi * (1 - left))) / 2
+    return left * (1 - min_lr_ratio) + min_lr_ratio
 
 
 def schedule_warnings(optimizer: Optimizer, *, lr: float, num_steps: int, warmup_steps: int) -> Iterator[str]:

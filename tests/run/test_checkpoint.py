@@ -9,6 +9,7 @@ import pickle
 import signal
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from support.tiny_models import tiny_model
 from support.two_ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
+from torch.optim.lr_scheduler import LambdaLR
 
 import dpo_pack.run.checkpoint_files as checkpoint_files
 from dpo_pack.model.scorer import CompletionLogps
@@ -31,7 +33,7 @@ from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.ranks import seed_step
 from dpo_pack.training.health import Health
-from dpo_pack.training.optim import build_optimizer, learning_rate_schedule
+from dpo_pack.training.optim import build_optimizer, rate_factor
 from dpo_pack.training.split_adamw import SplitAdamW
 
 IDENTITY = Identity(
@@ -55,7 +57,8 @@ def new_state(
         optimizer = build_optimizer("adamw", policy, **settings)
     else:
         optimizer = SplitAdamW(policy.parameters(), **settings)
-    scheduler = learning_rate_schedule(optimizer, "cosine", num_steps=10, warmup_steps=2, min_lr_ratio=0.0)
+    falling = partial(rate_factor, name="cosine", num_steps=10, warmup_steps=2, min_lr_ratio=0.0)
+    scheduler = LambdaLR(optimizer, falling)
     source: Any = SimpleNamespace(next_step=0)  # its only content is how far it has got
     source.state_dict = lambda: {"next_step": source.next_step}
     source.load_state_dict = lambda state: setattr(source, "next_step", state["next_step"])
@@ -205,9 +208,7 @@ def test_an_8_bit_optimizer_s_codes_scales_and_numbers_are_what_they_were(tmp_pa
     straight, resumed = new_state(), new_state(seed=1)
     for state in (straight, resumed):
         state.optimizer = EightBitSGD(state.scorer.parameters())
-        state.scheduler = learning_rate_schedule(
-            state.optimizer, "constant", num_steps=10, warmup_steps=0, min_lr_ratio=0.0
-        )
+        state.scheduler = LambdaLR(state.optimizer, lambda step: 1.0)
     for _ in range(3):
         take_step(straight)
     load(save(tmp_path, straight), resumed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from math import cos, pi
 from typing import Any, cast, get_args
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from support.tiny_models import tiny_config
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, Trainer, get_scheduler
 
 from dpo_pack.recipe.training import POLYNOMIAL_LR_END, OptimRecipe
@@ -18,7 +20,7 @@ from dpo_pack.training.optim import (
     build_optimizer,
     check_optimizer,
     clip_gradients,
-    learning_rate_schedule,
+    rate_factor,
     schedule_warnings,
 )
 
@@ -40,8 +42,8 @@ def rates(name: str, *, num_steps: int, theirs: bool = False, **options: Any) ->
     if theirs:
         scheduler = get_scheduler(name, optimizer, options["warmup_steps"], num_steps)
     else:
-        options = {"warmup_steps": 0, "min_lr_ratio": 0.0, **options}
-        scheduler = learning_rate_schedule(optimizer, name, num_steps=num_steps, **options)
+        options = {"name": name, "num_steps": num_steps, "warmup_steps": 0, "min_lr_ratio": 0.0, **options}
+        scheduler = LambdaLR(optimizer, partial(rate_factor, **options))
     taken = []
     for _ in range(num_steps + 1):
         taken.append(float(scheduler.get_last_lr()[0]) / LR)
