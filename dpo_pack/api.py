@@ -16,6 +16,7 @@ and `dpopack` gives a `command`, each process runs the command.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -377,15 +378,10 @@ def _on_every_rank(
     lenient: bool = False,
 ) -> Iterator[tuple[Recipe, Console]]:
     """Loads the recipe and runs the body on every rank, with a console that prints on rank 0."""
-    from dpo_pack.recipe.text import without_servers
-
     loaded = load(recipe, overrides, trains=trains, lenient=lenient)
     with many_imports():
         from dpo_pack.system.launch import on_every_rank
-    number, tree = loaded.distributed.num_processes, loaded.model_dump(mode="json")
-    # Messages name what differs between ranks. They must not show a server, but ranks must have the same.
-    digest = hashlib.sha256(json.dumps(tree["online"]).encode()).hexdigest()[:12]
-    settings = {**without_servers(tree), "online (a digest of it, with its servers)": digest}
+    number, settings = loaded.distributed.num_processes, functools.partial(_settings_of, loaded)
     try:
         with on_every_rank(number, command, settings, quiet=quiet, verbose=verbose) as console:
             with many_imports():
@@ -395,6 +391,15 @@ def _on_every_rank(
         if command is None and stopped.exit_status == 128 + signal.SIGINT:
             raise KeyboardInterrupt(str(stopped)) from None
         raise
+
+
+def _settings_of(recipe: Recipe) -> dict[str, Any]:
+    """Returns what all ranks must have. Messages show what differs, but no server: of those, a digest."""
+    from dpo_pack.recipe.text import without_servers
+
+    tree = recipe.model_dump(mode="json")
+    digest = hashlib.sha256(json.dumps(tree["online"]).encode()).hexdigest()[:12]
+    return {**without_servers(tree), "online (a digest of it, with its servers)": digest}
 
 
 def load(

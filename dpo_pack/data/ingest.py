@@ -201,8 +201,7 @@ class Ingestion:
         possible = [column for column in texts if not are_labels(texts[column])]
         answers = [self.source.columns.get(name, name) for name in FORMATS[self.format].completion_columns]
         has_answers = all(name is not None and is_among(name, columns) for name in answers)
-        has_answers = has_answers or self.completion_tokens is not None
-        if not has_answers:
+        if not has_answers and self.completion_tokens is None:
             return
         if not possible:
             self.known_columns = sorted(column for column in {*read, *texts} if column is not None)

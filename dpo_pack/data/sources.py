@@ -48,13 +48,13 @@ from dpo_pack.system.process import printable
 
 HELD_OUT = "held_out"  # name of the eval set of `eval: {fraction: ...}`
 DEFAULT_SPLIT = "train"
-_HUB_KEYS = ("config", "data_dir", "revision")
+_HUB_KEYS = {"config", "data_dir", "revision"}
 
 # The recipe keys that do not change a source's tokens. A store's name is a hash of the other keys, so a key
 # that somebody forgets to list here costs a new store; it never finds tokens of an old value. The
 # content of a hub data set, which `datasets` names, depends on config, data_dir and revision.
 _SOURCE_KEYS_BESIDE_TOKENS = {
-    *("path", "name", "weight", "share", "config", "data_dir", "revision"),
+    *("path", "name", "weight", "share", *_HUB_KEYS),
     *("chat_template_kwargs", "image_folder", "turns"),  # see _facts_of_tokens
 }
 _DATA_KEYS_BESIDE_TOKENS = {
@@ -161,13 +161,14 @@ def _divided(
         every = (*sources.values(), *eval_sources.values())
         report |= _repeated(train, [*evals.values()])
         report["rows_tokenized"] = sum(source.rows_tokenized for source in every)
-    weighted = content_key([train.fingerprint, source_weights.tolist()])
     return Data(
         train=train,
         eval=evals if is_pairs else {},
         source_weights=source_weights,
         report=report,
-        fingerprint=weighted if is_pairs else train.fingerprint,
+        fingerprint=content_key([train.fingerprint, source_weights.tolist()])
+        if is_pairs
+        else train.fingerprint,
         eval_fingerprint=content_key([[name, table.fingerprint] for name, table in evals.items()]),
         prompts=prompts,
         eval_prompts={} if is_pairs else eval_prompts,
@@ -392,11 +393,7 @@ def _facts_of_tokens(ingestion: Ingestion, tokenizer_key: str) -> Json:
 
 
 def locate_source(
-    source: SourceRecipe,
-    key: str,
-    hash_memo: Path | None,
-    *,
-    reads_images: bool = False,
+    source: SourceRecipe, key: str, hash_memo: Path | None, *, reads_images: bool = False
 ) -> LocatedSource:
     """Finds a source and computes a key of its content, "" without `hash_memo`, a file of hashes. Raises
     DataError if the source or split does not exist, RecipeError if keys of the recipe do not fit it."""
@@ -406,12 +403,11 @@ def locate_source(
     try:
         if not path.exists():
             return _find_on_hub(names)
-        for name in _HUB_KEYS:
-            if getattr(source, name) is not None:
-                raise RecipeError(
-                    f"{key}.{name}: only data sets of the hub have one, and {label} is a local path; "
-                    f"leave {name} out, or name the files in {key}.path"
-                )
+        for name in source.model_dump(include=_HUB_KEYS, exclude_none=True):
+            raise RecipeError(
+                f"{key}.{name}: only data sets of the hub have one, and {label} is a local path; leave {name} "
+                f"out, or name the files in {key}.path"
+            )
         if path.is_dir():
             path, open_source, unread = _find_directory(path, names)
         else:
@@ -422,14 +418,9 @@ def locate_source(
                 raise DataError(f"{label}: no reader for this kind of file; there are: {known}")
             check_first_bytes(path, label)
             open_source = partial(open_files, [path], names)
-        hash_source: Callable[[], str] = str if hash_memo is None else partial(path_hash, path, hash_memo)
+        found: Callable[[], str] = str if hash_memo is None else partial(path_hash, path, hash_memo)
         return LocatedSource(
-            label=label,
-            key=key,
-            fingerprint=hash_source(),
-            hash=hash_source,
-            open=open_source,
-            files_not_read=unread,
+            label=label, key=key, fingerprint=found(), hash=found, open=open_source, files_not_read=unread
         )
     except OSError as error:
         raise DataError(f"{label}: {error.strerror or error}; check the path and its permissions") from error

@@ -35,6 +35,10 @@ from dpo_pack.system.errors import first_line
 # (tokens of the shared prefix, tokens of each completion after it): some are longer than a kernel's chunk,
 # some shorter than a convolution; some completions have one token or none; the last prefix stands alone.
 _LENGTHS = ((70, (40, 33)), (2, (5, 1)), (3, (0, 6)), (1, (1, 2)), (29, (4, 0, 1)), (20, (0,)))
+_PARTS = (
+    [np.repeat((1, n), (shared, tail)) for n, tail in enumerate(tails, 2)] for shared, tails in _LENGTHS
+)
+_GROUPS = [Group(context=np.zeros(1, dtype=np.int64), completions=tuple(parts)) for parts in _PARTS]
 # A window that is longer than these sequences would hide no key, so the trial uses at most this window.
 _LONGEST_WINDOW = 24
 # The logarithms of decays in the second trial: heads that forget at once would hide a wrong state, and the
@@ -206,8 +210,8 @@ def plain_attention(
 def function_error(call: RecurrentCall, run: Callable[[RecurrentCall], Any], device: torch.device) -> _Error:
     """Returns the `_error` of a function on a row, against the plain or the family's own function on each
     sequence alone: the larger one with the call's inputs and with slow decays."""
-    row, names = _row(device), list(inspect.signature(call.stock).parameters)
-    segments = row.segments
+    row = packed_row(_GROUPS, device, share_prompt=True)
+    segments, names = row.segments, list(inspect.signature(call.stock).parameters)
     assert segments is not None and segments.kv_gather is not None
     tokens = segments.kv_gather.index.split(list(segments.key_lengths))  # of each sequence
     values = dict(zip(names, call.arguments, strict=False))
@@ -226,9 +230,6 @@ def function_error(call: RecurrentCall, run: Callable[[RecurrentCall], Any], dev
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    def ours(*arguments: Any, **options: Any) -> Any:
-        return run(replace(call, arguments=arguments, options=options))
-
     def alone(inputs: _Inputs, **options: Any) -> Tensor:
         """Computes each sequence alone; keeps the outputs of its segment."""
         parts = []
@@ -240,7 +241,9 @@ def function_error(call: RecurrentCall, run: Callable[[RecurrentCall], Any], dev
 
     # transformers' functions round least in small chunks. Mamba 2 keeps a state for each: not of 1.
     chunk: dict[str, Any] = {"chunk_size": 16 if "A" in given else 1} if "chunk_size" in names else {}
-    in_row = functools.partial(output, ours, row_segments=segments)
+    in_row = functools.partial(
+        output, lambda *a, **options: run(replace(call, arguments=a, options=options)), row_segments=segments
+    )
     ways = (in_row, alone, functools.partial(alone, **chunk))
     least = proofs.ATTENTION_BOUND if call.name == "attention" else proofs.RECURRENCE_BOUND
     if call.kernel is not None:
@@ -292,12 +295,3 @@ def _error(
         # A bound that is not finite proves nothing.
         found.append((error / bound if math.isfinite(bound) else math.inf, error, bound))
     return max(found)
-
-
-def _row(device: torch.device) -> Row:
-    """Returns a row whose shared parts and tails have `_LENGTHS`."""
-    groups = []
-    for shared, tails in _LENGTHS:
-        sequences = [np.repeat((1, number), (shared, tail)) for number, tail in enumerate(tails, start=2)]
-        groups.append(Group(context=np.zeros(1, dtype=np.int64), completions=tuple(sequences)))
-    return packed_row(groups, device, share_prompt=True)

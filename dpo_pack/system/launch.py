@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -53,19 +53,17 @@ _stores: dict[Placement, Store] = {}  # at most one, because a process meets the
 def on_every_rank(
     wanted: int | Literal["auto"],
     command: Sequence[str] | None,
-    settings: Mapping[str, Any],
+    settings: Callable[[], Mapping[str, Any]],
     *,
     quiet: bool = False,
     verbose: bool = False,
 ) -> Iterator[Console]:
-    """Runs the block on every rank, with a console that prints on rank 0 only (nowhere if `quiet`).
-
-    If no launcher has started the `wanted` processes, this one starts `command` for each, waits, and raises
-    SystemExit with their status; without a command it runs the block alone.
-    """
-    for name in ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG", "FSDP"):
-        is_fsdp2 = name == "FSDP" and os.environ.get("FSDP_VERSION") == "2"
-        if is_set(f"ACCELERATE_USE_{name}") and not is_fsdp2:
+    """Runs the block on every rank, with a console that prints on rank 0 only (nowhere if `quiet`). If no
+    launcher has started the `wanted` processes, this one starts `command` for each, waits, and raises
+    SystemExit with their status; without a command it runs the block alone. All must have the `settings`."""
+    others = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG", "FSDP")
+    for name in others if os.environ.get("FSDP_VERSION") != "2" else others[:-1]:
+        if is_set(f"ACCELERATE_USE_{name}"):
             raise RecipeError(
                 f"distributed.strategy: accelerate's configuration asks for {name}, which dpo-pack does not "
                 "have; choose one of distributed_type: MULTI_GPU, or FSDP with fsdp_version: 2"
@@ -82,7 +80,7 @@ def on_every_rank(
         if place.rank > 0:
             _hush()
         versions = {"version": {**package_versions(), "dpo_pack": dpo_pack.__version__}}
-        facts = dict(leaves({**versions, **settings}, separator="."))
+        facts = dict(leaves({**versions, **settings()}, separator="."))
         ranks.require_same(facts, "start every rank with the same recipe, overrides and packages")
     console = make_console(quiet=quiet or not ranks.is_first(), verbose=verbose)
     try:

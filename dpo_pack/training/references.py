@@ -185,7 +185,13 @@ def check_start(scorer: CompletionLogps, facts: ModelFacts, builder: RowBuilder,
     measured: how much they change in rows of another length, for which matrix products may take other
     kernels, and, for a model in 16 bits, in fp32. Then the reference must be as near to fp32 as the policy.
     Leaks and wrong positions, which policy and reference share, are found by the proofs."""
-    _check_weights(scorer, facts)
+    with first_goes_first():
+        found = facts.read_fingerprints()
+    if any(facts.namespace[name] != fingerprint for name, fingerprint in found.items()):
+        raise RunError(f"{facts.label} changed on disk while it was read; start the run again")
+    for name, weight in scorer.model.named_parameters() if scorer.adapter and scorer.adapter.is_new else ():
+        if re.search(r"\.lora_(embedding_)?B\.", name) and bool(local_part(weight).any()):
+            raise RunError(f"the new adapter's {name} is not zero, so the policy is not its reference")
     row = builder.build(pairs)
     output, reference = scorer(row.row), row.reference.flatten()  # [S] sequences
     rounding = output.statistics[:, 4].sqrt()
@@ -221,18 +227,6 @@ def check_start(scorer: CompletionLogps, facts: ModelFacts, builder: RowBuilder,
             "policy and reference ran in different dtypes or autocast, or another release filled the cache "
             "(set another reference.cache_dir to compute the reference again)"
         )
-
-
-def _check_weights(scorer: CompletionLogps, facts: ModelFacts) -> None:
-    with first_goes_first():
-        found = facts.read_fingerprints()
-    if any(facts.namespace[name] != fingerprint for name, fingerprint in found.items()):
-        raise RunError(f"{facts.label} changed on disk while it was read; start the run again")
-    if scorer.adapter is None or not scorer.adapter.is_new:
-        return
-    for name, weight in scorer.model.named_parameters():
-        if re.search(r"\.lora_(embedding_)?B\.", name) and bool(local_part(weight).any()):
-            raise RunError(f"the new adapter's {name} is not zero, so the policy is not its reference")
 
 
 def _excess(errors: Tensor, rounding: Tensor) -> float:

@@ -104,7 +104,7 @@ def test_other_kinds_of_sharding_are_refused_by_name(monkeypatch: pytest.MonkeyP
         with monkeypatch.context() as patch:
             for each, value in {**ONE_RANK, variable: "true"}.items():
                 patch.setenv(each, value)
-            found = refusal(lambda: on_every_rank("auto", None, {}).__enter__(), RecipeError)
+            found = refusal(lambda: on_every_rank("auto", None, dict).__enter__(), RecipeError)
         assert f"asks for {name}, which" in found
 
 

@@ -23,7 +23,7 @@ def probe(recipe: Path, what: str, overrides: list[str]) -> None:
         overrides = [*overrides, "optim.lr=0.125"]
     loaded = load_recipe(recipe, overrides)
     settings = loaded.model_dump(mode="json")
-    with on_every_rank(loaded.distributed.num_processes, cli._own_command(), settings) as console:
+    with on_every_rank(loaded.distributed.num_processes, cli._own_command(), lambda: settings) as console:
         (recipe.parent / f"rank-{ranks.rank()}.pid").write_text(str(os.getpid()))
         console.print(f"{ranks.num_ranks()} ranks, {os.environ.get('OMP_NUM_THREADS')} threads each")
         ranks.wait_for_all()

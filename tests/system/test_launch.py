@@ -95,10 +95,10 @@ def test_one_process_has_at_most_a_thread_for_each_core_that_it_may_use(
     for cores in (3, 16):
         monkeypatch.setattr(launch, "usable_cores", lambda cores=cores: cores)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        with launch.on_every_rank(1, None, {}, quiet=True):
+        with launch.on_every_rank(1, None, dict, quiet=True):
             pass
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    with launch.on_every_rank(1, None, {}, quiet=True):
+    with launch.on_every_rank(1, None, dict, quiet=True):
         pass
     assert numbers == [3, 8]
 
