@@ -543,7 +543,6 @@ def _write_range(
 
 
 def _is_stopped_by(store: TokenStore, ingestion: Ingestion) -> bool:
-    """Whether bad rows of a range stop the run."""
     counted = replace(ingestion)
     counted.num_rows, counted.dropped_counts = store.summary["num_rows"], store.summary["dropped_counts"]
     return any(map(counted.stops_run, counted.dropped_counts))

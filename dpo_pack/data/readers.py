@@ -85,17 +85,26 @@ class ColumnNames:
                 missing = _missing(f"{self.key}.columns.{ours}", theirs, tuple(row))
                 raise BadRow("missing_column", f"{missing}{why}", row)
             renamed[ours] = row[theirs] if nested is None else nested
+        media = [column for column, value in row.items() if holds_media(column, value)]
+        if media or self.reads_images:
+            self._take_media(row, renamed, media)
+        if self.source.format == "auto" or FORMATS[self.source.format].content == "messages":
+            open_dialogues(renamed)
+        return renamed
+
+    def _take_media(self, row: Mapping[str, Any], renamed: dict[str, Any], media: Sequence[str]) -> None:
+        """Puts the images of a row into `renamed`. `media`: its columns that have some. Raises BadRow."""
+        mapping = self.source.columns
         known = {theirs for ours, theirs in mapping.items() if self.reads_images or ours not in IMAGE_FIELDS}
         named = {mapping.get(field) for field in IMAGE_FIELDS}
-        media = [column for column, value in row.items() if holds_media(column, value)]
         if self.reads_images:
             known |= _take_images(row, renamed, mapping)
-        for column, value in row.items():
-            if isinstance(value, bytes) and column in _TEXT_FIELDS:
+        for column in media:
+            if isinstance(row[column], bytes) and column in _TEXT_FIELDS:
                 detail = f"column {column!r} is binary, and its bytes are no UTF-8 text"
                 raise BadRow("media", f"{detail}, and only text is read", row)
-            is_only = column in named and media == [column]  # of both answers, whatever its name says
-            if column not in media or (column in known and (is_only or not side_of(column))):
+            is_only = column in named and len(media) == 1  # of both answers, whatever its name says
+            if column in known and (is_only or not side_of(column)):
                 continue
             detail = f"column {column!r} has images, video or audio"
             is_second = self.reads_images and renamed.get("images") and not re.search("video|audio", column)
@@ -103,9 +112,6 @@ class ColumnNames:
                 rule = "chosen and rejected have one prompt with one list of images"
                 raise BadRow("image_count", f"{detail}, too, or of one answer; {rule}", row)
             raise BadRow("media", f"{detail}, and only text is read", row)
-        if self.source.format == "auto" or FORMATS[self.source.format].content == "messages":
-            open_dialogues(renamed)
-        return renamed
 
     def select(self, columns: Columns) -> list[str] | None:
         """Returns the columns to read: those of formats and of media, and texts if no column is the prompt;
@@ -167,19 +173,14 @@ def _take_images(row: Mapping[str, Any], renamed: dict[str, Any], mapping: Mappe
 class OpenRows:
     """The rows of an opened source. A caller that stops before the end must close `rows`."""
 
+    num_rows: int | None = None  # None if it is not known before the end
+
     def __init__(
-        self,
-        read: RowReader,
-        names: ColumnNames,
-        row_word: str,
-        *,
-        columns: Columns | None = None,
-        num_rows: int | None = None,
+        self, read: RowReader, names: ColumnNames, row_word: str, *, columns: Columns | None = None
     ) -> None:
         """`columns`: those of a columnar source. Raises DataError if it lacks the columns that it needs."""
         self._read, self.names = read, names
         self.row_word = row_word  # the unit of row numbers: "row" or "line"
-        self.num_rows = num_rows  # None if it is not known before the end
         self.columns = dict.fromkeys(name for name, _ in columns or ())  # of JSON: of the rows read so far
         self.unparsed = self._read_unparsed(None if columns is None else names.select(columns))
         self.rows = self._read_rows()  # from `unparsed`, with our column names, see ColumnNames
@@ -448,7 +449,9 @@ def open_tables(
                 yield next(numbers), dict(zip(values, row, strict=True))
 
     columns = [(field.name, str(field.type)) for field in schema]
-    return OpenRows(rows, names, "row", columns=columns, num_rows=num_rows)
+    opened = OpenRows(rows, names, "row", columns=columns)
+    opened.num_rows = num_rows
+    return opened
 
 
 @contextmanager

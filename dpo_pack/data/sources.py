@@ -101,32 +101,21 @@ def load_data(
 ) -> Data:
     """Reads and tokenises the sources, unless `cache_dir` has their tokens; `seed` decides what is held out.
     With `max_new_tokens`, rows are prompts. Raises DataError, ModelError, RecipeError and CacheError."""
-    load = partial(
-        load_source,
-        data=data,
-        tokenizer=tokenizer,
-        tokenizer_key=tokenizer_fingerprint(tokenizer),
-        cache_dir=cache_dir,
-        images=images,
-        progress=progress,
-        max_new_tokens=max_new_tokens,
-    )
-    loaded: dict[str, dict[str, LoadedSource]] = {}
+    ingest = partial(Ingestion, data=data, tokenizer=tokenizer, images=images, progress=progress)
+    tokenizer_key, memo = tokenizer_fingerprint(tokenizer), cache_dir / "file_hashes.json"
+    loaded: dict[str, dict[str, LoadedSource]] = {"train": {}, "eval": {}}
     for part, of_part in (("train", data.train), ("eval", data.eval_sources)):
-        stores = [load(source, f"data.{part}.{number}") for number, source in enumerate(of_part)]
-        loaded[part] = dict(zip(source_names(of_part), stores, strict=True))
-    return _divided(loaded["train"], loaded["eval"], data.eval, seed, is_pairs=max_new_tokens is None)
+        for number, (source, name) in enumerate(zip(of_part, source_names(of_part), strict=True)):
+            located = locate_source(source, f"data.{part}.{number}", memo, reads_images=images is not None)
+            ingestion = ingest(located=located, source=source, completion_tokens=max_new_tokens)
+            loaded[part][name] = load_source(ingestion, tokenizer_key, cache_dir)
+    return _divided(loaded, data, seed, is_pairs=max_new_tokens is None)
 
 
 def _divided(
-    sources: dict[str, LoadedSource],
-    eval_sources: dict[str, LoadedSource],
-    held_out: EvalFraction | tuple[SourceRecipe, ...],
-    seed: int,
-    *,
-    is_pairs: bool,
+    loaded: dict[str, dict[str, LoadedSource]], recipe: DataRecipe, seed: int, *, is_pairs: bool
 ) -> Data:
-    """Divides the sources into training data and held-out sets, and reports on both."""
+    sources, eval_sources, held_out = loaded["train"], loaded["eval"], recipe.eval
     train = PairTable.of([source.store for source in sources.values()])
     evals = {name: PairTable.of([source.store]) for name, source in eval_sources.items()}
     prompts = tuple(prompt for source in sources.values() for prompt in source.prompts)
@@ -161,14 +150,13 @@ def _divided(
         every = (*sources.values(), *eval_sources.values())
         report |= _repeated(train, [*evals.values()])
         report["rows_tokenized"] = sum(source.rows_tokenized for source in every)
+    weighted = content_key([train.fingerprint, source_weights.tolist()])
     return Data(
         train=train,
         eval=evals if is_pairs else {},
         source_weights=source_weights,
         report=report,
-        fingerprint=content_key([train.fingerprint, source_weights.tolist()])
-        if is_pairs
-        else train.fingerprint,
+        fingerprint=weighted if is_pairs else train.fingerprint,
         eval_fingerprint=content_key([[name, table.fingerprint] for name, table in evals.items()]),
         prompts=prompts,
         eval_prompts={} if is_pairs else eval_prompts,
@@ -259,7 +247,6 @@ def split_by_prompt(prompt_keys: Keys, fraction: float, seed: int) -> tuple[IntA
 
 
 def _repeated(train: PairTable, evals: Sequence[PairTable]) -> dict[str, int]:
-    """Counts training pairs that another pair contradicts, and pairs and prompts that are held out too."""
     keys = [_pair_keys(one.chosen_keys, one.rejected_keys) for one in (train, *evals)]
     swapped = _pair_keys(train.rejected_keys, train.chosen_keys)
     # Equal keys have equal numbers.
@@ -292,7 +279,6 @@ def _of_source(name: str, source: LoadedSource, is_pairs: bool) -> Json:
 
 
 def _describe(pairs: PairTable, is_pairs: bool) -> Json:
-    """Returns counts and percentiles of lengths."""
     num_prompts = len(distinct_keys(pairs.whole_prompt_keys)[0])
     counts = {"prompts": pairs.num_pairs, "distinct_prompts": num_prompts}
     lengths = {"prompt": pairs.prompt_lengths}
@@ -314,34 +300,12 @@ def _describe(pairs: PairTable, is_pairs: bool) -> Json:
 # ---- Sources
 
 
-def load_source(
-    source: SourceRecipe,
-    key: str,
-    *,
-    data: DataRecipe,
-    tokenizer: Tokenizer,
-    tokenizer_key: str,
-    cache_dir: Path,
-    images: ImageProcessor | None = None,
-    progress: Progress | None = None,
-    max_new_tokens: int | None = None,
-    max_rows: int | None = None,
-) -> LoadedSource:
-    """Returns the pairs of one source; `key` is its recipe key. With `max_new_tokens`, rows are prompts; with
-    `max_rows`, only so many are read, and nothing is written. Raises DataError and ModelError."""
-    memo = cache_dir / "file_hashes.json" if max_rows is None else None
-    ingestion = Ingestion(
-        located=locate_source(source, key, memo, reads_images=images is not None),
-        source=source,
-        data=data,
-        tokenizer=tokenizer,
-        images=images,
-        completion_tokens=max_new_tokens,
-        max_rows=max_rows,
-        progress=progress,
-    )
+def load_source(ingestion: Ingestion, tokenizer_key: str, cache_dir: Path) -> LoadedSource:
+    """Returns the pairs of one source, which are written into the cache if it lacks them. Prompts, and the
+    first `max_rows`, are not written. Raises DataError and ModelError."""
+    source = ingestion.source
     with ingestion.start() as rows:
-        if max_new_tokens is not None or max_rows is not None:
+        if ingestion.completion_tokens is not None or ingestion.max_rows is not None:
             return _read_source(ingestion, rows)
         facts = _facts_of_tokens(ingestion, tokenizer_key)
         directory = cache_dir / "tokens" / content_key({**facts, "source": ingestion.located.fingerprint})
@@ -405,8 +369,8 @@ def locate_source(
             return _find_on_hub(names)
         for name in source.model_dump(include=_HUB_KEYS, exclude_none=True):
             raise RecipeError(
-                f"{key}.{name}: only data sets of the hub have one, and {label} is a local path; leave {name} "
-                f"out, or name the files in {key}.path"
+                f"{key}.{name}: only data sets of the hub have one, and {label} is a local path; "
+                f"leave {name} out, or name the files in {key}.path"
             )
         if path.is_dir():
             path, open_source, unread = _find_directory(path, names)

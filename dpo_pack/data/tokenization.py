@@ -259,11 +259,7 @@ def read_row(number: int, row: Mapping[str, Any] | BadRow, settings: Tokenizatio
     elif settings.images is not None and row["images"]:
         raise BadRow("media", f"rows of format {settings.format} have no place for images")
     elif settings.content == "token_ids":
-        for part in ("prompt", "chosen", "rejected"):
-            if wrong := [token for token in getattr(pair, part) if not 0 <= token < len(tokenizer)]:
-                last = len(tokenizer) - 1
-                detail = f"{part}_ids has the token id {wrong[0]}; the tokenizer's ids are 0 to {last}"
-                raise BadRow("token_id_out_of_range", detail)
+        _check_ids(pair, len(tokenizer) - 1)
         return ReadRow(number, pair, pair, (), {})
     else:  # each completion ends with one EOS
         prompt, eos = str(pair.prompt), tokenizer.eos_token or ""
@@ -291,6 +287,13 @@ def read_row(number: int, row: Mapping[str, Any] | BadRow, settings: Tokenizatio
     if settings.images is not None:
         read = read._replace(texts=settings.images.expanded(read.texts, read.images))
     return read
+
+
+def _check_ids(pair: Pair, last: int) -> None:
+    for part in ("prompt", "chosen", "rejected"):
+        if wrong := [token for token in getattr(pair, part) if not 0 <= token <= last]:
+            detail = f"{part}_ids has the token id {wrong[0]}; the tokenizer's ids are 0 to {last}"
+            raise BadRow("token_id_out_of_range", detail)
 
 
 def _read_messages(
@@ -336,7 +339,6 @@ def _whole_prompt_key(row: ReadRow) -> bytes:
 
 
 def _encode(parsed: Sequence[ReadRow], settings: TokenizationSettings) -> Iterator[TokenIds]:
-    """Yields the ids of each row's texts."""
     is_text, eos = settings.content == "text", settings.tokenizer.eos_token_id
     if texts := [text for row in parsed for text in row.texts]:
         encoding = settings.tokenizer(

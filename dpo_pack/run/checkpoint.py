@@ -53,10 +53,10 @@ from dpo_pack.run.checkpoint_files import (
 from dpo_pack.run.export import export_model, prepare_verification, verify
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.memory_estimate import format_bytes
-from dpo_pack.run.models import training_bytes
+from dpo_pack.run.models import moment_bytes
 from dpo_pack.run.pairs import exact_tables
 from dpo_pack.run.run_dir import PARTS, RunDir, only_run
-from dpo_pack.run.setup import Setup, load_policy, prepare
+from dpo_pack.run.setup import Setup, load_proved, prepare
 from dpo_pack.run.state import Counters, Criterion, Evaluations, Identity, ResumePoint, TrainState
 from dpo_pack.system import ranks
 from dpo_pack.system.console import make_console, shown
@@ -153,10 +153,12 @@ class Saver:
         if self.run.has_own_checkpoint:
             self.saved = self.resume_point
         self.warn_of_full_disk()
+        if self.run.checkpoint is not None and self.setup.recipe.checkpoint.keep_best:
+            self._forget_missing()
+
+    def _forget_missing(self) -> None:
+        """A run that goes on from another directory's checkpoint has none of the best evaluations' here."""
         best, directory = self.state.standing.best, self.run.checkpoints
-        if self.run.checkpoint is None or not self.setup.recipe.checkpoint.keep_best:
-            return
-        # A run that goes on from another directory's checkpoint has none of the best evaluations' here.
         kept = ranks.first_says(tuple(one for one in best if checkpoint_path(directory, one[0]).is_dir()))
         if kept != best:
             self.setup.console.print(
@@ -169,14 +171,14 @@ class Saver:
         """Warns if a disk lacks room for checkpoints and the model. Every rank must call it."""
         setup, state, settings = self.setup, self.state, self.setup.recipe.checkpoint
         tensors = list(_trained_parameters(state.scorer).values())
-        number, own, optimizer = sum(map(Tensor.numel, tensors)), tensors[0].itemsize, setup.recipe.optim.name
+        number, own = sum(map(Tensor.numel, tensors)), tensors[0].itemsize
         model, size, wanted = number, own, setup.recipe.export.dtype
         if self.loaded.adapter is None:  # it is written as it was
             model = setup.policy_facts.num_parameters
             size = min(own, getattr(setup.policy_facts.config.dtype, "itemsize", own))
         model *= size if wanted == "auto" else getattr(torch, wanted).itemsize
-        held = training_bytes(num_trained=number, trained_bytes=own, optimizer=optimizer)
-        one = held.parameters * (1 + (state.reference is not None)) + held.optimizer + model * settings.export
+        one = own * (1 + (state.reference is not None)) + moment_bytes(setup.recipe.optim.name, own)
+        one = number * one + model * settings.export
         kept = settings.keep_best + (settings.every_steps is not None) * settings.keep
         number = min(kept, state.source.num_steps // (settings.every_steps or 1)) + 1  # the last step's
         path = setup.recipe.export.path or self.run.root
@@ -452,7 +454,7 @@ def _export_checkpoint(run: Path, checkpoint: Path, target: Path, console: Conso
     recipe = load_recipe(run, overrides, lenient=True)
     check_environment(recipe, trains=False)
     setup = prepare(recipe, make_console(quiet=True), takes_prompts=True)
-    counters, loaded, facts = saved_counters(checkpoint), load_policy(setup), setup.policy_facts
+    counters, loaded, facts = saved_counters(checkpoint), load_proved(setup), setup.policy_facts
     now = _start_fingerprints(facts, loaded)
     then = {name: counters.identity.get(name, "") for name in now}
     _refuse_another(checkpoint, then, now, f"put {facts.settings.path} back as it was when the run began")

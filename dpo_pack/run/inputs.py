@@ -34,7 +34,7 @@ from dpo_pack.run.models import load_and_prove
 from dpo_pack.run.pairs import exact_reference, offline_source, prepare_reference, resume_reference
 from dpo_pack.run.rollouts import build_online, check_generator, online_reference
 from dpo_pack.run.run_dir import RunDir, choose_checkpoint
-from dpo_pack.run.setup import Setup, load_moving_reference, load_policy, prepare
+from dpo_pack.run.setup import Setup, load_moving_reference, load_proved, prepare
 from dpo_pack.run.state import Criterion, Identity, TrainState, find_criterion, new_state
 from dpo_pack.system import ranks
 from dpo_pack.system.console import shown
@@ -68,7 +68,8 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
     set_seed(recipe.seed)
     setup = prepare(recipe, console, takes_prompts=True)  # models' facts, tokenizer, data
     criterion = find_criterion(recipe, list(setup.data.eval_prompts or setup.data.eval))
-    choose_checkpoint(run, recipe.checkpoint.resume, console.print)
+    if run.info or run.checkpoint is not None:  # it goes on
+        choose_checkpoint(run, recipe.checkpoint.resume, console.print)
     planned = None if recipe.online is not None else offline_source(setup)
     describe_training(setup, planned)
     plan = None if planned is None else planned.first_plan
@@ -80,7 +81,7 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
         loaded, reference, frozen, seconds = _offline_models(setup, planned, run)
     else:
         check_generator(setup)
-        loaded = load_policy(setup)
+        loaded = load_proved(setup)
         source, win_rate = build_online(setup, loaded, directory=run.rollouts)
         if win_rate is not None:
             win_rate.begin()
@@ -119,7 +120,7 @@ def _offline_models(
     recipe, console = setup.recipe, setup.console
     dtype = setup.policy_facts.precision.activations
     # Another reference computes first and is freed, so two models are in memory only if both are needed.
-    loaded = load_policy(setup) if recipe.reference.path is None else None
+    loaded = load_proved(setup) if recipe.reference.path is None else None
     frozen, filled, moving, exact, seconds = None, None, None, None, 0.0
     if not setup.objective.needs_reference:
         console.print("Reference: none, the loss needs no reference")
@@ -142,7 +143,7 @@ def _offline_models(
         exact = exact_reference(setup, loaded)
     if loaded is None:
         release_memory()
-        loaded = load_policy(setup)
+        loaded = load_proved(setup)
     if frozen is not None:
         log_probs = ranks.of_node(functools.partial(frozen.of, setup.data.train, planned.needed_pairs))
         planned.builder = replace(planned.builder, reference=log_probs)

@@ -192,7 +192,6 @@ def load_and_prove(
 def _proof_key(
     model: ModelFacts, loaded: LoadedModel, device: torch.device, strategy: Strategy, adds_adapter: bool
 ) -> str:
-    """Returns a hash of all that a proof depends on."""
     on_cpu = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
     setting = {
         "model": model.namespace,
@@ -338,6 +337,12 @@ class StateBytes(NamedTuple):
     optimizer: float
 
 
+def moment_bytes(optimizer: str, trained_bytes: float) -> float:
+    """Returns the bytes of an optimizer's state for each trained parameter, which has `trained_bytes`."""
+    has_low_bits = optimizer == "adamw" and trained_bytes == 2
+    return OPTIMIZER_BYTES[optimizer] + LOW_BITS_BYTES * has_low_bits
+
+
 def training_bytes(
     *,
     num_trained: int,
@@ -348,13 +353,10 @@ def training_bytes(
     num_shards: int = 1,
 ) -> StateBytes:
     """Returns the bytes of a run's state on a device that has 1/`num_shards` of it."""
-    moments = OPTIMIZER_BYTES[optimizer]
-    if optimizer == "adamw" and trained_bytes == 2:
-        moments += LOW_BITS_BYTES
     return StateBytes(
         parameters=(num_trained * trained_bytes + num_frozen * frozen_bytes) / num_shards,
         gradients=num_trained * trained_bytes / num_shards,
-        optimizer=num_trained * moments / num_shards,
+        optimizer=num_trained * moment_bytes(optimizer, trained_bytes) / num_shards,
     )
 
 

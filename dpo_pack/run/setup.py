@@ -23,8 +23,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from dpo_pack.data.faults import FEW, source_notes
 from dpo_pack.data.images import ImageProcessor
-from dpo_pack.data.ingest import columns_sentence
-from dpo_pack.data.sources import HELD_OUT, Data, load_data, load_source
+from dpo_pack.data.ingest import Ingestion, columns_sentence
+from dpo_pack.data.sources import HELD_OUT, Data, load_data, load_source, locate_source
 from dpo_pack.data.store import PairTable
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.losses.preference import Objective, make_objective
@@ -36,7 +36,7 @@ from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.lora import read_adapter, unknown_settings
 from dpo_pack.model.parallel import ALONE, Strategy
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.recipe.data import SourceRecipe, source_names
+from dpo_pack.recipe.data import DataRecipe, SourceRecipe, source_names
 from dpo_pack.recipe.load import Recipe, has_tokenizer, is_adapter
 from dpo_pack.recipe.online import OnlineRecipe
 from dpo_pack.recipe.schema import EvalFraction
@@ -148,7 +148,6 @@ def other_tokens(model: ModelFacts, tokenizer: PreTrainedTokenizerBase, *, write
 
 
 def _tokenizer_warning(policy: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns a warning if ids of tokenizer.path are other tokens in the policy's own, or ""."""
     told = other_tokens(policy, tokenizer)
     return told and f"Warning: {told}; this is right only if the model was trained with tokenizer.path"
 
@@ -337,11 +336,6 @@ def longest_sequence(tables: Sequence[PairTable]) -> int:
     return max(int((table.prompt_lengths + more).max()) for table, more in zip(tables, longer, strict=True))
 
 
-def load_policy(setup: Setup) -> LoadedModel:
-    """Loads the starting policy with `load_proved`, and a new adapter if the recipe has one."""
-    return load_proved(setup, setup.policy_facts, adds_adapter=True)
-
-
 def load_second_model(setup: Setup) -> LoadedModel:
     """Loads the reference as a second model beside the policy, with frozen weights. Raises ModelError."""
     loaded = load_proved(setup, setup.reference_facts)
@@ -362,17 +356,18 @@ def load_moving_reference(setup: Setup) -> LiveReference:
     )
 
 
-def load_proved(setup: Setup, model: ModelFacts, *, adds_adapter: bool = False) -> LoadedModel:
-    """Loads a model and prints what proves that it computes packed rows exactly. Raises ModelError."""
-    with shown(setup.console, f"Loading {model.label}, and proving that its rows are exact"):
-        loaded, outcome = load_and_prove(
-            model, device=setup.device, strategy=setup.strategy, adds_adapter=adds_adapter
-        )
+def load_proved(setup: Setup, other: ModelFacts | None = None) -> LoadedModel:
+    """Loads the starting policy, with the recipe's new adapter if it has one, or another model. Prints what
+    proves that it computes packed rows exactly. Raises ModelError."""
+    facts, adds_adapter = other or setup.policy_facts, other is None
+    where: Any = {"device": setup.device, "strategy": setup.strategy}
+    with shown(setup.console, f"Loading {facts.label}, and proving that its rows are exact"):
+        loaded, outcome = load_and_prove(facts, **where, adds_adapter=adds_adapter)
     for note in loaded.notes:
         setup.console.print(note)
     outcome.raise_failure()
     sentence, details = outcome.sentences()
-    whose = "" if model is setup.policy_facts else f" of {model.label}"
+    whose = "" if facts is setup.policy_facts else f" of {facts.label}"
     setup.console.print(f"Proof{whose}: {sentence}")
     print_detail(setup.console, f"  {details}")
     return loaded
@@ -425,7 +420,8 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         sources = [(f"data.train.{number}", source) for number, source in enumerate(recipe.data.train)]
         sources += [(f"data.eval.{number}", source) for number, source in enumerate(recipe.data.eval_sources)]
         for key, source in sources:
-            found += attempt(_check_rows, source, key, recipe, models.values(), tokenizer, budget) or ()
+            rows = (source, key, recipe.data, recipe.online, models.values())
+            found += attempt(_check_rows, *rows, tokenizer, budget) or ()
     if (run := attempt(partial(find_run, recipe, overwrite=False))) is not None:
         state = "its run is finished, so train has nothing to do" if run.is_finished else "a run can use it"
         found.append(f"output_dir: {run.root}, {state}")
@@ -479,30 +475,29 @@ def _check_tokenizer(
 def _check_rows(
     source: SourceRecipe,
     key: str,
-    recipe: Recipe,
+    data: DataRecipe,
+    online: OnlineRecipe | None,
     models: Collection[ModelFacts],
     tokenizer: PreTrainedTokenizerBase,
     token_budget: int,
 ) -> list[str]:
-    """Reads the first rows of a source."""
-    max_new_tokens = None if recipe.online is None else recipe.online.max_new_tokens
-    rows = load_source(
-        source,
-        key,
-        data=recipe.data,
+    images = next((model.processor for model in models), None)
+    ingestion = Ingestion(
+        located=locate_source(source, key, None, reads_images=images is not None),
+        source=source,
+        data=data,
         tokenizer=tokenizer,
-        tokenizer_key="",
-        cache_dir=default_cache_directory(),
-        images=next((model.processor for model in models), None),
-        max_new_tokens=max_new_tokens,
+        images=images,
+        completion_tokens=None if online is None else online.max_new_tokens,
         max_rows=CHECKED_ROWS,
     )
+    rows = load_source(ingestion, "", default_cache_directory())
     for model in models:
-        check_data(model, tokenizer, [PairTable.of([rows.store])], token_budget, recipe.online)
+        check_data(model, tokenizer, [PairTable.of([rows.store])], token_budget, online)
     counts = rows.store.summary
     which = "all" if rows.reads_all else "the first"
     others = "" if rows.reads_all else "(no others were read) "
-    kept = "pairs" if max_new_tokens is None else "prompts"
+    kept = "pairs" if online is None else "prompts"
     head = (
         f"{key}: {source.path}, format {counts['format']}, {which} {counts['rows_read']:,} rows {others}have "
         f"{counts[f'{kept}_kept']:,} {kept}"

@@ -237,7 +237,6 @@ def _report_source(
 
 
 def _reason(name: str, ingestion: Ingestion) -> Json:
-    """Returns a reason for which rows are left out."""
     number, bad = ingestion.first_dropped[name]
     remedy = ingestion.advice(bad)
     if name in ("empty_completion", "identical_completions"):

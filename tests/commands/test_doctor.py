@@ -18,7 +18,7 @@ import dpo_pack.model.attention as attention
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.models import own_code
-from dpo_pack.run.setup import load_policy, prepare
+from dpo_pack.run.setup import load_proved, prepare
 from dpo_pack.system.machine import package_versions
 
 NAMES = ["wiring", "functions", "isolation", "equivalence"]
@@ -91,7 +91,7 @@ def test_a_failing_proof_stops_a_run_before_it_computes(command: str, recipe: Pa
 
 
 def start(recipe: Path, console: Console, *overrides: str) -> None:
-    load_policy(prepare(load_recipe(recipe, overrides), console))
+    load_proved(prepare(load_recipe(recipe, overrides), console))
 
 
 def test_the_same_model_is_proved_once_and_by_doctor_again(

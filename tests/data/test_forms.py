@@ -57,13 +57,15 @@ def pairs_of(path: Path | str, data: dict[str, Any] | None = None, **source: Any
         return [kept.row.pair for batch in ingestion.batches(rows) for kept in batch.kept]
 
 
-def notes(path: Path, tokenizer: Any, **source_keys: str) -> str:
-    data = DataRecipe.model_validate({"train": {"path": str(path), **source_keys}})
-    source = load_source(
-        data.train[0], "data.train.0", data=data, tokenizer=tokenizer, tokenizer_key="", cache_dir=path,
-        max_rows=9,
-    )  # fmt: skip
-    return "\n".join(source_notes(source.store.summary))
+def notes(path: Path, tokenizer: Any, **source: str) -> str:
+    return "\n".join(source_notes(summary_of(path, tokenizer, **source)))
+
+
+def summary_of(path: Path, tokenizer: Any, **source: Any) -> Any:
+    data = DataRecipe.model_validate({"train": {"path": str(path), **source}})
+    located = locate_source(data.train[0], "data.train.0", None)
+    ingestion = Ingestion(located=located, source=data.train[0], data=data, tokenizer=tokenizer, max_rows=9)
+    return load_source(ingestion, "", path).store.summary
 
 
 def rows_file(tmp_path: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
@@ -287,13 +289,7 @@ def test_columns_may_name_a_key_in_json_text(text: str, says: str | None, tmp_pa
         return
     (pair,) = pairs_of(path, columns=columns)
     assert (pair.prompt, pair.chosen, pair.rejected) == ([ASK], [GOOD], [BAD])
-    recipe = {"path": str(path), "columns": columns}
-    data = DataRecipe.model_validate({"train": recipe})
-    source = load_source(
-        data.train[0], "data.train.0", data=data, tokenizer=TOKENIZER, tokenizer_key="", cache_dir=tmp_path,
-        max_rows=9,
-    )  # fmt: skip
-    assert source.store.summary["columns_not_read"] == ["id", "text.other"]
+    assert summary_of(path, TOKENIZER, columns=columns)["columns_not_read"] == ["id", "text.other"]
 
 
 def test_the_side_that_is_not_chosen_is_rejected() -> None:

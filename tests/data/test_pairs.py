@@ -608,15 +608,10 @@ def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
                 file.write(json.dumps(row) + "\n")
         tracemalloc.start()
         try:
-            sources.load_source(
-                SourceRecipe(path=str(path)),
-                "data.train.0",
-                data=data,
-                tokenizer=TOKENIZER,
-                tokenizer_key="tiny",
-                cache_dir=tmp_path / "cache",
-                progress=lambda what, done, total: None,
-            )
+            source = SourceRecipe(path=str(path))
+            located = locate_source(source, "data.train.0", tmp_path / "cache" / "file_hashes.json")
+            ingestion = Ingestion(located=located, source=source, data=data, tokenizer=TOKENIZER)
+            sources.load_source(ingestion, "tiny", tmp_path / "cache")
             peaks_bytes.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()

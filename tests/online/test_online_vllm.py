@@ -273,7 +273,7 @@ def test_runs_that_cannot_be_are_refused_before_the_policy_is_loaded(
     fake: type[fake_vllm.LLM], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = online_recipe(tmp_path / "assets", tmp_path / "run", "online.generator.type=vllm")
-    monkeypatch.setattr("dpo_pack.run.inputs.load_policy", lambda prepared: pytest.fail("loaded"))
+    monkeypatch.setattr("dpo_pack.run.inputs.load_proved", lambda prepared: pytest.fail("loaded"))
     with monkeypatch.context() as patch:
         quantised = {"quant_method": "bitsandbytes"}
         patch.setattr("dpo_pack.run.setup.check_model", lambda *_, **__: None)

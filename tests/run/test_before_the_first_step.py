@@ -26,7 +26,7 @@ from dpo_pack.run.setup import (
     Setup,
     check_data,
     check_recipe,
-    load_policy,
+    load_proved,
     longest_sequence,
     prepare,
     setting_warnings,
@@ -38,7 +38,7 @@ from dpo_pack.system.errors import ModelError, UnsupportedModelError
 @pytest.fixture(scope="module")
 def begun(assets: Path) -> tuple[Setup, LoadedModel]:
     prepared = prepare(load_recipe(assets / "recipe.yaml"), Console(quiet=True))
-    return prepared, load_policy(prepared)
+    return prepared, load_proved(prepared)
 
 
 @pytest.mark.parametrize("is_other", [True, False])

@@ -28,7 +28,7 @@ from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run import inputs
 from dpo_pack.run.inputs import prepare_run
 from dpo_pack.run.run_dir import find_run
-from dpo_pack.run.setup import load_policy
+from dpo_pack.run.setup import load_proved
 from dpo_pack.system.errors import RunError
 from dpo_pack.training import references
 
@@ -118,13 +118,13 @@ def test_dropout_stops_the_run_before_the_first_step(
         start(job, tmp_path / "cache", console)
 
     def with_dropout(*arguments: Any) -> Any:
-        loaded = load_policy(*arguments)
+        loaded = load_proved(*arguments)
         loaded.model.get_input_embeddings().register_forward_hook(
             lambda module, inputs, output: F.dropout(output, 0.1, training=True)
         )
         return loaded
 
-    monkeypatch.setattr("dpo_pack.run.inputs.load_policy", with_dropout)
+    monkeypatch.setattr("dpo_pack.run.inputs.load_proved", with_dropout)
     torch.manual_seed(0)
     with pytest.raises(RunError, match="not repeatable.*dropout.*config.json"):
         start(job, tmp_path / "cache", console)
@@ -138,7 +138,7 @@ def test_a_start_is_refused_by_its_weights_where_rounding_hides_them(
     model = shutil.copytree(load(job).model.path, tmp_path / "model")
 
     def moved(*arguments: Any) -> Any:
-        loaded = load_policy(*arguments)
+        loaded = load_proved(*arguments)
         if what == "adapter":
             for name, weight in loaded.model.named_parameters():
                 weight.data += 1e-4 * (".lora_B." in name)
@@ -148,7 +148,7 @@ def test_a_start_is_refused_by_its_weights_where_rounding_hides_them(
             save_file({**state, name: state[name] * 1.001}, model / "model.safetensors", {"format": "pt"})
         return loaded
 
-    monkeypatch.setattr("dpo_pack.run.inputs.load_policy", moved)
+    monkeypatch.setattr("dpo_pack.run.inputs.load_proved", moved)
     expected = "lora_B.* is not zero" if what == "adapter" else "changed on disk while it was read"
     overrides = (f"model.path={model}", "model.autocast=bfloat16", "model.lora={r: 2}")
     with pytest.raises(RunError, match=expected):
