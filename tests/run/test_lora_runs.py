@@ -94,11 +94,9 @@ def test_the_base_is_loaded_once_and_its_log_probs_are_bitwise_those_of_the_base
 
     monkeypatch.setattr(recipe_models, "load_model", counting)
     own_cache = f"reference.cache_dir={tmp_path / 'cache'}"
-    train(recipe_in(copy, LORA, at(tmp_path / "run"), own_cache, "train.max_steps=1"), Console(quiet=True))
+    train(recipe_in(copy, LORA, at(tmp_path / "run"), own_cache), Console(quiet=True))
     assert num_loaded == 1 and num_computed(tmp_path / "run") > 0
-    plain = prepare(
-        recipe_in(copy, f"reference.cache_dir={tmp_path / 'other'}", "train.max_steps=1"), Console(quiet=True)
-    )
+    plain = prepare(recipe_in(copy, f"reference.cache_dir={tmp_path / 'other'}"), Console(quiet=True))
     prepare_reference(plain)
     ours, theirs = (sorted((tmp_path / name).rglob("part-*.parquet")) for name in ("cache", "other"))
     assert [part.name for part in ours] == [part.name for part in theirs]  # named by what is in them
