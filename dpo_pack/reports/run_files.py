@@ -106,10 +106,10 @@ def read_runs(paths: Sequence[Path]) -> list[Json]:
 
 
 def read_metrics(path: Path, most: int) -> Json:
-    """Returns what metrics.jsonl says of a run, in at most `most` points of a curve: the first line, then
-    means over successive ones. A value that was not finite is null in its line, and is in no mean."""
+    """Returns what metrics.jsonl says of a run. A curve has the first line, and then at most `most` means over
+    successive ones. A value that was not finite is null in its line, and is in no mean."""
     num_later = sum('"split": "train"' in line for line in _lines(path)) - 1
-    group = max(1, -(-num_later // (most - 1)))
+    group = max(1, -(-num_later // most))
     charted = {metric for metrics in CHARTS.values() for metric in metrics}
     steps: list[int] = []
     points: list[dict[str, tuple[float, int]]] = []  # sum and number of each metric's values
