@@ -351,7 +351,8 @@ def doctor_command(
 ) -> None:
     """Show what this machine can do; prove packing exact.
 
-    Lists devices and attention backends, with the reason if a backend cannot be used. With a recipe, it also
+    Lists devices and attention backends, with the reason if a backend cannot be used, and what a CPU's
+    products reach in fp32 and bf16, which train and recipe --check then know. With a recipe, it also
     loads the models as train does: small packed rows must give the same log-probs as each sequence alone. It
     estimates the memory of a step, and on CUDA measures it on the largest row. It writes into caches only.
     """

@@ -20,12 +20,15 @@ import importlib.util
 import inspect
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -33,8 +36,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from dpo_pack.system import ranks
 from dpo_pack.system.errors import UnsupportedModelError
-from dpo_pack.system.machine import is_intel
+from dpo_pack.system.files import add_to_json, read_json
+from dpo_pack.system.launch import num_threads
+from dpo_pack.system.machine import cpu_name, is_intel
 
 
 def text_model(model: PreTrainedModel) -> nn.Module:
@@ -366,3 +372,43 @@ def _run_compiled(layer: Any, compiled: Callable[..., Any], /, *arguments: Any, 
     if layer.gradient_checkpointing and layer.training:
         return layer._gradient_checkpointing_func(functools.partial(compiled, layer, **options), *arguments)
     return compiled(layer, *arguments, **options)
+
+
+# ------------------------------------------------------------------------------- what products reach on a CPU
+
+_SPEEDS = "cpu_gflops.json", dict[str, dict[str, PositiveFloat]]  # a file of the cache, its content
+
+
+@torch.no_grad()
+def measure_products(cache_dir: Path, width: int = 1024) -> dict[str, float]:
+    """Measures for half a second what a linear layer reaches on this CPU: GFLOP/s by dtype. The cache
+    keeps it for `bfloat16_gain`. Ranks that call it together share the CPU, as in a run."""
+    torch.set_num_threads(num_threads())  # a run's
+    layers = [nn.Linear(width, width, bias=False, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    speed_up_linears(nn.ModuleList(layers))
+    for num_rows in (32, 512, 4096):  # few first: bf16 is very slow without instructions for it
+        found, size = {"float32": 0.0, "bfloat16": 0.0}, 2e-9 * num_rows * width**2
+        end = time.monotonic() + 0.15
+        while time.monotonic() < end:  # in turns: other processes slow down both
+            for name, layer in zip(found, layers, strict=True):
+                rows, begun = torch.ones(num_rows, width, dtype=layer.weight.dtype), time.perf_counter()
+                layer(rows)
+                found[name] = max(found[name], size / (time.perf_counter() - begun))
+        if min(found.values()) < size / 0.03:
+            break
+    (name, shape), entry = _SPEEDS, {speed_key(num_threads()): found}
+    ranks.only_first_does(lambda: add_to_json(cache_dir / name, shape, entry))
+    return found
+
+
+def bfloat16_gain(cache_dir: Path, threads: int) -> float:
+    """Returns how many times as fast as fp32 `measure_products` found bf16 on this CPU; 0.0: not measured."""
+    name, shape = _SPEEDS
+    found: dict[str, float] = (read_json(cache_dir / name, shape) or {}).get(speed_key(threads), {})
+    return found.get("bfloat16", 0.0) / found.get("float32", float("inf"))
+
+
+def speed_key(threads: int) -> str:
+    names = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE")
+    variables = (f"{name}={os.environ.get(name)}" for name in names)
+    return ", ".join((cpu_name(), f"torch {torch.__version__}", f"{threads} threads", *variables))

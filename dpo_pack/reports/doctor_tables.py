@@ -13,14 +13,18 @@ from rich.table import Table
 
 import dpo_pack
 from dpo_pack.model.attention import BACKENDS, AttentionNeeds, backend_obstacle
+from dpo_pack.model.fast_layers import measure_products
 from dpo_pack.proofs import ProofOutcome
+from dpo_pack.reference.cache import default_cache_directory
+from dpo_pack.system import ranks
 from dpo_pack.system.errors import UnsupportedModelError
 from dpo_pack.system.files import Json
 from dpo_pack.system.machine import bfloat16_instructions, cpu_name, host_memory, package_versions
 
 
 def environment(console: Console) -> Json:
-    """Prints and returns versions, devices, and for each attention backend why it cannot be used, or None."""
+    """Prints and returns versions, devices, for each attention backend why it cannot be used, or None;
+    on a CPU also what products reach, which the cache then has."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     usual = AttentionNeeds(  # of nearly all present models
@@ -28,11 +32,16 @@ def environment(console: Console) -> Json:
     )
     obstacles = {name: backend_obstacle(name, usual, device=device, dtype=dtype) for name in BACKENDS}
     auto = next(name for name, obstacle in obstacles.items() if obstacle is None)
+    gflops = None if ranks.uses_cuda() else measure_products(default_cache_directory())
     versions, devices = package_versions(), _devices()
     console.print(f"dpo-pack {dpo_pack.__version__} on {platform.platform()}")
     console.print(", ".join(f"{name} {version}" for name, version in versions.items()))
     memory = [(one["device"], one["name"], f"{one['memory_bytes'] / 2**30:,.1f} GiB") for one in devices]
     console.print(_table(("device", "name", "memory"), memory))
+    if gflops is not None:
+        fp32, bf16 = gflops.values()
+        speeds = f"{fp32:,.1f} GFLOP/s in fp32, {bf16:,.1f} in bf16"
+        console.print(f"CPU products: {speeds} ({bf16 / fp32:.2g} times)")
     usable = [
         (name, f"no: {obstacle}" if obstacle else f"yes{', auto picks it' if name == auto else ''}")
         for name, obstacle in obstacles.items()
@@ -43,6 +52,7 @@ def environment(console: Console) -> Json:
         "versions": versions,
         "platform": platform.platform(),
         "devices": devices,
+        "cpu_gflops": gflops,
         "attention": obstacles,
         "auto": auto,
     }

@@ -34,7 +34,7 @@ from dpo_pack.run.models import load_and_prove
 from dpo_pack.run.pairs import exact_reference, offline_source, prepare_reference, resume_reference
 from dpo_pack.run.rollouts import build_online, check_generator, online_reference
 from dpo_pack.run.run_dir import RunDir, choose_checkpoint
-from dpo_pack.run.setup import Setup, load_moving_reference, load_proved, prepare
+from dpo_pack.run.setup import Setup, autocast_advice, load_moving_reference, load_proved, prepare
 from dpo_pack.run.state import Criterion, Identity, TrainState, find_criterion, new_state
 from dpo_pack.system import ranks
 from dpo_pack.system.console import shown
@@ -68,10 +68,12 @@ def prepare_run(recipe: Recipe, run: RunDir, console: Console) -> Inputs:
     set_seed(recipe.seed)
     setup = prepare(recipe, console, takes_prompts=True)  # models' facts, tokenizer, data
     criterion = find_criterion(recipe, list(setup.data.eval_prompts or setup.data.eval))
-    if run.info or run.checkpoint is not None:  # it goes on
+    if goes_on := bool(run.info or run.checkpoint):
         choose_checkpoint(run, recipe.checkpoint.resume, console.print)
     planned = None if recipe.online is not None else offline_source(setup)
     describe_training(setup, planned)
+    for line in () if goes_on else autocast_advice(setup.policy_facts):
+        console.print(line)
     plan = None if planned is None else planned.first_plan
     gathers_once = setup.strategy.shards and stays_gathered(setup, plan)
     source: BatchSource

@@ -72,8 +72,8 @@ def on_every_rank(
     num_processes = 1 if place is None and command is None else wanted_processes(wanted, place)
     if place is None and command is not None and num_processes > 1:
         raise SystemExit(start_ranks(command, num_processes))
-    if "OMP_NUM_THREADS" not in os.environ:  # torch counts cores, not the quota of a container
-        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(num_threads())
     if place is not None and num_processes > 1:
         end_with_parent()
         _join(place, meet(place))
@@ -239,6 +239,14 @@ def usable_cores(root: Path = Path("/")) -> int:
     return cores
 
 
+def num_threads(num_here: int | str = "auto") -> int:
+    """Returns the threads of a rank on a CPU. (torch counts cores, not the quota of a container.)"""
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    cores = usable_cores()
+    return min(torch.get_num_threads(), cores) if num_here in ("auto", 1) else max(1, cores // int(num_here))
+
+
 def start_ranks(command: Sequence[str], num_ranks: int) -> int:
     """Runs `command` as all ranks of this node; returns the first failed rank's status, 1 if it was killed.
 
@@ -246,7 +254,7 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
     ranks ended before they could handle the first."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     read_end, write_end = os.pipe()
-    defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // num_ranks))}
+    defaults = {"OMP_NUM_THREADS": str(num_threads(num_ranks))}
     if "lo" in (name for _, name in socket.if_nameindex()):
         # All ranks are on this host. `lo` works even if the host's name resolves to a wrong address.
         defaults["GLOO_SOCKET_IFNAME"] = "lo"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from support.dpopack import Dpopack
 from support.tiny_run import tiny_checkpoint
 
 import dpo_pack.model.attention as attention
+from dpo_pack.model.fast_layers import speed_key
 from dpo_pack.proofs.start_up import prove
 from dpo_pack.recipe.load import load_recipe
-from dpo_pack.run.models import own_code
-from dpo_pack.run.setup import load_proved, prepare
+from dpo_pack.run.models import own_code, resolve_model
+from dpo_pack.run.setup import autocast_advice, load_proved, prepare
+from dpo_pack.system.files import write_json_atomically
 from dpo_pack.system.machine import package_versions
 
 NAMES = ["wiring", "functions", "isolation", "equivalence"]
@@ -142,3 +146,46 @@ def test_another_model_or_version_is_proved_again(
         change()
         start(recipe, console)
         assert len(num_proved) == 2 + number, number
+
+
+# -------------------------------------------------------------------------------- what a CPU's products reach
+
+
+def remember(threads: int = 1, **speeds: float) -> Path:
+    file = Path(os.environ["DPO_PACK_CACHE"], "cpu_gflops.json")
+    write_json_atomically(file, {speed_key(threads): speeds})
+    return file
+
+
+def test_check_and_a_new_run_recommend_bf16_that_is_twice_as_fast(recipe: Path, dpopack: Dpopack) -> None:
+    remember(float32=50, bfloat16=100), (told := "2 times as fast in bf16")
+    for command in (["recipe", "--check"], ["train"]):
+        assert dpopack(*command, recipe).out.count(told) == 1
+    assert told not in dpopack("recipe", "--check", recipe).out  # a run that has begun keeps its type
+
+
+def test_no_other_recipe_machine_or_cache_is_recommended_bf16(
+    recipe: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_told(*overrides: str) -> bool:
+        return bool(autocast_advice(resolve_model(load_recipe(recipe, overrides), torch.device("cpu"))))
+
+    fast: dict[str, Any] = {"float32": 50, "bfloat16": 100}
+    file = remember(**fast)
+    assert is_told() and is_told("model.dtype=float32")
+    for choice in ("model.autocast=none", "model.autocast=bfloat16", "model.dtype=bfloat16"):
+        assert not is_told(choice), choice
+    for name, value in (("model.fast_layers.cpu_name", "another"), ("system.ranks.uses_cuda", True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"dpo_pack.{name}", lambda value=value: value)
+            assert not is_told(), name
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert not is_told()
+    for speeds in ({"bfloat16": 99}, {"float32": 0}, {"threads": 2}, {"float32": "x"}):
+        remember(**{**fast, **speeds})
+        assert not is_told(), speeds
+    file.write_text("{")
+    assert not is_told() and dpopack("doctor").status == 0 and len(json.loads(file.read_text())) == 1
+    monkeypatch.setenv("DPO_PACK_CACHE", "/proc/no")  # nothing can be written there
+    outcome = dpopack("doctor")
+    assert (outcome.status, outcome.err) == (0, "") and "CPU products" in outcome.out and not is_told()

@@ -579,7 +579,9 @@ def test_doctor_names_versions_devices_and_backends(dpopack: Dpopack) -> None:
     assert device["memory_bytes"] > 2**28 and "bf16" in device["name"]
     assert set(environment["attention"]) == {"flash_attn", "torch_varlen", "flex", "sdpa"}
     assert environment["attention"][environment["auto"]] is None
+    assert all(1e-3 < environment["cpu_gflops"][dtype] < 1e6 for dtype in ("float32", "bfloat16"))
     in_words = dpopack("doctor")
+    assert re.search(r"^CPU products: .* GFLOP/s in fp32, .* in bf16", in_words.out, re.MULTILINE)
     assert in_words.status == 0 and "\x1b" not in in_words.out and dpo_pack.__version__ in in_words.out
 
 

@@ -22,7 +22,7 @@ from support.marks import slow
 
 from dpo_pack.system import launch
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.system.launch import end_with_parent, start_ranks, usable_cores
+from dpo_pack.system.launch import end_with_parent, num_threads, start_ranks, usable_cores
 
 # A rank that says that it is ready, and does what it is told when a stop signal comes.
 _RANK = """
@@ -199,3 +199,12 @@ def test_ranks_and_their_own_processes_end_with_a_parent_that_is_killed(
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10)
+
+
+def test_ranks_divide_the_usable_cores_unless_their_threads_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "usable_cores", lambda: 5)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [num_threads(), num_threads(1), num_threads(2), num_threads(8)] == [5, 5, 2, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert num_threads() == num_threads(2) == 8
