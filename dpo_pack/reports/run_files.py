@@ -106,7 +106,7 @@ def read_runs(paths: Sequence[Path]) -> list[Json]:
 
 
 def read_metrics(path: Path, most: int) -> Json:
-    """Returns what metrics.jsonl says of a run. A curve has the first line, and then at most `most` means over
+    """Returns what metrics.jsonl says of a run. A curve has the first line, and then at most `most` means of
     successive ones. A value that was not finite is null in its line, and is in no mean."""
     num_later = sum('"split": "train"' in line for line in _lines(path)) - 1
     group = max(1, -(-num_later // most))
