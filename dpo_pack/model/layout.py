@@ -2,22 +2,23 @@
 
 A *group* is one context (a prompt) and n completions of it; a preference pair is a group with n = 2. The row
 holds the longest common token prefix of a group's sequences once (the context and the completions' equal
-first tokens). Then it holds the *tail* of each sequence: its other tokens. A row with one pair, prompt `1 2`,
-chosen `7 8 9`, rejected `7 5`:
+first tokens). Then it holds the *tail* of each sequence: its other tokens. Groups whose contexts have a
+*beginning* in common, such as a system prompt, follow each other, and the row holds it once for all. A row
+with two pairs that begin with `1 2`; prompt `1 2 3`, answers `7 8` and `9`; prompt `1 2`, answers `6`, `4`:
 
-                    shared   chosen's  rejected's tail
-    row position    0  1  2  3  4      5
-    input_ids       1  2  7  8  9      5
-    position_ids    0  1  2  3  4      3               go on at the length of the shared part
-    segment 0       queries 0 1 2 3 4, keys 0 1 2 3 4     its first 3 tokens are shared
-    segment 1       queries 5,         keys 0 1 2 5    so gathered keys are 0 1 2 3 4 0 1 2 5
-    logit_index     1  2  3  1  2                      row positions whose hidden states
-    targets         7  8  9  7  5                      predict these tokens
-    completion_lengths  3, 2
+    node            beginning  shared  chosen  rejected  chosen  rejected   (parents: -1, 0, 1, 1, 0, 0)
+    row position    0  1       2       3  4    5         6       7
+    input_ids       1  2       3       7  8    9         6       4
+    position_ids    0  1       2       3  4    3         2       2          go on where a prefix ends
+    segments        queries 0 to 4, keys 0 1 2 3 4; 5, 0 1 2 5; 6, 0 1 6; 7, 0 1 7
+    logit_index     2  3  2  1  1                      row positions whose hidden states
+    targets         7  8  9  6  4                      predict these tokens
+    completion_lengths  2, 1, 1, 1
 
 Each sequence is one attention segment. A segment's queries are the tokens that the sequence adds to the row;
-its keys are all tokens of the sequence. The mask is causal and aligned bottom-right: a segment's last query
-stands at its last key. If prompts are not shared, every sequence adds all of its tokens.
+its keys are all tokens of the sequence, its *path*: the path of the sequence before it, as far as the two are
+shared, and the new tokens. The mask is causal and aligned bottom-right: a segment's last query stands at its
+last key. If prompts are not shared, every sequence adds all of its tokens.
 
 A completion token that is not scored has no place in `logit_index` and `targets`.
 
@@ -30,12 +31,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpo_pack.model.attention.segments import RowSegments, make_gather, make_segments, on_device
+from dpo_pack.model.attention.segments import Node, RowSegments, make_gather, make_segments, on_device
 from dpo_pack.packing.lengths import AnyIntArray, Group, IntArray, common_prefix_length
 
 
@@ -55,6 +57,7 @@ class Row:
     # experts the routers of a mixture of experts choose.
     token_copies: Tensor | None = None
     prompts: tuple[Group, ...] = ()  # the groups, as often as their contexts are in the row
+    prompt_tokens: tuple[int, ...] = ()  # of each of these: what it and its completions add to the row
 
 
 def packed_row(
@@ -63,41 +66,65 @@ def packed_row(
     """Puts `groups` one after another into one row, as tensors on `device`. If a sequence after the first of
     its group is a prefix of the others, it has no tail and no segment; its hidden states are the prefix's."""
     pieces: defaultdict[str, list[AnyIntArray]] = defaultdict(list)
-    lengths: list[tuple[int, int, int]] = []  # queries, keys and shared tokens of each segment
-    prompts: list[Group] = []
-    num_tokens = 0
-    for group in groups:
+    nodes, leaves = list[Node](), list[int]()
+    # Of each node: the sequences that contain it, and their tokens up to its end.
+    copies, ends = list[int](), list[int]()
+    before, branch_nodes = np.zeros(0, dtype=np.int64), list[int]()  # path and nodes of the sequence before
+    lengths: list[tuple[int, int]] = []  # queries and keys of each segment
+    prompts, prompt_tokens, num_tokens = list[Group](), list[int](), 0
+    common = [0] * (len(groups) + 1)  # tokens that a group shares with the group before it
+    for number, (one, other) in enumerate(pairwise(groups), start=1):
+        length = one.beginning if share_prompt and one.beginning == other.beginning else 0
+        if np.array_equal(one.context[:length], other.context[:length]):
+            common[number] = length
+    for number, group in enumerate(groups):
         sequences = list(_sequences(group))
         shares = share_prompt and len(sequences) > 1
         prompts += [group] * (1 if shares else len(sequences))
         shared = common_prefix_length([ids for ids, _, _ in sequences]) if shares else 0
-        shared_start = num_tokens
         for branch, (ids, offsets, targets) in enumerate(sequences):
-            # The first sequence adds the shared tokens to the row; every other sequence adds only its tail.
-            begin, end = (shared if branch > 0 else 0), len(ids)
-            starts = np.where(offsets < shared, shared_start, num_tokens - begin)
-            pieces["logit_index"].append(starts + offsets)
+            kept = shared if branch > 0 else common[number]
+            while branch_nodes and ends[branch_nodes[-1]] > kept:
+                branch_nodes.pop()
+            path = np.concatenate((before[:kept], np.arange(num_tokens, num_tokens + len(ids) - kept)))
+            start = kept
+            for end in sorted({common[number], common[number + 1], shared, len(ids)}):
+                if end > start:
+                    parent = branch_nodes[-1] if branch_nodes else -1
+                    branch_nodes.append(len(nodes))
+                    nodes.append(Node(num_tokens + start - kept, end - start, parent))
+                    ends.append(end)
+                    copies.append(0)
+                    start = end
+            for node in branch_nodes:
+                copies[node] += 1
+            pieces["logit_index"].append(path[offsets])
             pieces["targets"].append(targets)
-            if begin == end:
+            if branch == 0 or not shares:
+                prompt_tokens.append(0)
+            prompt_tokens[-1] += len(ids) - kept
+            before = path
+            if kept == len(ids):
                 continue
-            pieces["kv_index"].append(np.arange(shared_start, shared_start + begin))
-            pieces["kv_index"].append(np.arange(num_tokens, num_tokens + end - begin))
-            pieces["input_ids"].append(ids[begin:])
-            pieces["position_ids"].append(np.arange(begin, end))
-            pieces["copies"].append(np.where(np.arange(begin, end) < shared, len(sequences), 1))
-            lengths.append((end - begin, end, shared))
-            num_tokens += end - begin
+            pieces["kv_index"].append(path)
+            pieces["input_ids"].append(ids[kept:])
+            pieces["position_ids"].append(np.arange(kept, len(ids)))
+            lengths.append((len(ids) - kept, len(ids)))
+            leaves.append(branch_nodes[-1])
+            num_tokens += len(ids) - kept
     arrays = {name: np.concatenate(parts).astype(np.int64, copy=False) for name, parts in pieces.items()}
-    query_lengths, key_lengths, shared_lengths = zip(*lengths, strict=True)
+    query_lengths, key_lengths = zip(*lengths, strict=True)
     is_shared = sum(key_lengths) > num_tokens
     segments = make_segments(
         query_lengths,
         key_lengths,
         device,
-        shared_lengths=shared_lengths,
+        nodes=tuple(nodes),
+        leaves=tuple(leaves),
         kv_gather=make_gather(arrays["kv_index"], num_tokens, device) if is_shared else None,
         scored_positions=on_device(np.unique(arrays["logit_index"]), device),
     )
+    of_tokens = np.repeat(np.array(copies, dtype=np.float32), [node.length for node in nodes])
     return Row(
         input_ids=on_device(arrays["input_ids"], device)[None],
         position_ids=on_device(arrays["position_ids"], device)[None],
@@ -107,8 +134,9 @@ def packed_row(
         targets=on_device(arrays["targets"], device),
         completion_lengths=on_device(np.asarray([len(part) for part in pieces["targets"]]), device),
         num_tokens=num_tokens,
-        token_copies=on_device(arrays["copies"].astype(np.float32), device) if counts_copies else None,
+        token_copies=on_device(of_tokens, device) if counts_copies else None,
         prompts=tuple(prompts),
+        prompt_tokens=tuple(prompt_tokens),
     )
 
 
@@ -135,6 +163,7 @@ def padded_row(groups: Sequence[Group], *, device: torch.device, counts_copies: 
         num_tokens=int(lengths.sum()),
         token_copies=on_device(is_real.ravel().astype(np.float32), device) if counts_copies else None,
         prompts=tuple(group for group in groups for _ in group.completions),
+        prompt_tokens=(longest,) * len(sequences),
     )
 
 

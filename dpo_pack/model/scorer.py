@@ -146,7 +146,7 @@ class CompletionLogps(nn.Module):
             arguments |= {"row_recurrence": self.recurrence, "row_kernels": self.recurrent_kernels}
         if any(group.images for group in row.prompts):
             assert self.vision is not None
-            arguments |= self.vision.of_row(self.model, row.prompts, row.position_ids)
+            arguments |= self.vision.of_row(self.model, row.prompts, row.prompt_tokens, row.position_ids)
         # Llama 4's `base_model` is the whole model, head included.
         model, base = self.model, self.model.base_model
         outputs = (base if base is not model else model.get_submodule("model"))(**arguments)

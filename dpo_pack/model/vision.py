@@ -74,10 +74,14 @@ class VisionInputs:
     family: VisionFamily
 
     def of_row(
-        self, model: PreTrainedModel, prompts: Sequence[Group], position_ids: Tensor
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Group],
+        prompt_tokens: Sequence[int],
+        position_ids: Tensor,
     ) -> dict[str, Any]:
-        """Returns keyword arguments of the model's layers for a row with images. `prompts`: as often as they
-        are in the row, so each begins where a position of the row, [B, L], is 0. Raises ModelError."""
+        """Returns keyword arguments of the model's layers for a row with images and positions [B, L]. The
+        first two are those of the row. Raises ModelError."""
         backbone: Any = model.base_model
         inputs = [self._of_prompt(group) for group in prompts]
         shown = [of_prompt for of_prompt in inputs if of_prompt]
@@ -94,7 +98,7 @@ class VisionInputs:
         arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": features}}
         if self.family.has_axes:
             on_axes = [_on_axes(backbone, *both) for both in zip(prompts, inputs, strict=True)]
-            arguments["position_ids"] = _row_positions(on_axes, position_ids)
+            arguments["position_ids"] = _row_positions(on_axes, prompt_tokens, position_ids)
         return arguments
 
     def of_sequence(self, model: PreTrainedModel, prompt: Group, ids: Tensor) -> dict[str, Any]:
@@ -143,12 +147,14 @@ def _on_axes(backbone: Any, prompt: Group, inputs: dict[str, Tensor]) -> Tensor:
     return positions[:, 0]
 
 
-def _row_positions(prompts: Sequence[Tensor], position_ids: Tensor) -> Tensor:
-    """n times [3, C], and plain positions [B, L] -> [3, B, L]. Completions go on at the largest + 1."""
+def _row_positions(prompts: Sequence[Tensor], prompt_tokens: Sequence[int], position_ids: Tensor) -> Tensor:
+    """n times [3, C], the n numbers of tokens that they and their completions have in the row, and plain
+    positions [B, L] -> [3, B, L]. Completions go on at the largest + 1."""
     plain = position_ids.flatten()
     lengths = torch.tensor([prompt.shape[1] for prompt in prompts])  # [n]
     largest = torch.stack([prompt.max() for prompt in prompts])  # [n]
-    number = (plain == 0).cumsum(dim=0) - 1  # [B * L] which prompt a token belongs to
+    # [B * L] which prompt a token belongs to
+    number = torch.arange(len(prompts)).repeat_interleave(torch.tensor(prompt_tokens)).to(plain.device)
     begins, lengths, next_positions = (
         values.to(plain.device)[number] for values in (lengths.cumsum(0) - lengths, lengths, largest + 1)
     )

@@ -13,7 +13,8 @@ The area of a sequence is its number of (query, key) pairs: n (n + 1) / 2 for n 
 window. A backward pass costs two forward passes (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). What is
 computed again, or decided by memory traffic, is not counted, as usual for model FLOPs utilisation (Chowdhery
 et al. 2022, arXiv 2204.02311, appendix B). The frozen tower of a vision-language model adds one forward pass
-over the images of each prompt in the row.
+over the images of each prompt in the row. A beginning that several pairs of a row have in common is computed
+once; their tokens attend to it all the same.
 
 Legend: P pairs of the data set. Lengths are in tokens.
 """
@@ -21,7 +22,7 @@ Legend: P pairs of the data set. Lengths are in tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,7 @@ class Group:
     scored: tuple[Bools, ...] | None = None
     # Functions that read the context's images, [H, W, 3] RGB, in the order of their placeholders.
     images: tuple[Callable[[], npt.NDArray[np.uint8]], ...] = ()
+    beginning: int = 0  # the context's first tokens that other groups may begin with, too, before any image
 
 
 def common_prefix_length(sequences: Sequence[AnyIntArray]) -> int:
@@ -73,11 +75,14 @@ class PairLengths:
     rejected: AnyIntArray
     shared: AnyIntArray  # of the longest common prefix of prompt + chosen and prompt + rejected
     tower: FloatArray | float = 0.0  # [P] FLOPs of the tower for a prompt's images
+    beginning: AnyIntArray | int = 0  # [P] which pairs' prompts begin alike; 0: no other one's
+    common: AnyIntArray | int = 0  # [P] the tokens that these have in common
 
     def select(self, pairs: AnyIntArray) -> PairLengths:
-        tower = np.broadcast_to(self.tower, self.prompt.shape)
-        own = {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected, "shared": self.shared}
-        return PairLengths(tower=tower[pairs], **{name: values[pairs] for name, values in own.items()})
+        columns = {
+            one.name: np.broadcast_to(getattr(self, one.name), self.prompt.shape) for one in fields(self)
+        }
+        return PairLengths(**{name: values[pairs] for name, values in columns.items()})
 
     def row_tokens(
         self, *, share_prompt: bool = False, pads: bool = False, sides: Bools | None = None
@@ -94,9 +99,36 @@ class PairLengths:
             tokens -= self.shared if sides is None else self.shared * sides.all(axis=1)
         return tokens
 
+    def beginnings(self, shape: ModelShape | None, *, passes: float) -> Beginnings | None:
+        """Returns what pairs save in a row whose earlier pairs have the same beginning, in FLOPs (without a
+        `shape` in tokens); None if no two have the same."""
+        if not np.any(self.beginning):
+            return None
+        keys, tokens = np.asarray(self.beginning), np.asarray(self.common, dtype=np.int64)
+        costs = tokens.astype(np.float64)
+        if shape is not None:
+            areas = [causal_area(tokens, kind.window) for kind in shape.attention]
+            costs = passes * sequence_flops(shape, tokens, np.zeros(len(tokens)), areas, tokens)
+        return Beginnings(keys=keys, tokens=tokens, costs=costs)
+
     def completion_tokens(self) -> IntArray:
         """Returns each pair's scored tokens, [P]."""
         return self.chosen.astype(np.int64) + self.rejected
+
+
+class Beginnings(NamedTuple):
+    """What pairs have in common with others, from `PairLengths.beginnings`."""
+
+    keys: IntArray  # [P] equal if two pairs begin alike; 0: with no other one
+    tokens: IntArray  # [P]
+    costs: FloatArray  # [P]
+
+    def repeats(self, row: IntArray) -> IntArray:
+        """Returns those pairs of a row that have the beginning of an earlier one."""
+        row = row[self.keys[row].argsort(kind="stable")]
+        keys = self.keys[row]
+        again: IntArray = row[1:][(keys[1:] == keys[:-1]) & (keys[1:] != 0)]
+        return again
 
 
 class RowSize(NamedTuple):
@@ -113,13 +145,18 @@ class PairSizes:
     tokens: IntArray  # [P] of a pair alone
     costs: FloatArray  # [P] of a pair alone, in any unit
     pads: bool = False  # padded rows: every pair takes as many tokens as the longest pair of its row
+    beginnings: Beginnings | None = None  # None: rows share none
 
     def of_row(self, row: IntArray) -> RowSize:
         """Returns the tokens that a forward pass over the row computes, padding included, and its cost."""
         tokens, costs = self.tokens[row], self.costs[row]
         if self.pads:
             return RowSize(tokens=int(len(row) * tokens.max()), cost=float(len(row) * costs.max()))
-        return RowSize(tokens=int(tokens.sum()), cost=float(costs.sum()))
+        if self.beginnings is None:
+            return RowSize(tokens=int(tokens.sum()), cost=float(costs.sum()))
+        repeats = self.beginnings.repeats(row)
+        fewer, cheaper = (values[repeats].sum() for values in self.beginnings[1:])
+        return RowSize(tokens=int(tokens.sum() - fewer), cost=float(costs.sum() - cheaper))
 
 
 # ---- FLOPs
@@ -202,6 +239,24 @@ def pair_flops(
         forward = sequence_flops(shape, tokens, scored, areas, unread)
         flops[block] = passes * forward + part.tower * (is_there.sum(axis=1) - repeats)
     return flops
+
+
+def pair_sizes(
+    lengths: PairLengths,
+    shape: ModelShape | None = None,
+    *,
+    share_prompt: bool,
+    pads: bool = False,
+    passes: float = TRAINING_PASSES,
+) -> PairSizes:
+    """Returns the sizes of pairs. Costs are FLOPs, without a `shape` or in padded rows tokens."""
+    tokens, common = lengths.row_tokens(share_prompt=share_prompt, pads=pads), None
+    costs = tokens.astype(np.float64)
+    if shape is not None and not pads:
+        costs = pair_flops(shape, lengths, share_prompt=share_prompt, passes=passes)
+    if share_prompt and not pads:
+        common = lengths.beginnings(shape, passes=passes)
+    return PairSizes(tokens=tokens, costs=costs, pads=pads, beginnings=common)
 
 
 def padded_flops(

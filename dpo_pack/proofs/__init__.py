@@ -8,7 +8,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ PLAIN_ERRORS, PLAIN_BOUND = 2.0, 1e-2
 # Of another package's recurrent kernel in 16 bits, in epsilons of the dtype: its products round keys, values,
 # scores and states to the dtype. flash-linear-attention's own tests allow five.
 KERNEL_EPSILONS = 4.0
+
+_BEGINNING = 6  # tokens
 
 PADDED_REMEDY = "use packing.mode: padded, and report the model's family"
 
@@ -90,17 +92,19 @@ class ProofOutcome:
 
 
 def proof_groups(vocabulary: int) -> list[Group]:
-    """Returns 4 random pairs: 2 ordinary, 1 whose completions begin alike, 1 with one-token completions."""
+    """Returns 4 random pairs: 2 with a common beginning, 1 whose completions begin alike, 1 with one-token
+    completions."""
     ids = functools.partial(torch.randint, 0, vocabulary)
     alike = ids((3,))
     one, other = torch.randperm(vocabulary)[:2].split(1)  # two equal tokens would make equal sequences
+    beginning = ids((_BEGINNING,))
     return [
-        Group(context=context.numpy(), completions=(chosen.numpy(), rejected.numpy()))
-        for context, chosen, rejected in (
-            (ids((24,)), ids((11,)), ids((8,))),
-            (ids((9,)), torch.cat((alike, ids((6,)))), torch.cat((alike, ids((13,))))),
-            (ids((5,)), one, other),
-            (ids((16,)), ids((7,)), ids((12,))),
+        Group(context=context.numpy(), completions=(chosen.numpy(), rejected.numpy()), beginning=common)
+        for common, context, chosen, rejected in (
+            (_BEGINNING, torch.cat((beginning, ids((18,)))), ids((11,)), ids((8,))),
+            (_BEGINNING, torch.cat((beginning, ids((10,)))), ids((7,)), ids((12,))),
+            (0, ids((9,)), torch.cat((alike, ids((6,)))), torch.cat((alike, ids((13,))))),
+            (0, ids((5,)), one, other),
         )
     ]
 
@@ -122,17 +126,22 @@ def image_groups(scorer: CompletionLogps) -> list[Group]:
     height, width = (84, 112) if vision.family.has_axes else (112, 112)  # a square has few tiles
     block = np.array(vision.processor.image_ids(width, height))
     groups = proof_groups(int(config.get_text_config().vocab_size))
+    beginning = groups[0].context[:_BEGINNING]
     found = []
     for group, number in zip(groups, (1, 2, 0), strict=False):
-        parts, images = [], []
-        for ids in (group.context, *group.completions):  # a text must not have the token of an image
+        parts, images = [beginning], []
+        for ids in (
+            beginning,
+            group.context,
+            *group.completions,
+        ):  # a text must not have the token of an image
             ids[ids == config.image_token_id] = 0
         for most in (256, 32)[:number]:  # a second image is dark, so that no model takes it for the first
             parts += [group.context[-3:], block]
             images.append(torch.randint(0, most, (height, width, 3), dtype=torch.uint8).numpy())
         context = np.concatenate([*parts, group.context])
         images_read = tuple(functools.partial(np.asarray, image) for image in images)
-        found.append(Group(context=context, completions=group.completions, images=images_read))
+        found.append(replace(group, context=context, images=images_read, beginning=_BEGINNING))
     return found
 
 

@@ -32,13 +32,21 @@ from dpo_pack.packing.lengths import Group
 from dpo_pack.proofs import PADDED_REMEDY, Proof, proof_row, random_groups
 from dpo_pack.system.errors import first_line
 
-# (tokens of the shared prefix, tokens of each completion after it): some are longer than a kernel's chunk,
-# some shorter than a convolution; some completions have one token or none; the last prefix stands alone.
-_LENGTHS = ((70, (40, 33)), (2, (5, 1)), (3, (0, 6)), (1, (1, 2)), (29, (4, 0, 1)), (20, (0,)))
-_PARTS = (
-    [np.repeat((1, n), (shared, tail)) for n, tail in enumerate(tails, 2)] for shared, tails in _LENGTHS
+# (tokens of the beginning that neighbours have in common, tokens that the completions then share, tokens of
+# each completion after them): some are longer than a kernel's chunk, some shorter than a convolution; some
+# completions have one token or none; the last prefix stands alone.
+_LENGTHS = (
+    *((0, 70, (40, 33)), (0, 2, (5, 1)), (0, 3, (0, 6)), (0, 1, (1, 2))),
+    *((18, 11, (4, 0, 1)), (18, 1, (1, 2)), (18, 0, (2, 3)), (0, 20, (0,))),
 )
-_GROUPS = [Group(context=np.zeros(1, dtype=np.int64), completions=tuple(parts)) for parts in _PARTS]
+_GROUPS = [
+    Group(
+        context=np.zeros(max(beginning, 1), dtype=np.int64),
+        completions=tuple(np.repeat((1, n), (shared, tail)) for n, tail in enumerate(tails, 2)),
+        beginning=beginning,
+    )
+    for beginning, shared, tails in _LENGTHS
+]
 # A window that is longer than these sequences would hide no key, so the trial uses at most this window.
 _LONGEST_WINDOW = 24
 # The logarithms of decays in the second trial: heads that forget at once would hide a wrong state, and the

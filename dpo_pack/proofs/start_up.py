@@ -144,7 +144,8 @@ def _with_change(groups: Sequence[Group], pair: int, part: int) -> list[Group]:
     # The last token of a context is within the shortest sliding window.
     avoided = (changed[-1], other[min(len(changed), len(other)) - 1])
     changed[-1] = next(token for token in range(3) if token not in avoided)  # every vocabulary has 0, 1, 2
-    return [*groups[:pair], Group(context=parts[0], completions=tuple(parts[1:])), *groups[pair + 1 :]]
+    one = replace(groups[pair], context=parts[0], completions=tuple(parts[1:]))
+    return [*groups[:pair], one, *groups[pair + 1 :]]
 
 
 # ------------------------------------------------------------------------------------------ equivalence

@@ -19,6 +19,7 @@ from support.marks import slow
 from torch import Tensor
 
 import dpo_pack.model.attention.cuda as cuda
+import dpo_pack.model.attention.segments as of_segments
 from dpo_pack.model import attention
 from dpo_pack.model.attention import (
     BACKENDS,
@@ -36,9 +37,12 @@ PLAIN = AttentionNeeds(head_dim=64, value_head_dim=64, has_window=False, has_sof
 
 
 def make_segments(device: torch.device, *, repeats: int = 1, gathers: bool = False) -> RowSegments:
-    """Three groups, so often: a long prompt, a one-token tail, and one with three branches. Without
-    `gathers`, backends get the keys of all segments."""
-    segments = segments_of(random_groups((37, 5, 20), (3, 8, 1), (12, 4, 9, 6)) * repeats, device=device)
+    """Five groups, so often: a long prompt, a one-token tail, one with three branches, and two with a common
+    beginning. Without `gathers`, backends get the keys of all segments."""
+    first, *others, one, other = random_groups((37, 5, 20), (3, 8, 1), (12, 4, 9, 6), (21, 2, 3), (9, 7, 1))
+    begun = np.concatenate((one.context[:8], other.context[8:]))
+    pairs = [replace(one, beginning=8), replace(other, context=begun, beginning=8)]
+    segments = segments_of([first, *others, *pairs] * repeats, device=device)
     return segments if gathers else replace(segments, kv_gather=None)
 
 
@@ -301,7 +305,7 @@ def test_the_backward_pass_of_torch_varlen_is_deterministic_and_nothing_else_is(
     def watched(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             modes[name] = torch.are_deterministic_algorithms_enabled()
-            modes["fills"] = cuda._memory.fill_uninitialized_memory  # all new memory with NaN
+            modes["fills"] = of_segments._memory.fill_uninitialized_memory  # all new memory with NaN
             if fails and name == "backward":
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return kernel(*arguments, **options)
@@ -329,7 +333,7 @@ def test_the_backward_pass_of_torch_varlen_is_deterministic_and_nothing_else_is(
         if not fails:
             assert not modes.pop("after")
         assert modes == {"forward": False, "backward": True, "fills": False}
-        assert cuda._memory.fill_uninitialized_memory
+        assert of_segments._memory.fill_uninitialized_memory
         assert torch.get_deterministic_debug_mode() == 0
     with torch.no_grad():
         BACKENDS["torch_varlen"](before, keys, keys, segments, options)

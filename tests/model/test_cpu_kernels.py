@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from support.groups import random_groups, segments_of
@@ -39,6 +40,7 @@ def states(
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     num_queries, num_keys = sum(segments.query_lengths), sum(segments.key_lengths)
+    num_keys = num_keys if segments.kv_gather is None else num_queries
     shapes = ((num_queries, NUM_HEADS), (num_keys, kv_heads), (num_keys, kv_heads))
     return [
         torch.randn(*shape, HEAD_DIM, generator=generator, dtype=dtype).requires_grad_() for shape in shapes
@@ -65,8 +67,34 @@ def test_a_long_second_completion_needs_no_mask_of_its_length_squared(window: in
     assert 0 < kept <= 1.25 * of_segments.MAX_MASK_BYTES  # as numbers and as bools
 
 
-def test_the_number_of_threads_does_not_change_a_bit(num_threads: None) -> None:
-    segments = make_segments(*MANY)
+def agents(num_pairs: int) -> RowSegments:
+    """Pairs with 300 tokens in common, and answers of 20."""
+    first, *others = random_groups(*[(310, 20, 20)] * num_pairs)
+    begun = [replace(one, context=np.append(first.context[:300], one.context[300:])) for one in others]
+    return segments_of([replace(one, beginning=300) for one in (first, *begun)])
+
+
+def test_a_layer_keeps_the_keys_of_the_row_and_not_those_of_each_segment() -> None:
+    segments, kept = agents(8), dict[int, int]()
+    tokens = sum(segments.query_lengths)
+    assert tokens == 300 + 8 * 50 and sum(segments.key_lengths) == 16 * 330
+    inputs = [torch.randn(tokens, heads, HEAD_DIM, requires_grad=True) for heads in (NUM_HEADS, 2, 2)]
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attend(segments, inputs)
+    # queries, results, keys, values, and a log-normalizer for each query and head
+    assert sum(kept.values()) == tokens * (2 * NUM_HEADS * HEAD_DIM + 2 * 2 * HEAD_DIM + NUM_HEADS)
+    masks = [mask for name, mask in segments.kept.items() if isinstance(name, tuple)]
+    assert sum(mask.numel() for mask in masks) == 30 * 330  # one for all
+
+
+@pytest.mark.parametrize("has_beginning", [False, True])
+def test_the_number_of_threads_does_not_change_a_bit(num_threads: None, has_beginning: bool) -> None:
+    segments = agents(5) if has_beginning else make_segments(*MANY)
     torch.set_num_threads(1)
     alone = attend(segments, states(segments))
     for count in (2, 3):
@@ -79,10 +107,10 @@ def test_the_number_of_threads_does_not_change_a_bit(num_threads: None) -> None:
 def test_an_error_in_a_thread_reaches_the_caller(num_threads: None) -> None:
     torch.set_num_threads(2)
 
-    def fail(numbers: Sequence[int]) -> None:
-        raise ValueError(f"segments {numbers}")
+    def fail(number: int) -> None:
+        raise ValueError(f"segment {number}")
 
-    with pytest.raises(ValueError, match="segments"):
+    with pytest.raises(ValueError, match="segment"):
         sdpa._on_threads(fail, make_segments(*MANY))
 
 
@@ -93,7 +121,7 @@ def test_a_forked_process_starts_threads_of_its_own(num_threads: None) -> None:
 
     def every_segment() -> list[int]:
         seen: list[int] = []
-        sdpa._on_threads(seen.extend, segments)
+        list(sdpa._on_threads(seen.append, segments))
         return sorted(seen)
 
     expected = every_segment()

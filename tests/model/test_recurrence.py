@@ -9,6 +9,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,41 +46,52 @@ from dpo_pack.system.errors import UnsupportedModelError
 THE_PAIR = group([1, 2], [7, 8, 9], [7, 5])  # of the docstrings of layout.py and kernels.py
 
 
-def pieces_of(segments: RowSegments) -> tuple[list[list[float]], list[list[float]], list[int]]:
-    """Of a row whose tokens are 1, 2, ...: padded roots, padded tails, and the root of each tail."""
+Pieces = tuple[list[list[list[float]]], list[list[int]]]
+
+
+def pieces_of(segments: RowSegments) -> Pieces:
+    """Of a row whose tokens are 1, 2, ...: the padded pieces of each level, and their parents from the second
+    level on."""
     made = row_pieces(segments, padded=True)
     tokens = torch.arange(1.0, sum(segments.query_lengths) + 1)
-    taken = [batch.take(tokens) for batch in (*made.roots, *made.tails)]
+    taken = [batch.take(tokens) for batch in chain.from_iterable(made.levels)]
     assert made.to_row(torch.cat(taken)).tolist() == tokens.tolist()
     in_line = row_pieces(segments, padded=False)
-    flat = torch.cat([batch.take(tokens) for batch in (*in_line.roots, *in_line.tails)])
+    flat = torch.cat([batch.take(tokens) for batch in chain.from_iterable(in_line.levels)])
     assert in_line.to_row(flat).tolist() == tokens.tolist()
     lines = [
         [line for batch in batches for line in batch.take(tokens).view(batch.num_pieces, -1).tolist()]
-        for batches in (made.roots, made.tails)
+        for batches in made.levels
     ]
-    return lines[0], lines[1], made.to_tails.index.tolist()
+    return lines, [gather.index.tolist() for gather in made.to_next]
 
 
-def test_longer_pieces_come_first_and_tails_find_the_root_of_their_group() -> None:
+def test_longer_pieces_come_first_and_tails_find_the_shared_part_of_their_group() -> None:
     short, long = group([1], [2, 3], [2, 4]), group([1] * 5, [2], [3, 4, 5])
-    roots, tails, parents = pieces_of(segments_of([short, long]))
-    assert roots == [[5, 6, 7, 8, 9], [1, 2, 0, 0, 0]]
-    assert tails == [[11, 12, 13], [3, 0, 0], [4, 0, 0], [10, 0, 0]]
-    assert parents == [0, 1, 1, 0]
+    levels, parents = pieces_of(segments_of([short, long]))
+    assert levels[0] == [[5, 6, 7, 8, 9], [1, 2, 0, 0, 0]]
+    assert levels[1] == [[11, 12, 13], [3, 0, 0], [4, 0, 0], [10, 0, 0]]
+    assert parents == [[0, 1, 1, 0]]
+
+
+def test_a_beginning_is_a_level_of_its_own() -> None:
+    pairs = [group([1, 2, 3], [7, 8], [9], beginning=2), group([1, 2], [6], [4], beginning=2)]
+    levels, parents = pieces_of(segments_of(pairs))
+    assert levels == [[[1, 2]], [[3], [7], [8]], [[4, 5], [6, 0]]]
+    assert parents == [[0, 0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize(
     ("completions", "mode", "expected"),
     [
-        ([[7, 8, 9], [7, 5]], "unshared", ([[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]], [], [])),
-        ([[7], [7, 5]], "shared", ([[1, 2, 3]], [[4]], [0])),
-        ([[7, 5], [7]], "shared", ([[1, 2, 3]], [[4]], [0])),
-        ([[7], [7]], "shared", ([[1, 2, 3]], [], [])),
+        ([[7, 8, 9], [7, 5]], "unshared", ([[[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]], [])),
+        ([[7], [7, 5]], "shared", ([[[1, 2, 3]], [[4]]], [[0]])),
+        ([[7, 5], [7]], "shared", ([[[1, 2, 3]], [[4]]], [[0]])),
+        ([[7], [7]], "shared", ([[[1, 2, 3]]], [])),
     ],
     ids=["shares nothing", "prefix first", "prefix last", "equal"],
 )
-def test_a_sequence_that_shares_nothing_is_a_root_and_an_empty_tail_is_no_piece(
+def test_a_sequence_that_shares_nothing_has_no_parent_and_an_empty_tail_is_no_piece(
     completions: list[list[int]], mode: str, expected: Any
 ) -> None:
     assert pieces_of(segments_of([group([1, 2], *completions)], mode)) == expected
@@ -91,6 +103,13 @@ def test_a_convolution_sees_the_end_of_the_shared_part_and_zeros_before_a_sequen
     first, second = [0, 0, 0, 10, 11, 12, 13, 14], [10, 11, 12, 15]
     assert longer.tolist() == [*first, *second, *[0, 0, 0, 16, 17], *[0, 0, 16, 18]]
     assert to_row(longer).tolist() == [10, 11, 12, 13, 14, 15, 16, 17, 18]
+
+
+def test_the_history_of_a_convolution_follows_the_path_through_short_nodes() -> None:
+    pairs = [group([1, 2, 3], [7, 8], [9], beginning=2), group([1, 2, 5], [6], [4], beginning=2)]
+    with_history, _ = row_history(segments_of(pairs), 4)
+    longer = with_history(torch.arange(10.0, 19)).tolist()
+    assert longer == [0, 0, 0, 10, 11, 12, 13, 14, *[10, 11, 12, 15], *[0, 10, 11, 16, 17], *[10, 11, 16, 18]]
 
 
 def test_a_gather_is_an_index_select_with_zeros_in_values_and_gradients() -> None:

@@ -143,19 +143,21 @@ def in_deep_stack(change: Callable[[Any], object]) -> Callable[[pytest.MonkeyPat
 def in_positions(change: Callable[..., Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
     right = vision._row_positions
 
-    def wrong(prompts: Sequence[Tensor], position_ids: Tensor) -> Tensor:
-        return change(right(prompts, position_ids), prompts, position_ids)
+    def wrong(prompts: Sequence[Tensor], tokens: Sequence[int], position_ids: Tensor) -> Tensor:
+        return change(right(prompts, tokens, position_ids), prompts, tokens, position_ids)
 
     return lambda patch: patch.setattr(vision, "_row_positions", wrong)
 
 
-def late_tails(positions: Tensor, prompts: Sequence[Tensor], plain: Tensor) -> Tensor:
+def late_tails(positions: Tensor, prompts: Any, tokens: Any, plain: Tensor) -> Tensor:
     begins = (plain.flatten().diff(prepend=plain.flatten()[:1] - 1) != 1) & (plain.flatten() > 0)
     return positions + begins.cumsum(0).bool().int()  # from the first tail on, which is enough
 
 
-def at_the_length(positions: Tensor, prompts: Sequence[Tensor], plain: Tensor) -> Tensor:
-    lengths = torch.tensor([prompt.shape[1] for prompt in prompts])[(plain.flatten() == 0).cumsum(0) - 1]
+def at_the_length(
+    positions: Tensor, prompts: Sequence[Tensor], tokens: Sequence[int], plain: Tensor
+) -> Tensor:
+    lengths = torch.tensor([prompt.shape[1] for prompt in prompts]).repeat_interleave(torch.tensor(tokens))
     return torch.where(plain < lengths, positions, plain)
 
 
@@ -163,8 +165,8 @@ def as_one_sequence(patch: pytest.MonkeyPatch) -> None:
     """The model's own positions, of the row as if it were one sequence."""
     right = VisionInputs.of_row
 
-    def wrong(self: VisionInputs, model: Any, prompts: Any, position_ids: Tensor) -> dict[str, Any]:
-        made = right(self, model, prompts, position_ids)
+    def wrong(self: VisionInputs, *arguments: Any) -> dict[str, Any]:
+        made = right(self, *arguments)
         on_axes = made["position_ids"]
         same = (on_axes == on_axes[:1]).all(dim=0)
         return made | {"position_ids": torch.where(same, torch.arange(on_axes.shape[-1]), on_axes)}
@@ -175,7 +177,7 @@ def as_one_sequence(patch: pytest.MonkeyPatch) -> None:
 FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "plain positions": (
         "qwen3_vl",
-        in_positions(lambda right, prompts, plain: plain.expand(3, *plain.shape)),
+        in_positions(lambda right, prompts, tokens, plain: plain.expand(3, *plain.shape)),
     ),
     "completions at the prompt's length": ("qwen3_5", in_positions(at_the_length)),
     "tails a position late": ("qwen2_5_vl", in_positions(late_tails)),

@@ -24,6 +24,7 @@ from dpo_pack.packing.lengths import (
     causal_area,
     padded_flops,
     pair_flops,
+    pair_sizes,
 )
 
 SHAPE = ModelShape(
@@ -66,6 +67,30 @@ def test_a_shared_pair_costs_what_its_two_attention_segments_cost() -> None:
     unshared_local = counted_area(0, 9, 3) + counted_area(0, 8, 3)
     forward = 2 * 1000 * (9 + 8) + 2 * 50 * 7 + 2 * 16 * (2 * unshared + unshared_local)
     assert pair_flops(SHAPE, lengths, share_prompt=False).tolist() == [3 * forward]
+
+
+@pytest.mark.parametrize("whole_prompt", [False, True])
+def test_a_beginning_is_computed_once_in_a_row(whole_prompt: bool) -> None:
+    # beginning 4; rests of prompts 2 and 0 or 3, tails 3 and 2, 1 and 5
+    shape = replace(SHAPE, last_block_weights=7.0)
+    rest = 0 if whole_prompt else 3
+    lengths = PairLengths(
+        prompt=ints(6, 4 + rest),
+        chosen=ints(3, 1),
+        rejected=ints(2, 5),
+        shared=ints(6, 4 + rest),
+        beginning=ints(9, 9),
+        common=ints(4, 4),
+    )
+    sizes = pair_sizes(lengths, shape, share_prompt=True)
+    segments = [(0, 9), (6, 8), (4, 4 + rest + 1), (4 + rest, 4 + rest + 5)]
+    full, local = (sum(counted_area(*one, window) for one in segments) for window in (None, 3))
+    tokens = 9 + 2 + rest + 1 + 5
+    read = {"prompts' ends": 2, "tails but their last tokens": 2 + 1 + 0 + 4}
+    unread = tokens - sum(read.values())
+    forward = 2 * 1000 * tokens + 2 * 50 * 11 + 2 * 16 * (2 * full + local) - 2 * 7 * unread
+    assert sizes.of_row(ints(0, 1)) == (tokens, 3 * forward)
+    assert lengths.select(ints(1)).common == [4]
 
 
 def test_the_frozen_tower_runs_forward_once_for_each_prompt_in_a_row() -> None:

@@ -213,7 +213,7 @@ def test_each_sabotage_fails_its_proof(name: str, precision: str, monkeypatch: p
 @pytest.mark.parametrize(
     "name",
     [
-        "wrong gather",
+        "wrong path",
         "shifted rotary position",
         *slow("no gather", "row's metadata ignored", "swapped tails"),
     ],

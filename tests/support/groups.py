@@ -15,8 +15,9 @@ from support.tiny_models import VOCABULARY
 CPU = torch.device("cpu")
 
 
-def group(context: Sequence[int], *completions: Sequence[int]) -> Group:
-    return Group(context=np.array(context), completions=tuple(np.array(ids) for ids in completions))
+def group(context: Sequence[int], *completions: Sequence[int], beginning: int = 0) -> Group:
+    answers = tuple(np.array(ids) for ids in completions)
+    return Group(context=np.array(context), completions=answers, beginning=beginning)
 
 
 def random_groups(*lengths: Iterable[int], seed: int = 0, vocabulary: int = VOCABULARY) -> list[Group]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,11 +16,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from dpo_pack import proofs
-from dpo_pack.model.attention import ATTENTION_NAME, AttentionBackend, row_attention
+from dpo_pack.model.attention import ATTENTION_NAME, AttentionBackend, row_attention, segments
 from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.attention.segments import (
     AttentionOptions,
     Gather,
+    Node,
     RowSegments,
     make_gather,
     make_segments,
@@ -49,23 +51,61 @@ def no_gather(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
     def without_prompt(groups: Any, device: torch.device, *, share_prompt: bool) -> Row:
         row = packed_row(groups, device, share_prompt=share_prompt)
         assert row.segments is not None
-        lengths, shared_lengths = row.segments.query_lengths, row.segments.shared_lengths
-        alone = make_segments(
-            lengths,
-            lengths,
-            device,
-            shared_lengths=shared_lengths,
-            scored_positions=row.segments.scored_positions,
-        )
+        own, lengths = row.segments, row.segments.query_lengths
+        tree = {"nodes": own.nodes, "leaves": own.leaves}
+        alone = make_segments(lengths, lengths, device, **tree, scored_positions=own.scored_positions)
         return replace(row, segments=alone)
 
     patch.setattr(proofs, "packed_row", without_prompt)
 
 
-def wrong_gather(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
-    """Off by one: each key is its neighbour's."""
-    gather = Gather.__call__
-    patch.setattr(Gather, "__call__", lambda self, states: gather(self, states).roll(1, dims=0))
+def no_beginning(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
+    """A pair that has its beginning from the pair before it does not see it."""
+
+    def without_it(groups: Any, device: torch.device, *, share_prompt: bool) -> Row:
+        row = packed_row(groups, device, share_prompt=share_prompt)
+        assert row.segments is not None
+        old, leaves = row.segments.nodes, row.segments.leaves
+        has_tails = {node.parent for node in old}
+        nodes = tuple(
+            node._replace(parent=-1)
+            if number in has_tails and node.parent >= 0 and sum(old[node.parent][:2]) != node.start
+            else node
+            for number, node in enumerate(old)
+        )
+        assert nodes != old
+        keys = [sum(end - start for start, end in segments.node_runs(nodes, leaf)) for leaf in leaves]
+        tree = {"nodes": nodes, "leaves": leaves, "kv_gather": row.segments.kv_gather}
+        lengths, scored = row.segments.query_lengths, row.segments.scored_positions
+        return replace(row, segments=make_segments(lengths, keys, device, **tree, scored_positions=scored))
+
+    patch.setattr(proofs, "packed_row", without_it)
+
+
+def change_paths(change: Callable[[tuple[Node, ...]], tuple[Node, ...]]) -> Break:
+    """Keys of paths through other nodes."""
+    runs = segments.node_runs
+
+    def changed(nodes: tuple[Node, ...], last: int) -> list[tuple[int, int]]:
+        return runs(change(nodes), last)
+
+    return lambda patch, scorer: patch.setattr(segments, "node_runs", changed)
+
+
+def moved(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Off by one: of what a path does not add, each key is its neighbour's."""
+    return tuple(
+        node._replace(start=node.start - 1) if node.parent < 0 and node.start else node for node in nodes
+    )
+
+
+def another_beginning(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """The last tokens of the row in place of a beginning that two pairs have."""
+    parents, end = {node.parent for node in nodes}, nodes[-1].start + nodes[-1].length
+    return tuple(
+        node._replace(start=end - node.length) if number in parents and node.length == 6 else node
+        for number, node in enumerate(nodes)
+    )
 
 
 def shifted_position(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
@@ -235,13 +275,10 @@ def on_whole_row(call: RecurrentCall) -> Any:
 
 def from_nothing(call: RecurrentCall) -> Any:
     """Tails begin without their group's shared part."""
-    segments = call.options["row_segments"]
-    alone = replace(
-        segments,
-        key_lengths=segments.query_lengths,
-        shared_lengths=(0,) * len(segments.query_lengths),
-        kept={},
-    )
+    row = call.options["row_segments"]
+    firsts = np.cumsum((0, *row.query_lengths[:-1])).tolist()
+    nodes = tuple(Node(first, count, -1) for first, count in zip(firsts, row.query_lengths, strict=True))
+    alone = replace(row, nodes=nodes, leaves=tuple(range(len(nodes))), kept={})
     return replace(call, options={**call.options, "row_segments": alone}).run()
 
 
@@ -264,17 +301,25 @@ def change_pieces(change: Callable[[RowPieces], RowPieces]) -> Break:
     return lambda patch, scorer: patch.setattr(kernels, "row_pieces", changed)
 
 
-def from_another_group(made: RowPieces) -> RowPieces:
-    """Each tail starts from the final state of the group before its own."""
-    roots, num_roots = made.to_tails.index.numpy(), len(made.to_tails.first)
-    return replace(made, to_tails=make_gather((roots - 1) % num_roots, num_roots, CPU))
+def from_another(level: int) -> Callable[[RowPieces], RowPieces]:
+    """Each piece below this level starts from the final state of the piece before its own parent."""
+
+    def change(made: RowPieces) -> RowPieces:
+        to_next = list(made.to_next)
+        parents, number = to_next[level].index.numpy(), to_next[level].size
+        to_next[level] = make_gather((parents - 1) % number, number, CPU)
+        return replace(made, to_next=to_next)
+
+    return change
 
 
 def without_gradient(made: RowPieces) -> RowPieces:
-    """No gradient flows from a tail into its group's shared part."""
-    to_tails = made.to_tails
-    cut: Any = lambda states: to_tails(states.detach())  # noqa: E731
-    return replace(made, to_tails=cut)
+    """No gradient flows from a piece into its parent."""
+
+    def cut(gather: Gather) -> Any:
+        return lambda states: gather(states.detach())
+
+    return replace(made, to_next=[cut(gather) for gather in made.to_next])
 
 
 def pads_decay(made: RowPieces) -> RowPieces:
@@ -290,7 +335,8 @@ def pads_decay(made: RowPieces) -> RowPieces:
         take: Any = functools.partial(decaying, batch.take)
         return replace(batch, take=take)
 
-    return replace(made, roots=[change(batch) for batch in made.roots])
+    levels = [[change(batch) for batch in level] for level in made.levels]
+    return replace(made, levels=levels)
 
 
 def stock_layer(patch: pytest.MonkeyPatch, scorer: CompletionLogps) -> None:
@@ -308,7 +354,9 @@ LOW = ("bfloat16 autocast", "float16 autocast", "bfloat16")
 
 SABOTAGES: dict[str, Sabotage] = {
     "no gather": Sabotage("llama", "equivalence", no_gather),
-    "wrong gather": Sabotage("llama", "equivalence", wrong_gather),
+    "no beginning": Sabotage("llama", "equivalence", no_beginning),
+    "wrong path": Sabotage("llama", "equivalence", change_paths(moved)),
+    "path through another prompt": Sabotage("llama", "equivalence", change_paths(another_beginning)),
     "shifted rotary position": Sabotage("llama", "equivalence", shifted_position, hidden_in=("bfloat16",)),
     "shifted learned position": Sabotage("gpt2", "equivalence", shifted_position),
     "swapped tails": Sabotage("llama", "equivalence", swapped_tails),
@@ -340,7 +388,8 @@ SABOTAGES: dict[str, Sabotage] = {
         for what, proof, break_it in [
             ("state leaks into the next sequence", "isolation", change_recurrence(on_whole_row, name)),
             ("tail starts from zero", "functions", change_recurrence(from_nothing, name)),
-            ("tail forks from another group", "functions", change_pieces(from_another_group)),
+            ("forks from another beginning", "functions", change_pieces(from_another(0))),
+            ("tail forks from another prompt", "functions", change_pieces(from_another(1))),
             ("no gradient into the shared part", "functions", change_pieces(without_gradient)),
             ("pads decay the state", "functions", change_pieces(pads_decay)),
             ("convolution across a boundary", "isolation", change_recurrence(on_whole_row, _CONVOLUTION)),

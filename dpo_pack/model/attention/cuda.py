@@ -2,7 +2,7 @@
 
 torch has FlashAttention's kernel, and so has the optional package flash-attn, which supports more models. It
 takes bf16 or fp16. FlexAttention is for logit softcaps (Gemma 2) and sinks (gpt-oss); it computes only those
-blocks of 128 x 128 logits in which a query sees a key.
+blocks of 128 x 128 logits in which a query sees a key, and copies no shared keys.
 
 Legend: T tokens of the row, K keys of all segments (see segments.py), H heads, D head dimension. All take
 [T, H, D] queries, [K, H_kv, D] keys, [K, H_kv, D_v] values, and return [T, H, D_v].
@@ -11,20 +11,25 @@ Legend: T tokens of the row, K keys of all segments (see segments.py), H heads, 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import deterministic
 
-from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, as_autocast, numbered, on_device
+from dpo_pack.model.attention.segments import (
+    AttentionOptions,
+    RowSegments,
+    as_autocast,
+    deterministic_kernels,
+    numbered,
+    on_device,
+)
 from dpo_pack.system.errors import first_line
 
-_memory: Any = deterministic  # torch's module has this setting as a property, which mypy does not see
 _operators: Any = torch.ops.aten
 _BLOCK = 128  # of FlexAttention
 
@@ -98,17 +103,10 @@ def _attend_backward(
     segments = numbered(row)
     states, arguments, options = _kernel_arguments(segments, query, key, value, scale, left)
     state = grad.new_empty(2, dtype=torch.uint64)  # which only dropout needs
-    # The kernel reads torch's global mode, which is on only here: others could raise errors in it.
-    before, fills = torch.get_deterministic_debug_mode(), _memory.fill_uninitialized_memory
-    try:
-        torch.set_deterministic_debug_mode("error")
-        _memory.fill_uninitialized_memory = False  # the kernel writes all that it allocates
+    with deterministic_kernels():  # the kernel reads torch's global mode
         of_query, of_key, of_value = _operators._flash_attention_backward(
             grad, *states, out, normalizers, *arguments, state, state, **options
         )
-    finally:
-        torch.set_deterministic_debug_mode(before)
-        _memory.fill_uninitialized_memory = fills
     if segments.kv_gather is not None:
         of_key, of_value = map(segments.kv_gather.gradient, (of_key, of_value))
     return of_query, of_key.contiguous(), of_value.contiguous()  # whether gathered or not
@@ -175,10 +173,9 @@ def flex_attention(
         return softcap * torch.tanh(logit / softcap)
 
     softcap, window = options.softcap, options.window
-    if segments.kv_gather is not None:
-        key, value = map(segments.kv_gather, (key, value))
     query, key, value = as_autocast(query, key, value)
-    block_mask = segments.once(("flex", window), lambda: _block_mask(segments, window, query.device))
+    kind = ("flex", window, segments.kv_gather is None)
+    block_mask = segments.once(kind, lambda: _block_mask(segments, window, query.device))
     out, aux = _kernel(query.device.type)(
         *(states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)),
         score_mod=None if softcap is None else score,
@@ -212,27 +209,40 @@ def _kernel(device_type: str) -> Callable[..., Any]:
 
 
 def _block_mask(segments: RowSegments, window: int | None, device: torch.device) -> Any:
-    """Returns torch's BlockMask of the row: in each segment causal, with the last query at the last key."""
+    """Returns torch's BlockMask of the row: in each segment causal, with the last query at the last key. A
+    path is where it is in the row: in series of adjacent keys, of which a query sees a part each."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    first_keys, last_keys = [], []  # that each query sees
-    starts = pairwise(accumulate(segments.key_lengths, initial=0))
-    for num_queries, (start, end) in zip(segments.query_lengths, starts, strict=True):
-        own = np.arange(end - num_queries, end, dtype=np.int32)
-        last_keys.append(own)
-        first_keys.append(np.full_like(own, start) if window is None else np.maximum(start, own - window + 1))
-    first, last = np.concatenate(first_keys), np.concatenate(last_keys)  # [T] each
+    num_tokens, at = sum(segments.query_lengths), 0
+    num_keys = sum(segments.key_lengths) if segments.kv_gather is None else num_tokens
+    series = range(max(map(len, segments.key_runs())))
+    first = np.ones((len(series), num_tokens), dtype=np.int32)  # key that each query sees of a series
+    last = np.zeros_like(first)
+    for queries, keys, runs in zip(
+        segments.query_lengths, segments.key_lengths, segments.key_runs(), strict=True
+    ):
+        place, before = (
+            np.arange(keys - queries, keys),
+            0,
+        )  # of the queries in the path, keys before the series
+        for number, (start, end) in enumerate(runs):
+            hidden = 0 if window is None else np.maximum(0, place - window + 1 - before)
+            first[number, at : at + queries] = start + hidden
+            last[number, at : at + queries] = start - 1 + np.minimum(end - start, place + 1 - before)
+            before += end - start
+        at += queries
     # [query blocks, key blocks]: whether a query of the one sees a key of the other
-    num_blocks = [-(-count // _BLOCK) for count in (len(first), sum(segments.key_lengths))]
+    num_blocks = [-(-count // _BLOCK) for count in (num_tokens, num_keys)]
     edges = np.zeros((num_blocks[0], num_blocks[1] + 1), dtype=np.int32)
-    block = np.arange(len(first)) // _BLOCK
-    np.add.at(edges, (block, first // _BLOCK), 1)
-    np.add.at(edges, (block, last // _BLOCK + 1), -1)
+    seen, query = first <= last, np.broadcast_to(np.arange(num_tokens), first.shape)
+    np.add.at(edges, (query[seen] // _BLOCK, first[seen] // _BLOCK), 1)
+    np.add.at(edges, (query[seen] // _BLOCK, last[seen] // _BLOCK + 1), -1)
     touched = edges.cumsum(axis=1)[:, :-1] > 0
-    first_key, last_key = on_device(first, device), on_device(last, device)
+    bounds = [(on_device(first[number], device), on_device(last[number], device)) for number in series]
 
     def mask(batch: Tensor, head: Tensor, at: Tensor, key_at: Tensor) -> Tensor:
-        return (first_key[at] <= key_at) & (key_at <= last_key[at])
+        sees = [(first_key[at] <= key_at) & (key_at <= last_key[at]) for first_key, last_key in bounds]
+        return functools.reduce(operator.or_, sees)
 
     # In each line (a block of queries), BlockMask wants the key blocks that the queries see first.
     order = np.argsort(~touched, axis=1, kind="stable").astype(np.int32)
@@ -242,5 +252,5 @@ def _block_mask(segments: RowSegments, window: int | None, device: torch.device)
         on_device(order, device)[None, None],
         BLOCK_SIZE=_BLOCK,
         mask_mod=mask,
-        seq_lengths=(len(first), sum(segments.key_lengths)),
+        seq_lengths=(num_tokens, num_keys),
     )

@@ -14,10 +14,10 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,22 +26,24 @@ from torch.autograd.function import once_differentiable
 
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, as_autocast
 
+Value = TypeVar("Value")
+
 
 def sdpa_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
     """The backend "sdpa": queries [T, H, D], keys [T, H_kv, D], values [T, H_kv, D_v] -> [T, H, D_v]."""
-    if segments.kv_gather is not None:
-        key, value = map(segments.kv_gather, (key, value))
-    num_groups = query.shape[1] // key.shape[1]
-    if num_groups > 1:
-        key, value = (states.repeat_interleave(num_groups, dim=1) for states in (key, value))
     is_plain = options.softcap is None and options.sinks is None
     is_on_cpu, has_one_width = query.device.type == "cpu", query.shape[-1] == value.shape[-1]
     if is_plain and is_on_cpu and has_one_width and _cpu_kernel() is not None:
         states = as_autocast(query, key, value)
         attended: Tensor = _CpuSegments.apply(*states, segments, options)  # type: ignore[no-untyped-call]
         return attended
+    if segments.kv_gather is not None:
+        key, value = map(segments.kv_gather, (key, value))
+    num_groups = query.shape[1] // key.shape[1]
+    if num_groups > 1:
+        key, value = (states.repeat_interleave(num_groups, dim=1) for states in (key, value))
     return _segment_by_segment(query, key, value, segments, options)
 
 
@@ -104,7 +106,8 @@ def _cpu_kernel() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., t
 
 
 class _CpuSegments(torch.autograd.Function):
-    """Calls the CPU kernel for each segment; for autograd the whole row is one node."""
+    """Calls the CPU kernel for each segment; for autograd the whole row is one node. It keeps the row's keys
+    and values, and copies those of a segment while it computes the segment, forward and again backward."""
 
     @staticmethod
     def forward(
@@ -112,23 +115,24 @@ class _CpuSegments(torch.autograd.Function):
     ) -> Tensor:
         kernel = _cpu_kernel()
         assert kernel is not None
-        blocks, lengths = segments.blocks(options.window, query.dtype), segments.key_lengths
-        of_segments = list(zip(blocks, key.split(lengths), value.split(lengths), strict=True))
-        out, log_normalizers = torch.empty_like(query), dict[int, Tensor]()  # by a block's first query
+        blocks, runs = segments.blocks(options.window, query.dtype), segments.key_runs()
+        out, num_groups = torch.empty_like(query), query.shape[1] // key.shape[1]
 
         @torch.no_grad()  # each thread has its own grad mode
-        def attend(numbers: Sequence[int]) -> None:
-            for of_segment, k, v in (of_segments[number] for number in numbers):
-                for queries, keys, mask in of_segment:
-                    states = map(_heads_first, (query[queries], k[keys], v[keys]))
-                    how = {"is_causal": mask is None, "attn_mask": mask, "scale": options.scale}
-                    attended, log_normalizers[queries.start] = kernel[0](*states, **how)
-                    _heads_first(out[queries]).copy_(attended)
+        def attend(number: int) -> list[Tensor]:
+            k, v = (_of_segment(states, runs[number], num_groups) for states in (key, value))
+            log_normalizers = []
+            for queries, keys, mask in blocks[number]:
+                states = map(_heads_first, (query[queries], k[keys], v[keys]))
+                how = {"is_causal": mask is None, "attn_mask": mask, "scale": options.scale}
+                attended, log_normalizer = kernel[0](*states, **how)
+                _heads_first(out[queries]).copy_(attended)
+                log_normalizers.append(log_normalizer)
+            return log_normalizers
 
-        _on_threads(attend, segments)
-        ctx.save_for_backward(query, key, value, out, *log_normalizers.values())
+        log_normalizers = list(_on_threads(attend, segments))
+        ctx.save_for_backward(query, key, value, out, *chain.from_iterable(log_normalizers))
         ctx.segments, ctx.blocks, ctx.kernel, ctx.scale = segments, blocks, kernel[1], options.scale
-        ctx.firsts = list(log_normalizers)
         return out
 
     @staticmethod
@@ -136,46 +140,64 @@ class _CpuSegments(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         query, key, value, out, *saved = ctx.saved_tensors
-        log_normalizers = dict(zip(ctx.firsts, saved, strict=True))
-        make, dtype, adds_up = torch.empty_like, key.dtype, len(saved) > len(ctx.blocks)
-        if adds_up:  # gradients of several blocks add up, in at least fp32
-            make, dtype = torch.zeros_like, torch.promote_types(dtype, torch.float32)
+        num_groups, runs = query.shape[1] // key.shape[1], ctx.segments.key_runs()
+        firsts = list(accumulate(map(len, ctx.blocks), initial=0))  # in `saved`, of each segment
+        # Gradients of several segments and blocks add up, in at least fp32.
+        wide = torch.promote_types(key.dtype, torch.float32)
         grad_query = torch.empty_like(query)
-        grad_key, grad_value = make(key, dtype=dtype), make(value, dtype=dtype)
-        split = (states.split(ctx.segments.key_lengths) for states in (key, value, grad_key, grad_value))
-        of_segments = list(zip(ctx.blocks, *split, strict=True))
+        grad_key, grad_value = (torch.zeros_like(states, dtype=wide) for states in (key, value))
 
         @torch.no_grad()
-        def attend(numbers: Sequence[int]) -> None:
-            for of_segment, k, v, *targets in (of_segments[number] for number in numbers):
-                for queries, keys, mask in of_segment:
-                    of_block = (grad[queries], query[queries], k[keys], v[keys], out[queries])
-                    states = (*map(_heads_first, of_block), log_normalizers[queries.start])
-                    parts = ctx.kernel(*states, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
-                    _heads_first(grad_query[queries]).copy_(parts[0])
-                    for target, part in zip(targets, parts[1:], strict=True):
-                        own = _heads_first(target[keys])
-                        own.add_(part) if adds_up else own.copy_(part)
+        def attend(number: int) -> list[Tensor]:
+            """Returns the gradients of the segment's keys and values, [K, H_kv, D] each."""
+            k, v = (_of_segment(states, runs[number], num_groups) for states in (key, value))
+            is_whole = len(ctx.blocks[number]) == 1
+            totals = [] if is_whole else [torch.zeros_like(states, dtype=wide) for states in (k, v)]
+            for place, (queries, keys, mask) in enumerate(ctx.blocks[number]):
+                of_block = (grad[queries], query[queries], k[keys], v[keys], out[queries])
+                states = (*map(_heads_first, of_block), saved[firsts[number] + place])
+                parts = ctx.kernel(*states, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
+                _heads_first(grad_query[queries]).copy_(parts[0])
+                of_keys = [part.squeeze(0).transpose(0, 1) for part in parts[1:]]
+                for total, part in zip(totals, of_keys, strict=False):
+                    total[keys] += part
+            totals = totals or of_keys
+            if num_groups > 1:
+                totals = [total.unflatten(1, (-1, num_groups)).sum(dim=2, dtype=wide) for total in totals]
+            return totals
 
-        _on_threads(attend, ctx.segments)
+        for of_segment, parts in zip(runs, _on_threads(attend, ctx.segments), strict=True):
+            for total, part in zip((grad_key, grad_value), parts, strict=True):
+                pieces = part.split([end - start for start, end in of_segment])
+                for (start, end), piece in zip(of_segment, pieces, strict=True):
+                    total[start:end] += piece
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
-def _on_threads(attend: Callable[[Sequence[int]], None], segments: RowSegments) -> None:
-    """Calls `attend` with the indices of all segments; divides them among threads if that is faster."""
+def _of_segment(states: Tensor, runs: Sequence[tuple[int, int]], num_groups: int) -> Tensor:
+    """Returns a segment's keys or values for all heads of queries: [T, H_kv, D] -> [K, H, D]."""
+    parts = [states[start:end] for start, end in runs]
+    own = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return own.repeat_interleave(num_groups, dim=1) if num_groups > 1 else own
+
+
+def _on_threads(attend: Callable[[int], Value], segments: RowSegments) -> Iterable[Value]:
+    """Returns `attend` of the index of each segment, in order; divides them among threads if that is faster.
+    In one thread each is computed when it is asked for."""
     costs = [q * k for q, k in zip(segments.query_lengths, segments.key_lengths, strict=True)]
     num_threads = torch.get_num_threads()
     if num_threads == 1 or 2 * max(costs) * num_threads > 3 * sum(costs):
         # One segment has most of the work. Called in this thread, the kernel uses all threads for it.
-        attend(range(len(costs)))
-        return
+        return map(attend, range(len(costs)))
     shares: list[list[int]] = [[] for _ in range(num_threads)]
     loads = [0] * num_threads
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):  # the costliest first
         least = loads.index(min(loads))
         shares[least].append(number)
         loads[least] += costs[number]
-    list(_pool(num_threads).map(attend, filter(None, shares)))
+    results = _pool(num_threads).map(lambda share: [attend(number) for number in share], shares)
+    found = dict(zip(chain.from_iterable(shares), chain.from_iterable(results), strict=True))
+    return [found[number] for number in range(len(costs))]
 
 
 @functools.cache

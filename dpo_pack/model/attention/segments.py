@@ -1,30 +1,52 @@
 """The attention segments of one row on a device, and the gather that copies shared keys and values for them.
 
 A row holds tokens that sequences share (a prompt) only once. A *segment* is the attention of one sequence:
-its queries are the tokens that the sequence adds to the row, its keys are all of the sequence's tokens. The
-*gathered* keys are the keys of all segments, one segment after another. model/layout.py has an example.
+its queries are the tokens that the sequence adds to the row, its keys are all of the sequence's tokens, its
+*path*. The *gathered* keys are the paths of all segments, one behind another. model/layout.py has an example.
 
 Legend: T tokens of the row, K gathered keys, G segments, H heads, D head dimension.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils import deterministic
 
 from dpo_pack.packing.lengths import IntArray
 
 Value = TypeVar("Value")
 # A segment with a larger mask is computed in blocks of queries, so memory is linear in its length.
 MAX_MASK_BYTES = 1 << 26
+_memory: Any = deterministic  # torch's module has this setting as a property, which mypy does not see
+
+
+class Node(NamedTuple):
+    """Adjacent tokens of a row that the same sequences contain: a beginning, the rest of a prompt, a tail."""
+
+    start: int  # row position of the first token
+    length: int
+    parent: int  # the node that comes before it in its sequences; -1: they begin with this one
+
+
+def node_runs(nodes: Sequence[Node], last: int) -> list[tuple[int, int]]:
+    """Returns the row positions of a sequence whose last node is `last`: (first, behind the last) of each
+    series of adjacent ones, in the order of the sequence. There are at most three."""
+    runs: list[tuple[int, int]] = []
+    while last >= 0:
+        start, length, last = nodes[last]
+        end = start + length
+        runs.append((start, runs.pop()[1] if runs and runs[-1][0] == end else end))
+    return runs[::-1]
 
 
 # No code assigns to the fields of lengths and indices. But the class is not frozen, because torch.compile of
@@ -40,9 +62,8 @@ class RowSegments:
     cu_seqlens_q: Tensor  # [G+1] int32
     cu_seqlens_k: Tensor  # [G+1] int32
     kv_gather: Gather | None = None  # from the row's T tokens to the K gathered keys; None: they are equal
-    # [G]: how many first tokens the sequence shares with the others of its group (a pair). In a group's first
-    # segment they are queries and keys, in the other segments only keys. Only recurrent layers need it.
-    shared_lengths: tuple[int, ...] = ()
+    nodes: tuple[Node, ...] = ()  # of the row, in its order
+    leaves: tuple[int, ...] = ()  # [G] the last node of each sequence, which its segment adds to the row
     # [U] int64, ascending: row positions whose last hidden states are used; None: all positions
     scored_positions: Tensor | None = None
     kept: dict[Hashable, Any] = field(default_factory=dict)  # masks and the like, for all layers
@@ -75,28 +96,37 @@ class RowSegments:
         kept: Tensor = self.kept[name]
         return kept
 
+    def key_runs(self) -> list[list[tuple[int, int]]]:
+        """Returns, for each segment, where its keys are among those that a backend gets, see `node_runs`."""
+        if self.kv_gather is None:
+            return [[run] for run in itertools.pairwise(itertools.accumulate(self.key_lengths, initial=0))]
+        return self.once("runs", lambda: [node_runs(self.nodes, leaf) for leaf in self.leaves])
+
     def blocks(
         self, window: int | None, dtype: torch.dtype = torch.bool, *, has_masks: bool = False
     ) -> list[list[tuple[slice, slice, Tensor | None]]]:
         """Returns, for each segment, the blocks in which its attention is computed: (queries of the row, keys
-        of the segment, mask). A segment that is plainly causal has no mask, unless `has_masks`. A mask has at
-        most MAX_MASK_BYTES. All blocks use parts of one mask, because a mask depends only on the distances
-        from the last query and from the last key."""
+        of the segment, mask). A segment that is plainly causal has no mask, unless `has_masks`. All blocks
+        of the row use parts of one mask of at most MAX_MASK_BYTES, because a mask depends only on the
+        distances from the last query and from the last key."""
+        lengths = list(zip(self.query_lengths, self.key_lengths, strict=True))
+        are_masked = [has_masks or q != k or (window is not None and window < k) for q, k in lengths]
+        masked = [of_segment for of_segment, is_masked in zip(lengths, are_masked, strict=True) if is_masked]
+        most_queries, most_keys = (max(sizes) for sizes in zip(*masked, strict=True)) if masked else (0, 0)
+        size = max(min(most_queries, MAX_MASK_BYTES // max(most_keys * dtype.itemsize, 1)), 1)
         found, first_query = [], 0
-        for num_queries, num_keys in zip(self.query_lengths, self.key_lengths, strict=True):
+        for (num_queries, num_keys), is_masked in zip(lengths, are_masked, strict=True):
             of_segment: list[tuple[slice, slice, Tensor | None]] = []
-            if not has_masks and num_queries == num_keys and (window is None or window >= num_keys):
+            if not is_masked:
                 of_segment.append((slice(first_query, first_query + num_queries), slice(num_keys), None))
-            else:
-                size = min(num_queries, max(MAX_MASK_BYTES // (num_keys * dtype.itemsize), 1))
-                mask, is_whole = self.mask(size, num_keys, window, dtype), size == num_queries
-                for begin in range(0, num_queries, size):
-                    end = min(begin + size, num_queries)
-                    last_key = num_keys - num_queries + end
-                    hidden = 0 if is_whole or window is None else last_key - (end - begin) - window + 1
-                    keys = slice(max(hidden, 0), last_key)
-                    part = mask[size - (end - begin) :, num_keys - (last_key - keys.start) :]
-                    of_segment.append((slice(first_query + begin, first_query + end), keys, part))
+            for begin in range(0, num_queries if is_masked else 0, size):
+                end = min(begin + size, num_queries)
+                last_key = num_keys - num_queries + end
+                hidden = 0 if num_queries <= size or window is None else last_key - (end - begin) - window + 1
+                keys = slice(max(hidden, 0), last_key)
+                mask = self.mask(size, most_keys, window, dtype)
+                part = mask[size - (end - begin) :, most_keys - (last_key - keys.start) :]
+                of_segment.append((slice(first_query + begin, first_query + end), keys, part))
             found.append(of_segment)
             first_query += num_queries
         return found
@@ -152,11 +182,8 @@ class Gather:
     torch's `index_select` adds atomically, in any order, and in bf16 a sum loses small terms."""
 
     index: Tensor  # [E] int64, index in the source; n means that the entry is zero
+    size: int  # n
     has_zeros: bool  # whether an entry is zero
-    first: Tensor  # [n] int64, the first entry that copies each index of the source; E means that none does
-    is_partial: bool  # whether an index of the source is not copied
-    # ([m] indices of the source, [m] entries that copy them): the second copies, then the third copies, ...
-    repeats: tuple[tuple[Tensor, Tensor], ...]
 
     def __call__(self, source: Tensor) -> Tensor:
         """Copies the entries: [n, ...] -> [E, ...]."""
@@ -165,51 +192,44 @@ class Gather:
 
     def gradient(self, grad: Tensor) -> Tensor:
         """Returns the gradient of the source, of that of the entries."""
-        total = _select(grad, self.first, self.is_partial)
-        if len(self.repeats) > 1:  # else a sum has two terms, and is rounded once in any dtype
-            total = total.to(torch.promote_types(grad.dtype, torch.float32))
-        for sources, entries in self.repeats:
-            total.index_add_(0, sources, grad.index_select(0, entries).to(total.dtype))
-        return total.to(grad.dtype)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros(self.size + self.has_zeros, *grad.shape[1:], dtype=wide)
+        with deterministic_kernels():
+            total.index_add_(0, self.index, grad.to(wide))
+        return total[: self.size].to(grad.dtype)
 
 
 def make_gather(index: IntArray, size: int, device: torch.device) -> Gather:
     """Makes a Gather on the device: `index` [E] are indices in a source of length `size`, -1 for zeros."""
-    entries = np.flatnonzero(index >= 0)
-    entries = entries[np.argsort(index[entries], kind="stable")]
-    sources = index[entries]
-    places, is_first = np.arange(len(sources)), np.diff(sources, prepend=-1) > 0
-    copy = places - np.maximum.accumulate(places * is_first)  # 0: the first copy of its source
-    first = np.full(size, len(index))
-    first[sources[copy == 0]] = entries[copy == 0]
-    return Gather(
-        index=on_device(np.where(index < 0, size, index), device),
-        has_zeros=len(entries) < len(index),
-        first=on_device(first, device),
-        is_partial=bool((first == len(index)).any()),
-        repeats=tuple(
-            (on_device(sources[copy == number], device), on_device(entries[copy == number], device))
-            for number in range(1, copy.max(initial=0) + 1)
-        ),
-    )
+    is_zero = index < 0
+    where = on_device(np.where(is_zero, size, index), device)
+    return Gather(index=where, size=size, has_zeros=bool(is_zero.any()))
+
+
+@contextlib.contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """In this context torch's kernels give the same bits each time. Not everywhere: others would raise."""
+    before, fills = torch.get_deterministic_debug_mode(), _memory.fill_uninitialized_memory
+    try:
+        torch.set_deterministic_debug_mode("error")
+        _memory.fill_uninitialized_memory = False  # the kernels write all that they allocate
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        _memory.fill_uninitialized_memory = fills
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, where: Gather) -> Tensor:
         ctx.where = where
-        return _select(source, where.index, where.has_zeros)
+        if where.has_zeros:
+            source = torch.cat((source, source.new_zeros(1, *source.shape[1:])))
+        return source.index_select(0, where.index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.where.gradient(grads[0]), None
-
-
-def _select(source: Tensor, index: Tensor, has_zeros: bool) -> Tensor:
-    """`index_select` along the first dimension; with `has_zeros`, the index `len(source)` gives zeros."""
-    if has_zeros:
-        source = torch.cat((source, source.new_zeros(1, *source.shape[1:])))
-    return source.index_select(0, index)
 
 
 def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,19 +1,19 @@
 """Computes a row with a function that knows sequences only: transformers' own, or another package's kernel.
 
-A *piece* is a series of consecutive tokens of the row through which one state moves: the shared part of a
-group (the tokens that all its sequences, a pair, begin with), the tail of a sequence (its other tokens), or a
-whole sequence that shares nothing. Shared parts and whole sequences are *roots*: their state starts from
-zero. A tail starts from the final state of its group's root. The row that layout.py shows (prompt `1 2`,
-chosen `7 8 9`, rejected `7 5`) has three pieces:
+A *piece* is a series of consecutive tokens of the row through which one state moves: a node (layout.py), that
+is, what several pairs begin with, the rest of what the sequences of a group (a pair) share, the tail of a
+sequence (its other tokens), or a whole sequence that shares nothing. A piece without a parent starts from the
+zero state, any other from the final state of its parent. The depth of a piece is its *level*. Of a row of one
+pair, prompt `1 2`, chosen `7 8 9`, rejected `7 5`:
 
-    row position    0  1  2 | 3  4 | 5
-    piece           root    | tail | tail      both tails start from the root's final state
+    row position    0  1  2 | 3  4  | 5
+    level           0       | 1     | 1        both tails start from the shared part's final state
 
-So a function runs twice for a row. transformers' functions in torch and mamba-ssm get a batch of pieces
-padded to one length. A pad leaves the final state as it is: where the decay's logarithm g and the fraction
-beta, or Mamba 2's step, are 0, nothing decays and nothing is written. flash-linear-attention takes pieces one
-after another (`cu_seqlens`). For a convolution we put the inputs before a segment in front of it.
-proofs/layers.py compares each package's kernel with the torch functions before a model uses it.
+So a function runs once for each of at most three levels. transformers' functions in torch and mamba-ssm get a
+batch of pieces padded to one length. A pad leaves the final state as it is: where the decay's logarithm g and
+the fraction beta, or Mamba 2's step, are 0, nothing decays and nothing is written. flash-linear-attention
+takes pieces one after another (`cu_seqlens`). For a convolution we put the inputs before a segment in front
+of it. proofs/layers.py compares each package's kernel with the torch functions before a model uses it.
 
 Legend: T tokens of the row, H heads (of values), K and V key and value dimensions, G groups of heads with the
 same B and C, D channels and w tokens of a convolution.
@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpo_pack.model.attention.segments import Gather, RowSegments, make_gather, on_device
+from dpo_pack.model.attention.segments import Gather, RowSegments, make_gather, node_runs, on_device
 from dpo_pack.packing.lengths import IntArray
 from dpo_pack.system.errors import first_line
 
@@ -155,27 +155,24 @@ def row_mamba2_scan(
 def _through_pieces(
     run: _RunOnPieces, tensors: Sequence[Tensor], segments: RowSegments, *, padded: bool
 ) -> Tensor:
-    """Runs a function on all roots, then on all tails: tensors [1, T, ...] -> [1, T, ...]. Without autocast,
+    """Runs a function on all pieces, level by level: tensors [1, T, ...] -> [1, T, ...]. Without autocast,
     because a state's rounding errors add up over tokens."""
     pieces = segments.once(("pieces", padded), lambda: row_pieces(segments, padded=padded))
     outputs: list[Tensor] = []
-
-    def run_all(batches: Sequence[PieceBatch], states: Sequence[Tensor | None]) -> list[Tensor | None]:
-        finals = []
-        for batch, state in zip(batches, states, strict=True):
-            parts = [batch.take(tensor.squeeze(0)) for tensor in tensors]
-            num_lines = batch.num_pieces if padded else 1
-            parts = [part.unflatten(0, (num_lines, -1)) for part in parts]
-            out, final = run(parts, state, batch.starts, batches is pieces.roots and bool(pieces.tails))
-            outputs.append(out.flatten(0, 1))
-            finals.append(final)
-        return finals
-
     with torch.autocast(tensors[0].device.type, enabled=False):
-        finals = run_all(pieces.roots, [None] * len(pieces.roots))
-        if pieces.tails:
-            states = pieces.to_tails(torch.cat([final for final in finals if final is not None]))
-            run_all(pieces.tails, states.split([batch.num_pieces for batch in pieces.tails]))
+        states: Sequence[Tensor | None] = [None] * len(pieces.levels[0])
+        for level, batches in enumerate(pieces.levels):
+            finals, is_last = [], level + 1 == len(pieces.levels)
+            for batch, state in zip(batches, states, strict=True):
+                parts = [batch.take(tensor.squeeze(0)) for tensor in tensors]
+                num_lines = batch.num_pieces if padded else 1
+                parts = [part.unflatten(0, (num_lines, -1)) for part in parts]
+                out, final = run(parts, state, batch.starts, not is_last)
+                outputs.append(out.flatten(0, 1))
+                finals.append(final)
+            if not is_last:
+                begun = pieces.to_next[level](torch.cat([final for final in finals if final is not None]))
+                states = begun.split([batch.num_pieces for batch in pieces.levels[level + 1]])
         return pieces.to_row(torch.cat(outputs))[None]
 
 
@@ -218,7 +215,7 @@ def import_kernel(kernel: Kernel) -> Callable[..., Any] | str:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PieceBatch:
-    """Some roots or some tails of a row, for one call of a function."""
+    """Some pieces of a level, for one call of a function."""
 
     take: Gather  # from the row's T tokens to the batch
     num_pieces: int
@@ -231,38 +228,31 @@ class PieceBatch:
 class RowPieces:
     """The pieces of a row."""
 
-    roots: list[PieceBatch]
-    tails: list[PieceBatch]
-    to_tails: Gather  # from the final states of all roots to the first states of all tails
+    levels: list[list[PieceBatch]]
+    to_next: list[Gather]  # from the final states of all pieces of a level to the first ones of the next
     to_row: Gather  # from the entries of all batches to the row
 
 
 def row_pieces(segments: RowSegments, *, padded: bool) -> RowPieces:
     """Returns the row's pieces: padded, or one after another."""
-    roots, tails = list[tuple[int, int]](), list[tuple[int, int]]()  # (first row position, length) each
-    parents, start = list[int](), 0  # of each tail the index of its root
-    lengths = (segments.query_lengths, segments.key_lengths, segments.shared_lengths)
-    for queries, keys, shared in zip(*lengths, strict=True):
-        tail = queries
-        if queries == keys:  # the segment begins its group
-            roots.append((start, shared or queries))
-            tail = queries - roots[-1][1]
-        if tail:
-            tails.append((start + queries - tail, tail))
-            parents.append(len(roots) - 1)
-        start += queries
-    device, entries = segments.cu_seqlens_q.device, []
+    depths, of_levels = list[int](), list[list[int]]()  # nodes of each level
+    for number, (_, _, parent) in enumerate(segments.nodes):
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        of_levels += [[] for _ in range(depths[-1] + 1 - len(of_levels))]
+        of_levels[depths[-1]].append(number)
+    device, entries, num_tokens = segments.cu_seqlens_q.device, list[IntArray](), sum(segments.query_lengths)
 
-    def batches(pieces: list[tuple[int, int]]) -> tuple[list[PieceBatch], IntArray]:
-        """Returns batches of pieces, longest first, and the order in which they hold the pieces."""
-        firsts, lengths = np.asarray(pieces, dtype=np.int64).reshape(-1, 2).T
+    def batches(level: list[int]) -> tuple[list[PieceBatch], IntArray]:
+        """Returns batches of a level's nodes, longest first, and the nodes in that order."""
+        nodes = np.array(level)
+        firsts, lengths, _ = np.array([segments.nodes[number] for number in level], dtype=np.int64).T
         order = np.argsort(-lengths, kind="stable")
         together = [order]
         if padded:  # only pieces whose lengths differ by a factor below two
             doublings = np.log2(lengths[order].clip(_SHORT)).astype(int)
             together = np.split(order, np.flatnonzero(np.diff(doublings)) + 1)
         made = []
-        for chosen in together if pieces else []:
+        for chosen in together:
             offsets = np.arange(lengths[chosen].max())
             places = np.where(offsets < lengths[chosen, None], firsts[chosen, None] + offsets, -1).ravel()
             starts = None
@@ -270,47 +260,44 @@ def row_pieces(segments: RowSegments, *, padded: bool) -> RowPieces:
                 places = places[places >= 0]
                 bounds = np.concatenate(([0], lengths[chosen].cumsum()))
                 starts = on_device(bounds, device), torch.from_numpy(bounds)
-            take = make_gather(places, start, device)
+            take = make_gather(places, num_tokens, device)
             made.append(PieceBatch(take=take, num_pieces=len(chosen), starts=starts))
             entries.append(places)
-        return made, order
+        return made, nodes[order]
 
-    root_batches, root_order = batches(roots)
-    tail_batches, tail_order = batches(tails)
-    parent_places = np.argsort(root_order)[np.asarray(parents, dtype=np.int64)][tail_order]
+    levels, to_next = list[list[PieceBatch]](), list[Gather]()
+    place = np.zeros(len(segments.nodes), dtype=np.int64)  # of a node among those of its level
+    for level in of_levels:
+        made, nodes = batches(level)
+        if levels:
+            parents = np.array([segments.nodes[number].parent for number in nodes])
+            to_next.append(make_gather(place[parents], sum(b.num_pieces for b in levels[-1]), device))
+        place[nodes] = np.arange(len(nodes))
+        levels.append(made)
     positions = np.concatenate(entries)
-    to_row = np.empty(start, dtype=np.int64)
+    to_row = np.empty(num_tokens, dtype=np.int64)
     to_row[positions[positions >= 0]] = np.flatnonzero(positions >= 0)
-    return RowPieces(
-        roots=root_batches,
-        tails=tail_batches,
-        to_tails=make_gather(parent_places, len(roots), device),
-        to_row=make_gather(to_row, len(positions), device),
-    )
+    return RowPieces(levels=levels, to_next=to_next, to_row=make_gather(to_row, len(positions), device))
 
 
 def row_history(segments: RowSegments, width: int) -> tuple[Gather, Gather]:
     """Returns two gathers for a convolution over `width` tokens: from the row to a longer row, and back. In
-    front of each segment the longer row has the `width - 1` inputs before its first token: zeros if the
-    segment begins its sequence, otherwise the last inputs of the part that the sequence shares."""
+    front of each segment the longer row has the `width - 1` inputs before its first token on its path: zeros
+    where the path has none."""
     inputs: list[IntArray] = []
     outputs: list[IntArray] = []
-    before = np.arange(1 - width, 0)  # offsets of the inputs before a token
-    start = num_inputs = shared_end = 0
-    lengths = (segments.query_lengths, segments.key_lengths, segments.shared_lengths)
-    for queries, keys, shared in zip(*lengths, strict=True):
-        if queries == keys:
-            shared_end = start + shared
-            history = np.full(width - 1, -1)
-        else:
-            history = np.where(before >= -shared, shared_end + before, -1)
-        own = np.arange(start, start + queries)
+    first = num_inputs = 0
+    for leaf in segments.leaves:
+        start, _, parent = segments.nodes[first]  # of the segment
+        runs = [np.arange(*run) for run in node_runs(segments.nodes, parent)]
+        history = np.concatenate((np.full(width - 1, -1), *runs))[-(width - 1) :][: width - 1]
+        own = np.arange(start, segments.nodes[leaf].start + segments.nodes[leaf].length)
         inputs += [history, own]
-        outputs.append(num_inputs + width - 1 + np.arange(queries))
-        start += queries
-        num_inputs += width - 1 + queries
-    device = segments.cu_seqlens_q.device
+        outputs.append(num_inputs + width - 1 + np.arange(len(own)))
+        num_inputs += width - 1 + len(own)
+        first = leaf + 1
+    device, num_tokens = segments.cu_seqlens_q.device, sum(segments.query_lengths)
     return (
-        make_gather(np.concatenate(inputs), start, device),
+        make_gather(np.concatenate(inputs), num_tokens, device),
         make_gather(np.concatenate(outputs), num_inputs, device),
     )

@@ -1,0 +1,124 @@
+"""Random rows with common beginnings against each sequence alone, in float64: log-probs and gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.family_errors import skip_unless_packed
+from support.gradients import flat, gradients
+from support.groups import CPU, group
+from support.oracle import completion_logps_one_by_one
+from support.oracle import gradients as their_gradients
+from support.tiny_models import VOCABULARY, tiny_model
+from torch import Tensor
+
+from dpo_pack.model.attention import ATTENTION_NAME, cuda, register_attention
+from dpo_pack.model.attention.cuda import flex_attention
+from dpo_pack.model.attention.sdpa import _segment_by_segment, sdpa_attention
+from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
+from dpo_pack.model.layout import packed_row
+from dpo_pack.model.recurrence import wrap_recurrent_layers
+from dpo_pack.model.scorer import CompletionLogps
+from dpo_pack.packing.lengths import Group
+
+tails = st.integers(0, 12)
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> list[Group]:
+    """Pairs of a common beginning, others between them: empty tails, equal answers, one token, whole prompts
+    that are a beginning."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+    pairs = []
+    for _ in range(draw(st.integers(1, 2))):
+        beginning = ids(draw(st.one_of(st.integers(0, 5), st.integers(0, 200))))
+        for _ in range(draw(st.integers(1, 3))):
+            own, alike = ids(draw(tails)), ids(draw(tails))
+            prompt = [*beginning, *own] or [3]
+            answers = [[*alike, *ids(draw(tails))] or [4] for _ in range(2)]
+            length = len(beginning) if draw(st.integers(0, 4)) else 0
+            pairs.append(group(prompt, *answers, beginning=length))
+    return pairs
+
+
+@functools.cache
+def models(family: str) -> tuple[CompletionLogps, Any]:
+    """Ours, and the same weights in transformers' own code."""
+    skip_unless_packed(family)
+    register_attention()
+    ours, theirs = tiny_model(family, attention=ATTENTION_NAME), tiny_model(family, attention="eager")
+    wrap_recurrent_layers(ours)
+    return CompletionLogps(ours.double(), backend=sdpa_attention, autocast=None), theirs.double()
+
+
+def gathered(
+    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
+) -> Tensor:
+    """As sdpa computes on other devices, and with softcaps or sinks."""
+    if segments.kv_gather is not None:
+        key, value = map(segments.kv_gather, (key, value))
+    key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
+    return _segment_by_segment(query, key, value, segments, options)
+
+
+def check(scorer: CompletionLogps, theirs: Any, pairs: Sequence[Group], *, bound: float) -> None:
+    sums, grads = gradients(scorer, packed_row(pairs, CPU, share_prompt=True))
+    theirs.zero_grad(set_to_none=True)
+    sequences = [(g.context.tolist(), ids.tolist()) for g in pairs for ids in g.completions]
+    alone = completion_logps_one_by_one(theirs, sequences)
+    (alone * torch.linspace(-1.0, 1.0, len(alone))).sum().backward()
+    torch.testing.assert_close(sums, alone.detach().double(), rtol=bound, atol=bound)
+    expected = {f"model.{name}": grad for name, grad in their_gradients(theirs).items()}
+    assert grads.keys() == expected.keys()
+    ours, alike = flat(grads), flat({name: expected[name] for name in grads})
+    assert (ours - alike).norm() <= bound * (1 + alike.norm())
+
+
+few = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "gathered", "flex"])
+# Rotations and norms of mistral are in fp32, whatever the model's type; it has a window.
+@pytest.mark.parametrize(("family", "bound"), [("gpt2", 1e-9), ("mistral", 1e-5)])
+@few
+@given(pairs=blocks())
+def test_attention_on_paths_is_that_of_each_sequence_alone(
+    family: str, bound: float, backend: str, pairs: list[Group]
+) -> None:
+    scorer, theirs = models(family)
+    attend = {"sdpa": sdpa_attention, "gathered": gathered, "flex": flex_attention}[backend]
+    with scorer.replaced(backend=attend):
+        check(scorer, theirs, pairs, bound=bound)
+
+
+@pytest.mark.parametrize(
+    # transformers computes states in fp32.
+    ("family", "bound"),
+    [("lfm2", 1e-5), ("qwen3_5_text", 1e-4), ("bamba", 1e-4), ("falcon_h1", 1e-4)],
+)
+@few
+@given(pairs=blocks())
+def test_states_on_paths_are_those_of_each_sequence_alone(
+    family: str, bound: float, pairs: list[Group]
+) -> None:
+    check(*models(family), pairs, bound=bound)
+
+
+@pytest.fixture(autouse=True)
+def _flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention import flex_attention as torch_flex
+
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(cuda, "_BLOCK", 16)
+    cuda._kernel.cache_clear()
