@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from dpo_pack.data.beginnings import table_of
 from dpo_pack.data.images import ImageProcessor
 from dpo_pack.data.ingest import SMALLEST_RANGE, Ingestion, LocatedSource, Progress, write_ranges
 from dpo_pack.data.readers import (
@@ -88,6 +89,11 @@ class Data:
     prompts: tuple[Prompt, ...] = ()  # only of an online run, which generates its pairs later
     eval_prompts: dict[str, tuple[Prompt, ...]] = field(default_factory=dict)  # by held-out set
 
+    @property
+    def longest_beginning(self) -> int:
+        """Tokens of the longest beginning of training pairs, see beginnings.py."""
+        return int(self.train.beginning_lengths.max(initial=0))
+
 
 def load_data(
     data: DataRecipe,
@@ -109,15 +115,21 @@ def load_data(
             located = locate_source(source, f"data.{part}.{number}", memo, reads_images=images is not None)
             ingestion = ingest(located=located, source=source, completion_tokens=max_new_tokens)
             loaded[part][name] = load_source(ingestion, tokenizer_key, cache_dir)
-    return _divided(loaded, data, seed, is_pairs=max_new_tokens is None)
+    token = -1 if images is None else images.token_id
+    return _divided(loaded, data, seed, token, is_pairs=max_new_tokens is None)
 
 
 def _divided(
-    loaded: dict[str, dict[str, LoadedSource]], recipe: DataRecipe, seed: int, *, is_pairs: bool
+    loaded: dict[str, dict[str, LoadedSource]],
+    recipe: DataRecipe,
+    seed: int,
+    image_token: int,
+    *,
+    is_pairs: bool,
 ) -> Data:
     sources, eval_sources, held_out = loaded["train"], loaded["eval"], recipe.eval
-    train = PairTable.of([source.store for source in sources.values()])
-    evals = {name: PairTable.of([source.store]) for name, source in eval_sources.items()}
+    train = table_of([source.store for source in sources.values()], image_token)
+    evals = {name: table_of([source.store], image_token) for name, source in eval_sources.items()}
     prompts = tuple(prompt for source in sources.values() for prompt in source.prompts)
     shares = np.array([source.recipe.share or 0.0 for source in sources.values()])
     if shares.all():

@@ -199,6 +199,10 @@ class PairTable:
     chosen_keys: Keys  # [P, 16] sequence_key of prompt and chosen
     rejected_keys: Keys  # [P, 16]
     whole_prompt_keys: Keys  # [P, 16] of the prompts in the source, before tokens were cut
+    # [P] a hash of the tokens that the prompt has in common with others, and their number; 0: beginnings.py
+    # has found none, or nobody has asked it.
+    beginnings: IntArray
+    beginning_lengths: NDArray[np.int32]
 
     @staticmethod
     def of(stores: Sequence[TokenStore]) -> "PairTable":
@@ -219,6 +223,8 @@ class PairTable:
             offsets=offsets,
             chosen_scored=chosen_scored,
             rejected_scored=rejected_scored,
+            beginnings=np.zeros(sum(sizes), dtype=np.int64),
+            beginning_lengths=np.zeros(sum(sizes), dtype=np.int32),
             **columns,
         )
 
@@ -255,6 +261,7 @@ class PairTable:
             completions=tuple(store.tokens[part] for _, part in read),
             scored=None if store.scored is None else tuple(store.scored[part] for _, part in read),
             images=tuple(partial(store.read_image, number) for number in numbers),
+            beginning=int(self.beginning_lengths[pair]),
         )
 
     def select(self, indices: IntArray | slice) -> "PairTable":
@@ -446,6 +453,8 @@ def pair_lengths(table: PairTable, shape: ModelShape | None = None) -> PairLengt
         chosen=table.chosen_lengths,
         rejected=table.rejected_lengths,
         shared=table.shared_lengths,
+        beginning=table.beginnings,
+        common=table.beginning_lengths,
         tower=_tower_flops(table, shape) if shape is not None and shape.image_flops else 0.0,
     )
 
