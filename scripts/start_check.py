@@ -190,7 +190,7 @@ def run_trial(number: int, directory: Path) -> dict[str, Any]:
 
     right = cached()
     line: dict[str, Any] = {"number": number, "family": family, "precision": precision, "is_large": is_large}
-    line |= {"tokens": int(builder.row_tokens()[:num_in_row].sum()), "refused": refusal(right)}
+    line |= {"tokens": builder.sizes().of_row(np.arange(num_in_row)).tokens, "refused": refusal(right)}
     found = {each.__name__: planted(each, lambda: refusal(right)) for each in (dropout, leak, shift)}
     found["revision"] = refusal(planted(revision, cached), proves=False)
     found["adapter"] = planted(adapter, lambda: refusal(right, proves=False))

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from dpo_pack.data.beginnings import table_of
 from dpo_pack.data.sources import Data
-from dpo_pack.data.store import PairTable, content_key, join_pairs, pair_lengths
+from dpo_pack.data.store import PairTable, content_key, join_pairs
 from dpo_pack.online.interface import Draw, Generator, Judge
 from dpo_pack.online.phases import (
     Outcome,
@@ -28,7 +29,7 @@ from dpo_pack.online.phases import (
     phase_metrics,
     run_phase,
 )
-from dpo_pack.packing.lengths import IntArray, ModelShape, pair_flops
+from dpo_pack.packing.lengths import IntArray, ModelShape
 from dpo_pack.packing.plan import epoch_order, plan_epoch
 from dpo_pack.recipe.online import OnlineRecipe
 from dpo_pack.recipe.schema import Recipe
@@ -150,19 +151,14 @@ class OnlineSource:
         return outcomes
 
     def _batch(self, pairs: list[PendingPair], metrics: dict[str, float], step: int) -> GlobalBatch:
-        table = PairTable.of([join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))])
-        builder, lengths = self.builder(table), pair_lengths(table)
-        row_costs = None
-        if self.shape is not None:
-            row_costs = pair_flops(self.shape, lengths, share_prompt=builder.share_prompt)
+        table = table_of([join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))])
+        builder = self.builder(table)
         plan = plan_epoch(
-            builder.row_tokens(),
+            builder.sizes(self.shape),
             order=np.arange(len(pairs)),
-            token_budget=self.recipe.packing.token_budget,
+            token_budget=self.recipe.packing.tokens(builder.device.type),
             pairs_per_step=len(pairs),
-            is_packed=builder.is_packed,
             num_ranks=ranks.num_ranks(),
-            row_costs=row_costs,
             equal_rows=self.equal_rows,
         )
         batch = global_batch(builder, plan, 0, epoch=self.num_draws / self._draws_each_epoch)

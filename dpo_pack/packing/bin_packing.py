@@ -12,7 +12,7 @@ from itertools import chain
 
 import numpy as np
 
-from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.packing.lengths import FloatArray, IntArray, PairSizes
 
 # A row costs the time of its tokens plus that of so many more, because each row launches all layers again.
 # Few against a row of thousands, but enough that `padded_rows` puts nearly equal lengths into one row.
@@ -42,9 +42,14 @@ def best_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[IntArra
     return [np.array(row, dtype=np.int64) for row in rows]
 
 
-def next_fit(row_tokens: IntArray, token_budget: int) -> list[IntArray]:
-    """Fills rows in the given order; the first item that does not fit begins the next row; O(rows log n)."""
-    ends = np.cumsum(row_tokens, dtype=np.int64)
+def next_fit(sizes: PairSizes, order: IntArray, token_budget: int) -> list[IntArray]:
+    """Fills rows with pairs in the given order; the first one that does not fit begins the next row; O(rows
+    log n). Returns positions in `order`."""
+    row_tokens = added = sizes.tokens[order]
+    if sizes.beginnings is not None:
+        keys, common, _ = (values[order] for values in sizes.beginnings)
+        added = row_tokens - common * (np.diff(keys, prepend=0) == 0)  # 0 without a beginning
+    ends = np.cumsum(added, dtype=np.int64)
     rows: list[IntArray] = []
     begin = 0
     while begin < len(ends):
@@ -83,13 +88,44 @@ def padded_rows(padded_tokens: IntArray, token_budget: int) -> list[IntArray]:
     return rows[::-1]
 
 
-def pack_sequences_longest_first(row_tokens: IntArray, token_budget: int) -> list[IntArray]:
-    """Packs n items by next fit over decreasing lengths, for a pass without gradients. The row with the most
-    tokens comes first, so that a pass for which memory is too small fails at once."""
-    order = np.argsort(-row_tokens, kind="stable")
-    rows = [order[positions] for positions in next_fit(row_tokens[order], token_budget)]
-    tokens = np.array([row_tokens[row].sum() for row in rows], dtype=np.int64)
+def pack_sequences_longest_first(sizes: PairSizes, token_budget: int) -> list[IntArray]:
+    """Packs n pairs by next fit over decreasing lengths, for a pass without gradients; pairs with a common
+    beginning come first, and stand together. The row with the most tokens comes first, so that a pass for
+    which memory is too small fails at once."""
+    order = np.argsort(-sizes.tokens, kind="stable")
+    if sizes.beginnings is not None:
+        keys = sizes.beginnings.keys[order]
+        order = order[np.lexsort((keys, keys == 0))]
+    rows = [order[positions] for positions in next_fit(sizes, order, token_budget)]
+    tokens = np.array([sizes.of_row(row).tokens for row in rows], dtype=np.int64)
     return [rows[i] for i in np.argsort(-tokens, kind="stable")]
+
+
+def blocks(
+    sizes: PairSizes, pairs: IntArray, token_budget: int
+) -> tuple[list[IntArray], IntArray, FloatArray]:
+    """Returns the items that `pairs` are packed as, positions in `pairs`, and the tokens and cost of each: a
+    pair that shares no beginning, or those of one beginning that fit into a row together."""
+    tokens, costs, common = sizes.tokens[pairs], sizes.costs[pairs], sizes.beginnings
+    if common is None or not (keys := common.keys[pairs]).any():
+        return list(np.arange(len(pairs))[:, None]), tokens, costs
+    members: dict[tuple[int, int], list[int]] = {}
+    for position, key in enumerate(keys.tolist()):
+        members.setdefault((key, 0 if key else position), []).append(position)
+    items = list[IntArray]()
+    for block in map(np.array, members.values()):
+        num_common = int(common.tokens[pairs[block[0]]])
+        new_tokens, rows = tokens[block] - num_common, [np.arange(len(block))]
+        if len(block) > 1 and new_tokens.sum() + num_common > token_budget:
+            rows = best_fit_decreasing(new_tokens, token_budget - num_common)
+        items += [block[row] for row in rows]
+    begins = np.cumsum([0, *map(len, items)])[:-1]
+    firsts, order = np.concatenate(items)[begins], np.concatenate(items)
+    again = np.diff(begins, append=len(order)) - 1  # how often the beginning is left out
+    sums = (np.add.reduceat(values[order], begins) for values in (tokens, costs))
+    fewer = (again * values[pairs[firsts]] for values in (common.tokens, common.costs))
+    item_tokens, item_costs = (of_items - less for of_items, less in zip(sums, fewer, strict=True))
+    return items, item_tokens, item_costs
 
 
 # ---- Ranks

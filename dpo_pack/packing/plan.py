@@ -12,11 +12,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dpo_pack.packing.bin_packing import best_fit_decreasing, equalize_rows, padded_rows, split_over_ranks
+from dpo_pack.packing.bin_packing import (
+    best_fit_decreasing,
+    blocks,
+    equalize_rows,
+    padded_rows,
+    split_over_ranks,
+)
 from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray, PairSizes
 
 # A part of every plan's fingerprint. Raise it if a change of code gives other steps or rows.
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 
 StepRows = tuple[tuple[IntArray, ...], ...]  # the rows of each rank; a row is an array of pairs
 
@@ -47,22 +53,48 @@ class PackingPlan:
         return self.order[step * self.pairs_per_step : (step + 1) * self.pairs_per_step]
 
     def pack_step(self, step: int) -> StepRows:
-        """Returns the rows of each rank in a step, arrays of pairs. Every rank has a row if there are enough
-        pairs."""
-        pairs = self.pairs(step)
-        tokens, costs = self.sizes.tokens[pairs], self.sizes.costs[pairs]
-        build_rows = padded_rows if self.sizes.pads else best_fit_decreasing
-        ranks = []
-        for positions in split_over_ranks(costs, self.num_ranks):
-            rows = build_rows(tokens[positions], self.token_budget)
-            ranks.append([positions[row].tolist() for row in rows])
+        """Returns the rows of each rank in a step, arrays of pairs; those with a common beginning stand
+        together. Every rank has a row if there are enough pairs."""
+        pairs, sizes, ranks = self.pairs(step), self.sizes, []
+        for positions in self._deal(pairs) if self.num_ranks > 1 else (np.arange(len(pairs)),):
+            items, tokens, _ = blocks(sizes, pairs[positions], self.token_budget)
+            rows = (padded_rows if sizes.pads else best_fit_decreasing)(tokens, self.token_budget)
+            ranks.append([positions[np.concatenate([items[n] for n in row])].tolist() for row in rows])
         if self.equal_rows:
-            equalize_rows(ranks, costs.tolist())
-        return tuple(tuple(pairs[row] for row in rows) for rows in ranks)
+            equalize_rows(ranks, sizes.costs[pairs].tolist())
+        of_ranks = tuple(tuple(pairs[row] for row in rows) for rows in ranks)
+        if (common := sizes.beginnings) is None:
+            return of_ranks
+        return tuple(tuple(row[common.keys[row].argsort(kind="stable")] for row in rows) for rows in of_ranks)
+
+    def _deal(self, pairs: IntArray) -> list[IntArray]:
+        """Returns the positions of each rank's pairs, ascending. Pairs with a common beginning are dealt as
+        blocks, unless the slowest rank is faster if they are dealt one by one."""
+        sizes, number = self.sizes, self.num_ranks
+        one_by_one = split_over_ranks(sizes.costs[pairs], number)
+        items, _, costs = blocks(sizes, pairs, self.token_budget)
+        if not number <= len(items) < len(pairs):
+            return one_by_one
+        dealt = split_over_ranks(costs, number)
+        in_blocks = [np.sort(np.concatenate([items[n] for n in of_rank])) for of_rank in dealt]
+        return min(
+            in_blocks, one_by_one, key=lambda split: max(sizes.of_row(pairs[own]).cost for own in split)
+        )
 
     def __iter__(self) -> Iterator[StepRows]:
         """Yields `pack_step` of every step."""
         return (self.pack_step(step) for step in range(len(self)))
+
+    def count_tokens(self, most_steps: int = 50) -> int:
+        """Returns the tokens that the epoch's packed rows compute. If pairs have common beginnings, it is
+        counted on so many steps, spread evenly over the epoch."""
+        alone = int(self.sizes.tokens[self.order].sum())
+        if self.sizes.beginnings is None:
+            return alone
+        steps = np.linspace(0, len(self) - 1, min(len(self), most_steps)).round().astype(int)
+        rows = [row for step in steps.tolist() for of_rank in self.pack_step(step) for row in of_rank]
+        saved = sum(int(self.sizes.tokens[row].sum()) - self.sizes.of_row(row).tokens for row in rows)
+        return alone - round(saved * len(self.order) / sum(map(len, rows)))
 
     @property
     def oversize_pairs(self) -> IntArray:
@@ -71,38 +103,33 @@ class PackingPlan:
 
 
 def plan_epoch(
-    row_tokens: AnyIntArray,
+    sizes: PairSizes,
     *,
     order: AnyIntArray,
     token_budget: int,
     pairs_per_step: int,
-    is_packed: bool = True,
     num_ranks: int = 1,
-    row_costs: FloatArray | None = None,
     equal_rows: bool = False,
 ) -> PackingPlan:
     """Makes the plan of an epoch: every entry of `order`, [E] from `epoch_order`, is in one step and one row.
-    row_tokens: [P] from `PairLengths.row_tokens`, with `pads` unless `is_packed`. row_costs: [P] positive,
-    from `pair_flops`; default: `row_tokens`. equal_rows: ranks have as many rows each. A resumed run may have
-    other ranks: neither a step's pairs nor `fingerprint`, a hash of all that decides steps and rows, depends
-    on their number."""
+    equal_rows: ranks have as many rows each. A resumed run may have other ranks: neither a step's pairs nor
+    `fingerprint`, a hash of all that decides steps and rows, depends on their number."""
     assert min(token_budget, pairs_per_step, num_ranks) >= 1
-    tokens = np.ascontiguousarray(row_tokens, dtype=np.int64)
-    costs = np.ascontiguousarray(tokens if row_costs is None else row_costs, dtype=np.float64)
-    assert costs.shape == tokens.shape and np.all(tokens > 0) and np.all(costs > 0)
+    assert sizes.costs.shape == sizes.tokens.shape and np.all(sizes.tokens > 0) and np.all(sizes.costs > 0)
     plan = PackingPlan(
         order=np.ascontiguousarray(order, dtype=np.int64),
-        sizes=PairSizes(tokens=tokens, costs=costs, pads=not is_packed),
+        sizes=sizes,
         token_budget=token_budget,
         pairs_per_step=pairs_per_step,
         num_ranks=num_ranks,
         equal_rows=equal_rows,
         fingerprint="",
     )
-    packer = "best_fit_decreasing" if is_packed else "padded"
+    packer = "padded" if sizes.pads else "best_fit_decreasing"
     settings = f"{PLAN_VERSION} {token_budget} {pairs_per_step} {packer} {len(order)}"
     digest = hashlib.blake2b(settings.encode(), digest_size=16)
-    for array in (plan.order, plan.step_begins, tokens):
+    shared = () if sizes.beginnings is None else sizes.beginnings[:2]
+    for array in (plan.order, plan.step_begins, sizes.tokens, *shared):
         digest.update(array.astype("<i8").data)
     return replace(plan, fingerprint=digest.hexdigest())
 

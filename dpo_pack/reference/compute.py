@@ -24,7 +24,7 @@ from dpo_pack.data.store import PairTable, distinct_keys, pair_lengths
 from dpo_pack.model.layout import packed_row, padded_row
 from dpo_pack.model.scorer import CompletionLogps, RowLogps
 from dpo_pack.packing.bin_packing import next_fit, pack_sequences_longest_first, padded_rows, split_over_ranks
-from dpo_pack.packing.lengths import Bools, IntArray, ModelShape, pair_flops
+from dpo_pack.packing.lengths import Bools, IntArray, ModelShape, PairSizes, pair_flops
 from dpo_pack.reference.cache import FrozenReference, ReferenceCache, sequence_table
 from dpo_pack.system.console import shown
 from dpo_pack.system.errors import ModelError, is_out_of_memory
@@ -96,7 +96,7 @@ class PassPlan:
     work: ReferenceWork
     rows: Sequence[IntArray]  # the groups of each row
     idle_rows: Sequence[IntArray]  # computed last, results unused: other ranks still compute a row
-    row_tokens: IntArray  # [G] tokens of each group, padding included
+    sizes: PairSizes  # of the groups' missing sequences, padding included
 
 
 def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *, is_packed: bool) -> PassPlan:
@@ -105,21 +105,27 @@ def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *,
     are removed. So a pass that is started again, on any number of ranks, computes the same rows. In lockstep,
     a rank with one row less than others computes an idle one, the cheapest of all."""
     lengths, shares = pair_lengths(work.table, shape), settings.share_prompt and is_packed
-    flops = pair_flops(shape, lengths, share_prompt=shares, passes=1.0, sides=work.missing)
     measure = partial(lengths.row_tokens, share_prompt=shares, pads=not is_packed)
-    whole, missing = measure(sides=work.sides), measure(sides=work.missing)
-    build_rows = pack_sequences_longest_first if is_packed else padded_rows
+    sizes = PairSizes(
+        tokens=measure(sides=work.missing),
+        costs=pair_flops(shape, lengths, share_prompt=shares, passes=1.0, sides=work.missing),
+        beginnings=lengths.beginnings(shape, passes=1.0) if shares else None,
+    )
+    whole = measure(sides=work.sides)
+    if is_packed:
+        rows = pack_sequences_longest_first(replace(sizes, tokens=whole), settings.token_budget)
+    else:
+        rows = padded_rows(whole, settings.token_budget)
     is_open = np.asarray(work.missing.any(axis=1))
-    rows = [row[is_open[row]] for row in build_rows(whole, settings.token_budget)]
-    rows = [row for row in rows if len(row)]
-    costs = np.array([flops[row].sum() for row in rows], dtype=np.float64)
+    rows = [row for row in (row[is_open[row]] for row in rows) if len(row)]
+    costs = np.array([sizes.of_row(row).cost for row in rows], dtype=np.float64)
     mine = split_over_ranks(costs, settings.num_ranks, equal_counts=settings.in_lockstep)[settings.rank]
     num_idle = -(-len(rows) // settings.num_ranks) - len(mine) if settings.in_lockstep else 0
     return PassPlan(
         work=work,
         rows=[rows[number] for number in mine[np.argsort(-costs[mine], kind="stable")]],
         idle_rows=[rows[int(costs.argmin())]] * num_idle if num_idle else [],
-        row_tokens=missing,
+        sizes=sizes,
     )
 
 
@@ -150,11 +156,11 @@ def fill_cache(
         settings = replace(settings, token_budget=min(every_rank_says(found)))
         console.print(f"  rows of up to {settings.token_budget:,} tokens")
     plan = plan_pass(work, shape, settings, is_packed=scorer.backend is not None)
-    tokens = plan.row_tokens
-    total = sum(int(tokens[row].sum()) for row in plan.rows)
+    of_row = plan.sizes.of_row
+    total = sum(of_row(row).tokens for row in plan.rows)
     with shown(console, "Reference pass", "tokens", total) as bar:
         fitted = compute_missing(
-            cache, plan, scorer, settings, progress=lambda groups: bar.advance(int(tokens[groups].sum()))
+            cache, plan, scorer, settings, progress=lambda groups: bar.advance(of_row(groups).tokens)
         )
     if fitted < settings.token_budget:
         console.print(
@@ -178,11 +184,11 @@ def _largest_budget(
         return known
     alone = replace(settings, rank=0, num_ranks=1)
     plan = plan_pass(work, shape, alone, is_packed=scorer.backend is not None)
-    everything = int(plan.row_tokens[work.missing.any(axis=1)].sum())  # no row can be longer
+    everything = plan.sizes.of_row(np.flatnonzero(work.missing.any(axis=1))).tokens  # no row can be longer
     budget = min(everything, LARGEST_TOKEN_BUDGET)
     while budget > 1:
         groups = np.concatenate(plan.rows)  # the costliest first
-        row = groups[next_fit(plan.row_tokens[groups], budget)[0]]
+        row = groups[next_fit(plan.sizes, groups, budget)[0]]
         if search.is_exact(budget) and _try_row(work, row, scorer, settings) is not None:
             break
         budget //= 2
@@ -214,7 +220,7 @@ def compute_missing(
                 if result is None:
                     budget = _halved(budget, members, plan, settings)
                     rows.appendleft(members)
-                    rows = deque(row[part] for row in rows for part in next_fit(plan.row_tokens[row], budget))
+                    rows = deque(row[part] for row in rows for part in next_fit(plan.sizes, row, budget))
                     continue
                 computed.append((members, host_copies([result.sums, result.num_tokens])))
                 if len(computed) <= ROWS_BEHIND.get(settings.device.type, 0):
@@ -278,7 +284,7 @@ def _try_row(
 
 def _halved(budget: int, members: IntArray, plan: PassPlan, settings: PassSettings) -> int:
     """Returns a smaller budget after a row ran out of memory. Raises ModelError if rows cannot be smaller."""
-    tokens = int(plan.row_tokens[members].sum())
+    tokens = plan.sizes.of_row(members).tokens
     if len(members) == 1:
         raise ModelError(
             f"the reference pass ran out of memory on a single pair ({tokens:,} tokens, row "

@@ -35,6 +35,7 @@ import dpo_pack
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fingerprint import relevant_config
 from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.packing.plan import PLAN_VERSION
 from dpo_pack.recipe.load import INFO_FILE, check_environment, load_recipe
 from dpo_pack.reference.cache import FrozenReference, namespace_digest
 from dpo_pack.run.checkpoint_files import (
@@ -65,6 +66,7 @@ from dpo_pack.system.files import discard, path_aside, put_in_place, read_json, 
 from dpo_pack.system.machine import package_versions
 from dpo_pack.training.batches import BatchSource, OfflineSource
 
+_ROWS = "plan of rows, version"  # a checkpoint of version 4 does not say so
 _PACKAGES = ("dpo-pack", "torch", "transformers", "peft")
 _COUNTERS = [one.name for one in fields(Counters) if one.name in TrainState.__slots__]
 
@@ -102,7 +104,8 @@ def run_identity(
         judged_by += f", {tables[criterion.eval_set].num_pairs} pairs in float32"
     return Identity(
         fingerprints=fingerprints,
-        versions={name: versions[name] for name in _PACKAGES if name in versions},
+        versions={name: versions[name] for name in _PACKAGES if name in versions}
+        | {_ROWS: str(PLAN_VERSION)},
         ranks="one process" if number == 1 else f"{number} processes ({setup.strategy.name})",
         judged_by=judged_by,
     )
@@ -383,7 +386,7 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tup
                 "Note: earlier evaluations were compared by another metric, held-out set or precision, so "
                 "only later ones can be the best of the run"
             )
-    now, then = ({**one.versions, "ranks:": one.ranks} for one in (identity, counters))
+    now, then = ({_ROWS: "4", **one.versions, "ranks:": one.ranks} for one in (identity, counters))
     changed = [
         f"{name} {was} then, {now.get(name)} now" for name, was in then.items() if was != now.get(name)
     ]

@@ -143,11 +143,15 @@ def evaluate_pairs(
     """Returns the `pair_values` of all pairs of the builder's table, in its order, on every rank. `score`
     adds the reference's log-probs to a row. `progress` gets the number of pairs of each row that this rank
     has computed. `between_rows` is called before each row, equally often on every rank."""
-    build_rows = pack_sequences_longest_first if builder.is_packed else padded_rows
     mean_chosen_tokens = float(builder.table.chosen_scored.mean())
     parts: list[Tensor] = []
     positions = [np.zeros(0, dtype=np.int64)]
-    rows = build_rows(builder.row_tokens(), token_budget)
+    sizes = builder.sizes()
+    rows = (
+        padded_rows(sizes.tokens, token_budget)
+        if sizes.pads
+        else pack_sequences_longest_first(sizes, token_budget)
+    )
     # The ranks of a sharded model compute only together. So all ranks get equally many rows: a rank that has
     # no row left computes the last row again, and that result is not used.
     for first in range(0, len(rows), ranks.num_ranks()):
@@ -347,8 +351,7 @@ def evaluate_models(
         release_memory()
         facts = replace(facts, processor=setup.policy_facts.processor)
         check_model(facts, setup.device)
-        budget = max(recipe.packing.token_budget, setup.reference_token_budget)
-        check_data(facts, setup.tokenizer, setup.tables, budget, recipe.online)
+        check_data(facts, setup.tokenizer, setup.tables, setup.reference_token_budget, recipe.online)
         check_vocabulary(facts, setup.tokenizer)
         scorer = load_proved(setup, facts).scorer
         results.append({r.name: r for r in evaluate_sets(setup, scorer, reference)})

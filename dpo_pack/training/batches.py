@@ -17,7 +17,7 @@ from torch import Tensor
 from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.attention.segments import on_device
 from dpo_pack.model.layout import Row, packed_row, padded_row
-from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.packing.lengths import FloatArray, IntArray, ModelShape, PairSizes, pair_sizes
 from dpo_pack.packing.plan import PackingPlan, epoch_order, plan_epoch
 from dpo_pack.system import ranks
 
@@ -38,7 +38,7 @@ class GlobalBatch:
 
     epoch: float  # epochs finished after this step
     num_pairs: int  # over all ranks, as the two following values are
-    num_tokens: int  # without padding; a shared prompt counts once
+    num_tokens: int  # without padding; what a row shares counts once
     mean_chosen_tokens: float  # of a pair of any rank
     rows: Sequence[PairRow]  # the rows of this rank
     row_pairs: Sequence[IntArray]  # the pairs of each row of all ranks
@@ -89,9 +89,10 @@ class RowBuilder:
     device: torch.device
     counts_copies: bool = False  # True: rows get `token_copies`, which the loss of a router needs
 
-    def row_tokens(self) -> IntArray:
-        """Returns [all pairs of the table] how many tokens each pair takes in a row; plans use these."""
-        return pair_lengths(self.table).row_tokens(share_prompt=self.share_prompt, pads=not self.is_packed)
+    def sizes(self, shape: ModelShape | None = None) -> PairSizes:
+        """Returns the sizes of all pairs of the table, see `pair_sizes`; plans use these."""
+        lengths = pair_lengths(self.table, shape)
+        return pair_sizes(lengths, shape, share_prompt=self.share_prompt, pads=not self.is_packed)
 
     def build(self, pairs: IntArray) -> PairRow:
         """Builds the row of `pairs`, [P] positions in the table."""
@@ -115,23 +116,25 @@ class RowBuilder:
 def global_batch(builder: RowBuilder, plan: PackingPlan, step: int, *, epoch: float) -> GlobalBatch:
     """Returns this rank's batch of a step of the plan."""
     of_ranks, pairs = plan.pack_step(step), plan.pairs(step)
-    num_tokens = plan.sizes.tokens[pairs]
-    if not builder.is_packed:  # padding does not count
-        num_tokens = pair_lengths(builder.table).select(pairs).row_tokens()
+    shortest = pairs[[int(plan.sizes.tokens[pairs].argmin())]]
+    if builder.is_packed:
+        num_tokens = sum(plan.sizes.of_row(row).tokens for rows in of_ranks for row in rows)
+    else:  # padding does not count
+        num_tokens = int(pair_lengths(builder.table).select(pairs).row_tokens().sum())
     least_passes = max(map(len, of_ranks)) if plan.equal_rows else 1
     # A smaller row fits into the previous row's memory. Ranks that compute rows together wait less.
     own = of_ranks[ranks.rank()]
     largest_first = sorted(own, key=lambda row: plan.sizes.of_row(row).tokens, reverse=True)
     idle_rows: list[Row] = []
     if len(largest_first) < least_passes:
-        row = builder.build(pairs[[num_tokens.argmin()]]).row  # of the step's shortest pair
+        row = builder.build(shortest).row
         if row.token_copies is not None:  # its tokens are counted in another row
             row = replace(row, token_copies=torch.zeros_like(row.token_copies))
         idle_rows = [row] * (least_passes - len(largest_first))
     return GlobalBatch(
         epoch=epoch,
         num_pairs=len(pairs),
-        num_tokens=int(num_tokens.sum()),
+        num_tokens=num_tokens,
         mean_chosen_tokens=float(builder.table.chosen_scored[pairs].sum()) / len(pairs),
         rows=[builder.build(row) for row in largest_first],
         row_pairs=[row for rows in of_ranks for row in rows],
@@ -147,7 +150,7 @@ class OfflineSource:
     builder: RowBuilder
     token_budget: int
     pairs_per_step: int
-    row_costs: FloatArray  # [all pairs] FLOPs or tokens, which the plan balances over ranks
+    sizes: PairSizes  # of all pairs; the plan balances costs over ranks
     source_weights: FloatArray  # [sources]
     epochs: int
     max_steps: int | None
@@ -157,7 +160,7 @@ class OfflineSource:
 
     def __post_init__(self) -> None:
         self.first_plan = ranks.of_node(lambda: self.plan(0))
-        self.row_costs = self.first_plan.sizes.costs  # in memory that all ranks of the node share
+        self.sizes = self.first_plan.sizes  # in memory that all ranks of the node share
         self._planned = (0, self.first_plan)  # the newest epoch and its plan
         self._ahead: GlobalBatch | None = None  # of `next_step`, if it is made
         self.next_step = 0
@@ -171,13 +174,11 @@ class OfflineSource:
         sources = self.builder.table.source_indices
         order = epoch_order(sources, self.source_weights, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
         return plan_epoch(
-            self.builder.row_tokens() if epoch == 0 else self.first_plan.sizes.tokens,
+            self.sizes,
             order=order,
             token_budget=self.token_budget,
             pairs_per_step=self.pairs_per_step,
-            is_packed=self.builder.is_packed,
             num_ranks=ranks.num_ranks(),
-            row_costs=self.row_costs,
             equal_rows=self.equal_rows,
         )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dpo_pack.model.fast_layers import times_transposed
-from dpo_pack.packing.lengths import FloatArray, IntArray
+from dpo_pack.packing.lengths import IntArray, PairSizes
 from dpo_pack.system.ranks import num_ranks
 
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -57,7 +57,7 @@ class PhaseClock:
 class Meter:
     """Adds up the steps since the newest logged line; time of evaluations and checkpoints is left out."""
 
-    pair_flops: FloatArray | None  # [pairs] of the training set; None: unknown, so there is no `mfu`
+    sizes: PairSizes | None  # costs: FLOPs of the training set's pairs; None: unknown, so there is no `mfu`
     peak_flops: float | None  # FLOPs a second that the device can do; None: unknown
     _steps: list[tuple[int, int, float, float]] = field(default_factory=list)  # pairs, tokens, FLOPs, seconds
 
@@ -65,8 +65,8 @@ class Meter:
         """Counts a step. rows: the pairs of each row of all ranks. Returns the step's FLOPs on one device, a
         mean."""
         flops = 0.0
-        if self.pair_flops is not None:
-            flops = sum(float(self.pair_flops[row].sum()) for row in rows) / num_ranks()
+        if self.sizes is not None:
+            flops = sum(self.sizes.of_row(row).cost for row in rows) / num_ranks()
         self._steps.append((pairs, tokens, flops, seconds))
         return flops
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.million_pairs import SEVEN_B
+from support.plans import make_plan, sizes_of
 from support.processor import slowness
 
 from dpo_pack.packing import bin_packing
@@ -28,8 +29,8 @@ from dpo_pack.packing.bin_packing import (
     padded_rows,
     split_over_ranks,
 )
-from dpo_pack.packing.lengths import FloatArray, IntArray, PairLengths, pair_flops
-from dpo_pack.packing.plan import epoch_order, plan_epoch
+from dpo_pack.packing.lengths import Beginnings, FloatArray, IntArray, PairLengths, PairSizes, pair_flops
+from dpo_pack.packing.plan import epoch_order
 from dpo_pack.reports.packing import rank_balance
 
 BUDGET = 100
@@ -78,7 +79,7 @@ def test_row_tokens_of_int32_lengths_do_not_overflow() -> None:
 @without_deadline
 @given(lengths=lengths_strategy)
 def test_neighbouring_next_fit_rows_would_not_fit_together_and_file_order_is_kept(lengths: list[int]) -> None:
-    rows = as_lists(next_fit(ints(lengths), BUDGET))
+    rows = as_lists(next_fit(sizes_of(ints(lengths)), np.arange(len(lengths)), BUDGET))
     assert list(itertools.chain(*rows)) == list(range(len(lengths)))
     for row, following in itertools.pairwise(rows):
         assert sum(lengths[pair] for pair in row) + lengths[following[0]] > BUDGET
@@ -129,10 +130,20 @@ def test_padded_rows_cost_no_more_than_any_partition_tried_by_brute_force(length
 # ---- The reference pass
 
 
+def test_a_pass_without_gradients_keeps_beginnings_together() -> None:
+    keys = ints([1, 0, 2, 1, 0, 2, 1])
+    tokens, common = ints([60, 30, 50, 70, 90, 55, 45]), ints([0, 40, 20])[keys]
+    beginnings = Beginnings(keys=keys, tokens=common, costs=common.astype(np.float64))
+    sizes = PairSizes(tokens=tokens, costs=tokens.astype(np.float64), beginnings=beginnings)
+    rows = pack_sequences_longest_first(sizes, BUDGET)
+    assert sorted(map(sorted, as_lists(rows))) == [[0, 3, 6], [1], [2, 5], [4]]
+    assert [sizes.of_row(row).tokens for row in rows] == [95, 90, 85, 30]
+
+
 @without_deadline
 @given(lengths=lengths_strategy)
 def test_longest_first_rows_hold_every_pair_once_and_begin_with_the_largest_row(lengths: list[int]) -> None:
-    rows = pack_sequences_longest_first(ints(lengths), BUDGET)
+    rows = pack_sequences_longest_first(sizes_of(ints(lengths)), BUDGET)
     assert sorted(itertools.chain(*as_lists(rows))) == list(range(len(lengths)))
     tokens = [int(ints(lengths)[row].sum()) for row in rows]
     assert tokens == sorted(tokens, reverse=True)
@@ -211,7 +222,7 @@ def test_a_plan_trains_every_pair_once_within_the_budget_in_the_same_steps_on_an
     lengths: list[int], pairs_per_step: int, is_packed: bool, num_ranks: int, equal_rows: bool
 ) -> None:
     plan, alone = (
-        plan_epoch(
+        make_plan(
             ints(lengths),
             order=epoch_order(*one_source(len(lengths)), shuffle=True, seed=1, epoch=0),
             token_budget=BUDGET,
@@ -242,16 +253,85 @@ def test_a_plan_trains_every_pair_once_within_the_budget_in_the_same_steps_on_an
         plan.pairs(len(plan))
 
 
+@without_deadline
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60)), min_size=1, max_size=40),
+    num_ranks=st.integers(1, 5),
+    equal_rows=st.booleans(),
+)
+def test_pairs_of_one_beginning_stand_together_and_rows_have_it_once(
+    pairs: list[tuple[int, int]], num_ranks: int, equal_rows: bool
+) -> None:
+    common = ints([0, 16, 40, 70])  # tokens of each beginning; pairs of number 0 have none
+    keys, own = ints([key for key, _ in pairs]), ints([tokens for _, tokens in pairs])
+    beginnings = Beginnings(keys=keys, tokens=common[keys], costs=common[keys].astype(np.float64))
+    plan = make_plan(
+        own + common[keys],
+        order=np.arange(len(pairs)),
+        token_budget=BUDGET,
+        pairs_per_step=16,
+        num_ranks=num_ranks,
+        equal_rows=equal_rows,
+        beginnings=beginnings,
+    )
+    alone = 0
+    for number, step in enumerate(plan):
+        assert sorted(flat_pairs(step)) == sorted(plan.pairs(number).tolist())
+        assert sum(bool(rows) for rows in step) == min(num_ranks, len(plan.pairs(number)))
+        for row in itertools.chain(*step):
+            of_row = [key for key, _ in itertools.groupby(keys[row].tolist()) if key]
+            assert len(of_row) == len(set(of_row))
+            tokens = int(own[row].sum() + common[of_row].sum())
+            assert plan.sizes.of_row(row) == (tokens, tokens)
+            assert len(row) == 1 or tokens <= BUDGET
+            alone += tokens
+        if num_ranks == 1:  # never more than a row for each beginning and those of the pairs without any
+            assert sum(map(len, step)) <= len(plan.pairs(number))
+    assert plan.count_tokens() == alone
+
+
+def test_64_pairs_with_a_system_prompt_compute_it_once_in_each_row() -> None:
+    own = 40 + np.arange(64) * 5 % 211
+    keys, common = np.ones(64, dtype=np.int64), np.full(64, 500)
+    beginnings = Beginnings(keys=keys, tokens=common, costs=common.astype(np.float64))
+    ((rows,),) = make_plan(
+        own + 500,
+        order=np.arange(64),
+        token_budget=2048,
+        pairs_per_step=64,
+        beginnings=beginnings,
+    )
+    plan_tokens = sum(int(own[row].sum()) + 500 for row in rows)
+    assert len(rows) == -(-own.sum() // (2048 - 500))
+    assert plan_tokens == own.sum() + 500 + 500 * (len(rows) - 1)
+
+
+def test_beginnings_stay_on_few_ranks() -> None:
+    keys = np.arange(64) % 4 + 1  # four agents on four ranks
+    common = np.full(64, 2000)
+    plan = make_plan(
+        common + 500,
+        order=np.arange(64),
+        token_budget=8192,
+        pairs_per_step=64,
+        num_ranks=4,
+        beginnings=Beginnings(keys=keys, tokens=common, costs=common.astype(np.float64)),
+    )
+    (step,) = plan
+    tokens = [sum(plan.sizes.of_row(row).tokens for row in rows) for rows in step]
+    assert max(tokens) <= 12000 and sum(tokens) <= 64 * 500 + 8 * 2000
+
+
 def test_padded_rows_count_their_padding_in_tokens_and_cost() -> None:
     order = ints([0, 1])
-    plan = plan_epoch(ints([40, 44]), order=order, token_budget=BUDGET, pairs_per_step=2, is_packed=False)
+    plan = make_plan(ints([40, 44]), order=order, token_budget=BUDGET, pairs_per_step=2, is_packed=False)
     (((row,),),) = plan
     assert plan.sizes.of_row(row).tokens == plan.sizes.of_row(row).cost == 2 * 44
 
 
 def test_the_plan_names_the_pairs_of_the_epoch_that_exceed_the_budget() -> None:
     lengths, order = ints([101, 100, 300, 101]), ints([2, 1, 0, 2])
-    plan = plan_epoch(lengths, order=order, token_budget=BUDGET, pairs_per_step=2)
+    plan = make_plan(lengths, order=order, token_budget=BUDGET, pairs_per_step=2)
     assert plan.oversize_pairs.tolist() == [0, 2]
 
 
@@ -263,7 +343,7 @@ def test_the_fingerprint_tells_apart_whatever_changes_steps_or_rows() -> None:
         pairs_per_step: int = 2,
         is_packed: bool = True,
     ) -> str:
-        return plan_epoch(
+        return make_plan(
             np.array(lengths, dtype=np.int32),
             order=np.array(order, dtype=np.int32),
             token_budget=token_budget,
@@ -346,7 +426,7 @@ def test_rows_of_hh_are_few_and_the_slowest_rank_is_close_to_the_mean_in_every_f
     )
     hh = PairLengths(prompt=prompt, chosen=chosen, rejected=rejected, shared=prompt)
     tokens = hh.row_tokens(share_prompt=True)
-    plan = plan_epoch(
+    plan = make_plan(
         tokens,
         order=epoch_order(*one_source(len(prompt)), shuffle=True, seed=0, epoch=0),
         token_budget=8192,

@@ -364,6 +364,9 @@ def test_changes_that_are_allowed_are_told(tmp_path: Path) -> None:
     _, (line,) = load_checkpoint(path, resumed, identity=now)
     assert line.startswith("Warning: ") and "torch 2.0 then, 2.1 now" in line and "2 processes (ddp)" in line
     assert resumed.standing == state.standing
+    rows = {"plan of rows, version": "5"}  # a checkpoint from before there were beginnings has no number
+    _, (line,) = load_checkpoint(path, resumed, identity=replace(IDENTITY, versions=IDENTITY.versions | rows))
+    assert "plan of rows, version 4 then, 5 now" in line
     _, (line,) = load_checkpoint(path, resumed, identity=replace(IDENTITY, judged_by="loss of other, 1"))
     assert resumed.standing == Evaluations() and "another metric" in line
 

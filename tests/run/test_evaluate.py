@@ -80,13 +80,13 @@ def test_values_are_in_the_table_s_order_whatever_the_rows(policy: CompletionLog
     builder = make_builder(packed=False)
     alike = evaluate_pairs(padded, builder, OBJECTIVE, token_budget=128, progress=in_rows.append)
     assert torch.allclose(alike, values, atol=1e-4)
-    assert in_rows == [len(row) for row in padded_rows(builder.row_tokens(), 128)]
+    assert in_rows == [len(row) for row in padded_rows(builder.sizes().tokens, 128)]
 
 
 @pytest.mark.multiprocess
 def test_two_ranks_count_each_pair_once_and_agree_with_one(policy: CompletionLogps) -> None:
     budget = 56  # tokens, for an odd number of rows: one rank computes the last row again, in vain
-    assert len(pack_sequences_longest_first(make_builder().row_tokens(), budget)) % 2 == 1
+    assert len(pack_sequences_longest_first(make_builder().sizes(), budget)) % 2 == 1
     single = evaluate(policy, token_budget=budget)
 
     def on_a_rank() -> int:

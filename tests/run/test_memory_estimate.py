@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from support.plans import make_plan
 from support.row_memory import AUTOCAST, BFLOAT16, SETTINGS, build_row, load
 from support.row_memory import memory_facts as facts_of
 from support.tiny_models import tiny_config, tiny_model
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 import dpo_pack.run.memory_estimate as memory
 from dpo_pack.model.facts import model_shape, without_weights
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.packing.plan import PackingPlan, plan_epoch
+from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.recipe.schema import ModelRecipe
 from dpo_pack.run.memory_estimate import (
@@ -336,9 +337,9 @@ def test_the_largest_row_is_searched_in_every_step_and_among_pairs_longer_than_a
     settings: dict[str, Any] = {
         "order": np.arange(6), "pairs_per_step": 2, "num_ranks": 1
     }  # fmt: skip
-    plan = plan_epoch(tokens, token_budget=50, **settings)
+    plan = make_plan(tokens, token_budget=50, **settings)
     assert largest_row(plan, rank=0).tolist() == [5]
-    plan = plan_epoch(tokens[:5], token_budget=50, **{**settings, "order": np.arange(5)})
+    plan = make_plan(tokens[:5], token_budget=50, **{**settings, "order": np.arange(5)})
     assert sorted(largest_row(plan, rank=0).tolist()) == [2, 3]
 
 

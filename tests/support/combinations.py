@@ -216,14 +216,16 @@ def make_assets(directory: Path) -> Path:
 
 
 def _rows(rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Prompts that come several times, completions that begin alike or come twice, weights from 0 to 2."""
+    """Prompts that begin alike or come several times, completions that begin alike or come twice, weights of
+    0 to 2."""
 
     def ids(least: int, most: int) -> list[int]:
         return [rng.randrange(3, VOCABULARY_SIZE) for _ in range(rng.randint(least, most))]
 
+    beginning = ids(17, 17)
     for number in range(NUM_PAIRS):
         if number % 3 == 0:
-            prompt, common = ids(3, 15), ids(1, 3)
+            prompt, common = [*beginning[number % 2 :], *ids(3, 9)], ids(1, 3)
             chosen = [*common, *ids(1, 9), 2]
         elif number % 3 == 2:
             chosen = [*ids(1, 4), 2]

@@ -21,10 +21,11 @@ from dpo_pack.data.formats import possible_formats
 from dpo_pack.data.tokenization import tokenize_batch
 from dpo_pack.model import fingerprint
 from dpo_pack.packing import plan
-from dpo_pack.packing.plan import epoch_order, plan_epoch
+from dpo_pack.packing.plan import epoch_order
 from dpo_pack.reference.cache import ReferenceCache
 from support.conformance import CONFORMANCE
 from support.oracle import completion_logps_one_by_one
+from support.plans import make_plan
 from support.reference_pairs import NAMESPACE, Pair, all_sums, load_scorer, make_table, run_pass
 from support.rows import assistant, said, tokenization_settings, user
 from support.tiny_models import VOCABULARY, tiny_model
@@ -187,7 +188,7 @@ def plans() -> dict[str, Any]:
     weighted = epoch_order(np.arange(48) % 2, np.array([0.5, 1.25]), shuffle=True, seed=3, epoch=0)
     found: dict[str, Any] = {"order": order.tolist(), "order of weighted sources": weighted.tolist()}
     for name, arguments in variants.items():
-        made = plan_epoch(tokens, order=order, token_budget=256, pairs_per_step=20, **arguments)
+        made = make_plan(tokens, order=order, token_budget=256, pairs_per_step=20, **arguments)
         rows = [[[row.tolist() for row in rows] for rows in ranks] for ranks in made]
         found[name] = {"fingerprint": made.fingerprint, "rows": rows}
     return found

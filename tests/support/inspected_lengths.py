@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from dpo_pack.packing.lengths import IntArray, ModelShape, PairLengths, pair_flops
-from dpo_pack.packing.plan import plan_epoch
 from dpo_pack.reports.packing import inspect_packing
+from support.plans import make_plan
 
 
 def ints(values: list[int]) -> IntArray:
@@ -44,7 +44,7 @@ def inspect(
     if is_packed:
         tokens = lengths.row_tokens(share_prompt=share_prompt)
         costs = pair_flops(shape, lengths, share_prompt=share_prompt)
-    plan = plan_epoch(
+    plan = make_plan(
         tokens,
         order=np.arange(len(lengths.prompt)) if order is None else order,
         token_budget=token_budget,

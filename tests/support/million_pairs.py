@@ -12,8 +12,9 @@ import time
 import numpy as np
 
 from dpo_pack.packing.lengths import AttentionKind, ModelShape, PairLengths, pair_flops
-from dpo_pack.packing.plan import epoch_order, plan_epoch
+from dpo_pack.packing.plan import epoch_order
 from support.limits import resident_bytes
+from support.plans import make_plan
 
 NUM_PAIRS, NUM_RANKS = 1_000_000, 8
 # The shape of a 7B Llama: attention is a small part of short pairs and a large one of long pairs.
@@ -40,7 +41,7 @@ def main() -> None:
     costs = pair_flops(SEVEN_B, lengths, share_prompt=True)
     begun = time.process_time()
     order = epoch_order(np.zeros(NUM_PAIRS, dtype=np.int16), np.ones(1), shuffle=True, seed=0, epoch=0)
-    plan = plan_epoch(
+    plan = make_plan(
         tokens, order=order, token_budget=8192, pairs_per_step=64, num_ranks=NUM_RANKS, row_costs=costs
     )
     assert len(plan.pack_step(0)) == NUM_RANKS

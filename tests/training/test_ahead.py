@@ -55,7 +55,7 @@ def make_source(*, num_pairs: int = 14, epochs: int = 2) -> OfflineSource:
         builder=builder,
         token_budget=64,
         pairs_per_step=4,
-        row_costs=builder.row_tokens().astype(np.float64),
+        sizes=builder.sizes(),
         source_weights=np.ones(1),
         epochs=epochs,
         max_steps=None,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dpo_pack.training.throughput as throughput
+from dpo_pack.packing.lengths import PairSizes
 from dpo_pack.training.throughput import PHASES, Meter, PhaseClock, device_peak, gpu_peak
 
 CPU = torch.device("cpu")
@@ -65,7 +66,8 @@ def test_on_cuda_phases_are_what_the_device_took() -> None:
 
 
 def test_rates_are_of_all_steps_since_the_last_logged_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    meters = Meter(pair_flops=np.array([10.0, 20.0, 30.0, 40.0]), peak_flops=100.0)
+    costs = np.array([10.0, 20.0, 30.0, 40.0])
+    meters = Meter(sizes=PairSizes(tokens=costs.astype(np.int64), costs=costs), peak_flops=100.0)
     assert meters.add([np.array([0, 1]), np.array([3])], pairs=3, tokens=30, seconds=0.5) == 70.0
     meters.add([np.array([2])], pairs=1, tokens=10, seconds=1.5)
     assert meters.take() == {
