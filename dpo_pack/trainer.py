@@ -18,8 +18,9 @@ A step trains on one global batch of `packing.pairs_per_step` preference pairs; 
 have fewer. They are packed into rows of up to `packing.token_budget` tokens, which the ranks divide among
 them. Unless `packing.mode` is padded, a row has no padding: its sequences lie one behind the other, and each
 token has the number of its sequence, its *segment*. transformers calls our attention in place of its own
-(model/attention/), which lets a token see earlier tokens of its own segment only, and of the prompt that the
-segments of a pair share. The loss is the exact mean over the step's pairs, for any number of rows and ranks:
+(model/attention/), which lets a token see earlier tokens of its own segment only, and of what segments share:
+a pair's prompt, the beginning of several pairs. The loss is the exact mean over the step's pairs, for any
+number of rows and ranks:
 
     loss = sum over the step's pairs of weight * l(pair) / number of pairs
 

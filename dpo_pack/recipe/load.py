@@ -53,7 +53,7 @@ data:
   eval: {fraction: 0.02}         # held out of training, to measure
   max_length: 2048               # tokens of prompt and one completion; longer pairs are left out
 packing:
-  token_budget: 8192             # tokens in one forward pass: as many as fit in memory
+  token_budget: auto             # tokens in one forward pass: on a GPU as many as fit in memory
   pairs_per_step: 64             # the batch, of all GPUs together
 loss: {type: sigmoid, beta: 0.1}
 optim: {lr: 5.0e-7, schedule: linear, warmup_ratio: 0.1}

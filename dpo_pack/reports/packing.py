@@ -91,7 +91,9 @@ def _statistics(
     rows = [row for step in steps for row in plan.pack_step(step)[0]]
     scale = len(plan.order) / sum(map(len, rows))
     tokens, costs = np.array([sizes.of_row(row) for row in rows]).T
-    computed = round(tokens.sum() * scale)
+    computed, between_pairs = round(tokens.sum() * scale), 0
+    if sizes.beginnings is not None:
+        between_pairs = round((sizes.tokens[np.concatenate(rows)].sum() - tokens.sum()) * scale)
     unshared = int(lengths.row_tokens(share_prompt=False)[plan.order].sum())
     flops = costs.sum() * scale
     towers = 2 * np.broadcast_to(lengths.tower, lengths.prompt.shape)  # both sequences of a batch have them
@@ -128,6 +130,7 @@ def _statistics(
         "computed_tokens": computed,  # that the rows run through the model
         "unshared_tokens": unshared,  # both sequences of every pair, without padding
         "saved_by_sharing_tokens": by_sharing,
+        "shared_between_pairs_tokens": between_pairs,  # of these; the others are shared within pairs
         "flops": float(flops),
         "padded": padded,
         "oversize_pairs": {describe_pair(pair): int(sizes.tokens[pair]) for pair in oversize},
@@ -214,7 +217,13 @@ def headline(report: Json) -> str:
 
 def rows_sentence(report: Json) -> str:
     """Returns the settings that form the rows, and how many and how full they are on one rank."""
-    ours, sharing = report["statistics"], "shared" if report["share_prompt"] else "not shared"
+    ours, sharing = report["statistics"], "not shared"
+    if report["share_prompt"]:
+        between = ours.get("shared_between_pairs_tokens", 0)  # a report of an earlier release has none
+        sharing = f"shared ({ours['computed_tokens']:,} of {ours['unshared_tokens']:,} tokens are computed; "
+        sharing += (
+            f"{ours['saved_by_sharing_tokens'] - between:,} are shared within pairs, {between:,} between)"
+        )
     num_steps = ours["num_steps"]
     return (
         f"rows of up to {report['token_budget']:,} tokens, prompts {sharing}; on average a step has "

@@ -37,7 +37,7 @@ from dpo_pack.losses.preference import PairLogps
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.facts import router_sentence
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, FloatArray, IntArray, pair_flops
+from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, FloatArray, IntArray, pair_sizes
 from dpo_pack.recipe.data import source_names
 from dpo_pack.recipe.text import without_servers
 from dpo_pack.recipe.training import LOSSES
@@ -91,18 +91,16 @@ class RunLog:
         self.file: MetricsLog | None = None  # in a `writing` block
         self.lines = TrainingLines(setup.console, num_steps=state.source.num_steps)
         # FLOPs are not counted of an online run: generation and judges take most of its time.
-        source, scorer, flops, peak = state.source, state.scorer, None, None
+        source, scorer, sizes, peak = state.source, state.scorer, None, None
         if isinstance(source, OfflineSource):
-            builder, flops, shape = source.builder, source.row_costs, setup.policy_facts.shape
+            builder, sizes, shape = source.builder, source.first_plan.sizes, setup.policy_facts.shape
             if scorer.adapter is not None or not builder.is_packed:
-                flops = pair_flops(
-                    shape,
-                    pair_lengths(builder.table, shape),
-                    share_prompt=builder.is_packed and builder.share_prompt,
-                    passes=TRAINING_PASSES if scorer.adapter is None else ADAPTER_PASSES,
-                )
+                shares = builder.is_packed and builder.share_prompt
+                passes = TRAINING_PASSES if scorer.adapter is None else ADAPTER_PASSES
+                lengths = pair_lengths(builder.table, shape)
+                sizes = pair_sizes(lengths, shape, share_prompt=shares, passes=passes)
             peak = device_peak(setup.device, scorer.compute_dtype)
-        self.meter = Meter(pair_flops=flops, peak_flops=peak)
+        self.meter = Meter(sizes=sizes, peak_flops=peak)
         self.guard = NonfiniteGuard(stops=recipe.train.stop_on_nonfinite)
         self.pairs: PairLog | None = None
         if recipe.logging.pairs:
@@ -403,11 +401,12 @@ def describe_training(setup: Setup, planned: OfflineSource | None) -> None:
     recipe, console = setup.recipe, setup.console
     optim, packing = recipe.optim, recipe.packing
     num_steps = planned.num_steps if planned is not None else recipe.train.max_steps or 0
+    budget = packing.tokens(setup.device.type) if planned is None else planned.token_budget
     loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
     steps, warmup = (counted(number, "step") for number in (num_steps, optim.num_warmup_steps(num_steps)))
     console.print(
         f"Training: {steps} of {counted(packing.pairs_per_step, 'pair')}, {packing.mode} rows of up to "
-        f"{packing.token_budget:,} tokens; loss {loss}, beta {recipe.loss.beta:g}, lr {optim.lr:g} "
+        f"{budget:,} tokens; loss {loss}, beta {recipe.loss.beta:g}, lr {optim.lr:g} "
         f"{optim.schedule}, {warmup} of warm-up"
     )
     for warning in setting_warnings(recipe.loss, optim.lr, setup.policy_facts):
@@ -419,10 +418,18 @@ def describe_training(setup: Setup, planned: OfflineSource | None) -> None:
         )
     if packing.share_prompt and not recipe.shares_prompts:
         console.print("Note: prompts are not shared, because model.lora.dropout is above 0")
+    if planned is not None and recipe.shares_prompts and setup.policy_facts.is_packed:
+        plan = planned.first_plan
+        unshared = int(pair_lengths(setup.data.train).row_tokens()[plan.order].sum())
+        alone, computed = int(plan.sizes.tokens[plan.order].sum()), plan.count_tokens()
+        console.print(
+            f"  an epoch computes {computed:,} of {unshared:,} tokens: {unshared - alone:,} are shared "
+            f"within pairs, {alone - computed:,} between pairs"
+        )
     if planned is not None and len(oversize := planned.first_plan.oversize_pairs):
         longest = int(planned.first_plan.sizes.tokens[oversize].max())
         console.print(
-            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({packing.token_budget:,}), so "
+            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({budget:,}), so "
             f"each of them gets its own row; the longest has {longest:,} tokens; nothing is cut"
         )
 

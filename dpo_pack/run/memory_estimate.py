@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from dpo_pack.data.store import pair_lengths
+from dpo_pack.model.attention.cuda import flash_attn_obstacle
 from dpo_pack.model.attention.segments import MAX_MASK_BYTES
-from dpo_pack.model.config import count_experts, routes_tokens
+from dpo_pack.model.config import attention_needs, count_experts, routes_tokens
 from dpo_pack.model.layout import Row
 from dpo_pack.model.logps import HEAD_BOUNDS
 from dpo_pack.model.lora import bits_per_weight, read_adapter
@@ -59,6 +60,7 @@ class MemoryShape:
     attention: float  # width of the queries plus width of attention's result
     feed_forward: float  # widths that its linear layers read and write, without the hidden size
     linear: float  # the same sum for all linear layers, not only feed-forward
+    key_share: float  # heads of keys / heads of queries
     active_experts: float  # experts that each token uses; 0 if the model has none
     recurrent: float = 0.0  # fp32 numbers that recurrent layers keep of a token; 0 if the model has none
 
@@ -87,6 +89,7 @@ def memory_shape(config: PretrainedConfig, shape: ModelShape, num_parameters: in
         attention=attention,
         feed_forward=linear - attention * (1 + key_share),
         linear=linear,
+        key_share=key_share,
         active_experts=num_active if num_experts > 1 else 0.0,
         recurrent=shape.kept_numbers / num_layers,
     )
@@ -98,7 +101,8 @@ class MemoryFacts:
 
     shape: MemoryShape  # of the policy
     row_tokens: int
-    row_keys: int  # that attention reads; a shared prompt counts once for each of its completions
+    row_keys: int  # that attention reads; what sequences share counts once for each of them
+    keeps_copies: bool = True  # whether all these are kept for the backward pass, and not only the row's
     row_scored: int  # completion tokens
     mask_bytes: float = 0.0  # of the masks of `sdpa`, which all layers use
     tower_parameters: int = 0  # frozen
@@ -136,7 +140,9 @@ def estimate_memory(facts: MemoryFacts) -> dict[str, float]:
             state = state._replace(gradients=whole_gradients)
         gathered = _gathered_bytes(facts)
     towers = facts.tower_parameters * precision.parameters.itemsize * (1 + facts.has_second_model)
-    layer = layer_bytes(facts)
+    layer, copies = layer_bytes(facts), 0.0
+    if not facts.keeps_copies:  # the gradients of all keys and values that attention reads in one layer
+        copies = 4.0 * facts.row_keys * shape.attention * shape.key_share
     activations = shape.num_layers * layer  # `selective` counts as if layers kept everything: an upper limit
     if settings.gradient_checkpointing is True:  # layers keep their input; the last norm input and result
         num_kept = 3 if settings.activation_offload and facts.device.type == "cuda" else shape.num_layers + 2
@@ -155,7 +161,7 @@ def estimate_memory(facts: MemoryFacts) -> dict[str, float]:
         # Every device has whole towers if they read images, and not a shard.
         "towers": towers / (1 if settings.images else facts.num_shards),
         # The gradients of a layer's activations are about as large as the activations.
-        "working memory": max(_head_bytes(facts), layer),
+        "working memory": max(_head_bytes(facts), layer + copies),
         "overhead": float(OVERHEAD_BYTES[facts.device.type]),
     }
 
@@ -209,8 +215,9 @@ def layer_bytes(facts: MemoryFacts) -> float:
     feed_forward = 4 / 3 * shape.feed_forward * product
     if shape.active_experts:  # copies of the token, weighted results; autocast does not change experts' type
         feed_forward = (4 / 3 * shape.feed_forward + 2 * shape.active_experts * shape.hidden) * residual
-    # Keys and values are repeated for all query heads.
-    attention = (tokens + facts.row_keys) * shape.attention * product
+    # Copies of keys and values are repeated for all query heads.
+    keys = facts.row_keys if facts.keeps_copies else tokens * shape.key_share
+    attention = (tokens + keys) * shape.attention * product
     in_block = min(tokens, facts.model.mlp_tile_tokens or tokens)
     return tokens * (norms + inputs + 4 * shape.recurrent) + in_block * feed_forward + attention
 
@@ -239,7 +246,7 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
     if plan is None:  # the pairs do not exist yet: the largest row possible
         assert recipe.online is not None
         longest_pair = 2 * (longest_sequence(setup.tables) + recipe.online.max_new_tokens)
-        tokens = max(recipe.packing.token_budget, longest_pair)
+        tokens = max(recipe.packing.tokens(setup.device.type), longest_pair)
         row: Json = {"row_tokens": tokens, "row_keys": tokens, "row_scored": tokens}
     else:
         longest_pair = int(plan.sizes.tokens[np.unique(plan.order)].max())  # on any rank
@@ -275,15 +282,25 @@ def _sizes_of_row(setup: Setup, plan: PackingPlan) -> Json:
     policy, pairs = setup.policy_facts, largest_row(plan, rank=ranks.rank())
     lengths = pair_lengths(setup.data.train).select(pairs)
     tokens, scored = plan.sizes.of_row(pairs).tokens, int(lengths.completion_tokens().sum())
-    if not (policy.is_packed and setup.recipe.shares_prompts):
+    if not policy.is_packed:
         return {"row_tokens": tokens, "row_keys": tokens, "row_scored": scored}
+    on_cpu, backend = setup.device.type == "cpu", setup.recipe.model.attention
+    needs = attention_needs(policy.config)
+    # The backends that keep a row's keys copy those of a segment, or all, while they compute one layer.
+    keeps_copies = backend == "sdpa" or (backend != "torch_varlen" and flash_attn_obstacle() is None)
+    if on_cpu:
+        keeps_copies = needs.has_softcap or needs.has_sinks or needs.head_dim != needs.value_head_dim
     keys, mask_bytes = int(lengths.row_tokens(share_prompt=False).sum()), 0.0
-    if setup.device.type == "cpu" or setup.recipe.model.attention == "sdpa":  # numbers on a CPU, and bools
-        own = lengths.row_tokens(share_prompt=True) - lengths.prompt - lengths.chosen
-        masks = np.unique(own * (lengths.prompt + lengths.rejected))  # of rejected completions
-        width = policy.precision.activations.itemsize if setup.device.type == "cpu" else 1
-        mask_bytes = float(np.minimum(masks * width, MAX_MASK_BYTES).sum()) * (1 + 1 / width)
-    return {"row_tokens": tokens, "row_keys": keys, "row_scored": scored, "mask_bytes": mask_bytes}
+    if setup.recipe.shares_prompts and (on_cpu or backend == "sdpa"):  # numbers on a CPU, and bools
+        chosen, rejected = lengths.prompt + lengths.chosen, lengths.prompt + lengths.rejected
+        own = lengths.row_tokens(share_prompt=True) - chosen  # queries that have keys before them
+        if (common := plan.sizes.beginnings) is not None:
+            own = np.append(own, (chosen - common.tokens[pairs])[np.isin(pairs, common.repeats(pairs))])
+        width = policy.precision.activations.itemsize if on_cpu else 1
+        most = int(own.max()) * int(np.maximum(chosen, rejected).max()) * width
+        mask_bytes = min(most, MAX_MASK_BYTES) * (1 + 1 / width)
+    sizes: Json = {"row_tokens": tokens, "row_keys": keys, "row_scored": scored}
+    return sizes | {"mask_bytes": mask_bytes, "keeps_copies": keeps_copies}
 
 
 def largest_row(plan: PackingPlan, *, rank: int) -> IntArray:

@@ -60,7 +60,7 @@ def complete(
         tokenizer=tokenizer,
         sampling=SamplingSettings(completions_per_prompt=1, max_new_tokens=most, temperature=0.0),
         seed=0,
-        token_budget=recipe.packing.token_budget,
+        token_budget=recipe.packing.tokens(device.type),
         device=device,
         console=console,
     )

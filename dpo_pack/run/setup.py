@@ -259,10 +259,11 @@ def prepare(
         if recipe.tokenizer.path is not None and (warning := _tokenizer_warning(policy, tokenizer)):
             console.print(warning)
     data = prepare_data(recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts)
-    budget = reference_token_budget(recipe.reference.token_budget, recipe.packing.token_budget, device)
+    trained = recipe.packing.tokens(device.type, data.longest_beginning)
+    budget = reference_token_budget(recipe.reference.token_budget, trained, device)
     tables = [data.train, *data.eval.values()]
     for model in models:
-        check_data(model, tokenizer, tables, max(budget, recipe.packing.token_budget), recipe.online)
+        check_data(model, tokenizer, tables, max(budget, trained), recipe.online)
     return Setup(
         recipe=recipe,
         console=console,
@@ -410,7 +411,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
     held_out = [HELD_OUT] if isinstance(evals, EvalFraction) else list(source_names(evals))
     attempt(find_criterion, recipe, held_out)
     models: dict[str, ModelFacts] = {}
-    budget = recipe.packing.token_budget
+    budget = recipe.packing.tokens(device.type)
     budget = max(budget, reference_token_budget(recipe.reference.token_budget, budget, device))
     for key, path in (("model.path", recipe.model.path), ("reference.path", recipe.reference.path)):
         model = path and attempt(partial(resolve_model, recipe, device, path, recipe_key=key))

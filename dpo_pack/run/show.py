@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from dpo_pack.data.beginnings import table_of
 from dpo_pack.data.faults import (
     FAULTS,
     FEW,
@@ -26,15 +27,16 @@ from dpo_pack.data.images import ImageProcessor, ReadImage, image_label
 from dpo_pack.data.ingest import Ingestion, columns_sentence
 from dpo_pack.data.readers import NumberedRow
 from dpo_pack.data.sources import locate_source
-from dpo_pack.data.store import PairTable, join_pairs, pair_lengths
+from dpo_pack.data.store import join_pairs, pair_lengths
 from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows
 from dpo_pack.data.values import BadRow
-from dpo_pack.packing.lengths import AnyIntArray, common_prefix_length
+from dpo_pack.packing.lengths import AnyIntArray, common_prefix_length, pair_sizes
 from dpo_pack.packing.plan import plan_epoch
 from dpo_pack.recipe.data import PackingRecipe, source_names
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.models import CPU, resolve_model
 from dpo_pack.run.setup import NO_PAIRS, prepare_tokenizer
+from dpo_pack.system import ranks
 from dpo_pack.system.errors import DataError, RecipeError
 from dpo_pack.system.files import Json
 from dpo_pack.system.process import printable
@@ -142,7 +144,8 @@ def show_recipe(
         names = ", ".join(source["name"] for source in report["sources"])
         raise RecipeError(f"--pair {missing[0]}: no such {ingestion.opened.row_word} was read of {names}")
     shown = _add_images(report, read["train"] | read["eval"], images)
-    report["packed_row"] = _packed_row(read["train"], recipe.packing, share_prompt=recipe.shares_prompts)
+    token, shares = -1 if images is None else images.token_id, recipe.shares_prompts
+    report["packed_row"] = _packed_row(read["train"], recipe.packing, token, share_prompt=shares)
     return ShownRecipe(report=report, images=shown)
 
 
@@ -355,33 +358,33 @@ def _add_images(
 
 
 def _packed_row(
-    pairs: Mapping[str, TokenizedPair], packing: PackingRecipe, *, share_prompt: bool
+    pairs: Mapping[str, TokenizedPair], packing: PackingRecipe, image_token: int, *, share_prompt: bool
 ) -> Json | None:
     """Returns a row as packing makes it from the pairs that were read, in tokens."""
     if not pairs:
         return None
     places, order, fitted = list(pairs), np.arange(len(pairs)), [pair.fitted for pair in pairs.values()]
-    lengths = pair_lengths(PairTable.of([join_pairs(fitted, [1.0] * len(pairs), order.tolist())]))
+    lengths = pair_lengths(table_of([join_pairs(fitted, [1.0] * len(pairs), order.tolist())], image_token))
     is_padded = packing.mode == "padded"
-    tokens = lengths.row_tokens(share_prompt=share_prompt, pads=is_padded)
-    plan = plan_epoch(
-        tokens,
-        order=order,
-        token_budget=packing.token_budget,
-        pairs_per_step=packing.pairs_per_step,
-        is_packed=not is_padded,
-    )
+    sizes = pair_sizes(lengths, share_prompt=share_prompt, pads=is_padded)
+    longest = 0 if sizes.beginnings is None else int(sizes.beginnings.tokens.max())
+    budget = packing.tokens("cuda" if ranks.uses_cuda() else "cpu", longest)
+    plan = plan_epoch(sizes, order=order, token_budget=budget, pairs_per_step=packing.pairs_per_step)
     row = max(plan.pack_step(0)[0], key=len)
-    # Of what both completions begin with, a row that shares prompts has one copy.
+    # Of what both completions begin with, a row that shares prompts has one copy, as of a beginning.
     shares = share_prompt and not is_padded
     once = lengths.shared if shares else lengths.prompt
+    again = np.zeros_like(once)
+    if sizes.beginnings is not None:
+        repeats = sizes.beginnings.repeats(row)
+        again[repeats] = sizes.beginnings.tokens[repeats]
     parts = {
-        "prompt": once if shares else 2 * once,
+        "prompt": once - again if shares else 2 * once,
         "chosen": lengths.prompt + lengths.chosen - once,
         "rejected": lengths.prompt + lengths.rejected - once,
     }
     return {
         "pairs": {places[pair]: {part: int(of[pair]) for part, of in parts.items()} for pair in row},
         "tokens": plan.sizes.of_row(row).tokens,
-        "token_budget": packing.token_budget,
+        "token_budget": budget,
     }

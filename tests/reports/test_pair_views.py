@@ -303,8 +303,16 @@ def test_one_packed_row_is_made_of_those_pairs(
     assert row.pairs == {f"pairs line {number}": parts for number in (1, 2, 3)}
     assert row.tokens == 3 * sum(tokens)
     for text in (joined(screen(shown)), page_text(shown)):
-        assert f"3 pairs, {row['tokens']:,} of 8,192 tokens" in text
+        assert f"3 pairs, {row['tokens']:,} of 2,048 tokens" in text
         assert f"pairs line 2: {sum(tokens)}" in text
+
+
+def test_what_pairs_of_the_row_have_in_common_is_in_it_once(shows: Shows) -> None:
+    pairs = [{**PAIR, "prompt": "red green blue " * 8 + word} for word in ("sun", "moon")]
+    alone, row = shows(pairs, "packing.share_prompt=false").packed_row, shows(pairs).packed_row
+    assert row.tokens == sum(sum(parts.values()) for parts in row.pairs.values())
+    first, second = (parts["prompt"] for parts in row.pairs.values())
+    assert second + 16 <= first and row.tokens < alone.tokens / 2
 
 
 def test_in_python_what_is_shown_of_a_source_is_read_as_attributes(shows: Shows) -> None:
