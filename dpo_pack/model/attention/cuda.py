@@ -215,16 +215,13 @@ def _block_mask(segments: RowSegments, window: int | None, device: torch.device)
 
     num_tokens, at = sum(segments.query_lengths), 0
     num_keys = sum(segments.key_lengths) if segments.kv_gather is None else num_tokens
-    series = range(max(map(len, segments.key_runs())))
+    # Always as many, because torch compiles the kernel again for another number.
+    series = range(3 if max(map(len, segments.key_runs())) > 1 else 1)
     first = np.ones((len(series), num_tokens), dtype=np.int32)  # key that each query sees of a series
     last = np.zeros_like(first)
-    for queries, keys, runs in zip(
-        segments.query_lengths, segments.key_lengths, segments.key_runs(), strict=True
-    ):
-        place, before = (
-            np.arange(keys - queries, keys),
-            0,
-        )  # of the queries in the path, keys before the series
+    lengths = zip(segments.query_lengths, segments.key_lengths, segments.key_runs(), strict=True)
+    for queries, keys, runs in lengths:
+        place, before = np.arange(keys - queries, keys), 0  # of the queries, and of the series, on the path
         for number, (start, end) in enumerate(runs):
             hidden = 0 if window is None else np.maximum(0, place - window + 1 - before)
             first[number, at : at + queries] = start + hidden
