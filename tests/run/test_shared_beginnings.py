@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def recipe_path(tmp_path: Path) -> Path:
 def run(path: Path, name: str, *overrides: str) -> tuple[list[dict[str, Any]], str]:
     """Lines of the run's steps, and what it prints."""
     settings = ("data.max_length=256", "packing.token_budget=auto", f"output_dir=${{recipe_dir}}/{name}")
-    console = Console(record=True, width=200, quiet=False, file=(path.parent / "printed").open("w"))
+    console = Console(record=True, width=200, file=io.StringIO())
     recipe = load_recipe(path, (*settings, *overrides))
     train(recipe, console)
     return records(recipe.output_dir, "train"), console.export_text()
