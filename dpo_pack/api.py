@@ -237,9 +237,11 @@ def inspect_packing(
         from dpo_pack.run.pairs import offline_source
         from dpo_pack.run.setup import prepare
         from dpo_pack.system.console import make_console
+        from dpo_pack.system.ranks import uses_cuda
 
     console = make_console(quiet=quiet)
-    setup = prepare(loaded, console, for_device=torch.device("cuda"))
+    device = torch.device("cuda" if memory is not None or uses_cuda() else "cpu")
+    setup = prepare(loaded, console, for_device=device)
     source, number = offline_source(setup), loaded.distributed.num_processes
     usual = (max(1, torch.cuda.device_count()) if number == "auto" else number,)
     data, shape, model = setup.data, setup.policy_facts.shape, loaded.model.path

@@ -89,11 +89,6 @@ class Data:
     prompts: tuple[Prompt, ...] = ()  # only of an online run, which generates its pairs later
     eval_prompts: dict[str, tuple[Prompt, ...]] = field(default_factory=dict)  # by held-out set
 
-    @property
-    def longest_beginning(self) -> int:
-        """Tokens of the longest beginning of training pairs, see beginnings.py."""
-        return int(self.train.beginning_lengths.max(initial=0))
-
 
 def load_data(
     data: DataRecipe,

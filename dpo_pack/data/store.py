@@ -446,6 +446,12 @@ def _map_files(directory: Path, summary: Json) -> tuple[TokenStore, str]:
     return store, content_key(parts)
 
 
+def longest_sequence(tables: Sequence[PairTable]) -> int:
+    """Returns the number of tokens of the longest prompt with one completion."""
+    longer = [np.maximum(table.chosen_lengths, table.rejected_lengths) for table in tables]
+    return max(int((table.prompt_lengths + more).max()) for table, more in zip(tables, longer, strict=True))
+
+
 def pair_lengths(table: PairTable, shape: ModelShape | None = None) -> PairLengths:
     """Returns lengths for the planner, with `shape` also the FLOPs of images. Reads prompts with images."""
     return PairLengths(

@@ -52,6 +52,7 @@ class OnlineSource:
     recipe: Recipe
     online: OnlineRecipe  # the section of `recipe`
     builder: Callable[[PairTable], RowBuilder]
+    token_budget: int
     shape: ModelShape | None  # of the policy, to compute the FLOPs of rows; None: batches are padded
     equal_rows: bool  # True: a rank with fewer rows than another adds idle rows (gradient 0)
     log: RolloutLog | None  # None: another rank writes it
@@ -156,7 +157,7 @@ class OnlineSource:
         plan = plan_epoch(
             builder.sizes(self.shape),
             order=np.arange(len(pairs)),
-            token_budget=self.recipe.packing.tokens(builder.device.type),
+            token_budget=self.token_budget,
             pairs_per_step=len(pairs),
             num_ranks=ranks.num_ranks(),
             equal_rows=self.equal_rows,

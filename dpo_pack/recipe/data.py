@@ -196,9 +196,6 @@ class DataRecipe(types.Section):
             yield f"train.{without[0]}.share", "other sources have one; give each source a share, or none"
 
 
-CPU_TOKEN_BUDGET = 2048
-
-
 class PackingRecipe(types.Section):
     """How many pairs make a step, and how they are laid out in rows."""
 
@@ -210,13 +207,6 @@ class PackingRecipe(types.Section):
     """Pairs in an optimizer step, of all processes together."""
     share_prompt: bool = True
     """Compute only once what sequences of a pair, or pairs of a row, begin with; the results are the same."""
-
-    def tokens(self, device_type: str, longest_beginning: int = 0) -> int:
-        """Returns `token_budget`. `auto` on a CPU: rows that share a beginning have the more use of it the
-        longer they are; without beginnings, rows of 1,024 to 8,192 tokens are equally fast."""
-        if self.token_budget != "auto":
-            return self.token_budget
-        return 8192 if device_type == "cuda" else max(CPU_TOKEN_BUDGET, 4 * longest_beginning)
 
 
 def source_names(sources: Sequence[SourceRecipe]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The schema of a recipe: `Recipe`, and the sections of the models, of logging and of several devices. The
 JSON schema, the commented defaults and docs/recipe.md are made from it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -97,7 +97,7 @@ class ReferenceRecipe(types.Section):
     cache_dir: types.LocalPath | None = None
     """Where log-probs are kept; null: $DPO_PACK_CACHE, else ~/.cache/dpo_pack."""
     token_budget: Literal["auto"] | types.TokenCount = "auto"
-    """Most tokens of a row in the pass before training; auto: what fits on CUDA; on CPU 4096."""
+    """Most tokens of a row in the pass before training; auto: what fits on CUDA; on CPU at least 4096."""
 
 
 class SamplesRecipe(types.Section):
@@ -174,6 +174,11 @@ class DistributedRecipe(types.Section):
     """fsdp2: exchange gradients once a step, not after every row: fewer messages, more memory."""
 
 
+# Tokens of a row, for auto. Without gradients a layer's activations are freed after it, so rows are longer;
+# above 4,096 they are slower on a CPU, where the allocator keeps no blocks as large as their activations.
+TRAINED_TOKENS, CPU_REFERENCE_TOKENS, START_FACTOR = {"cpu": 2048, "cuda": 8192}, 4096, 4
+
+
 class Recipe(types.Section):
     """A training run. Attribute names are the YAML keys."""
 
@@ -206,6 +211,22 @@ class Recipe(types.Section):
     def shares_prompts(self) -> bool:
         """Whether a row computes a pair's common prefix only once; LoRA dropout differs for each sequence."""
         return self.packing.share_prompt and (self.model.lora is None or self.model.lora.dropout == 0.0)
+
+    def token_budgets(
+        self, device_type: str, longest_beginning: int = 0, fits: Callable[[int], bool] = bool
+    ) -> tuple[int, int]:
+        """Returns `packing.token_budget` and `reference.token_budget`; auto is a number here, on CUDA that
+        from which the reference pass searches. On a CPU, rows that share a beginning have the more use of it
+        the longer they are; without, 1,024 to 8,192 tokens are equally fast. `fits`: whether memory suffices
+        for training with rows of so many tokens."""
+        trained, others = self.packing.token_budget, self.reference.token_budget
+        usual, longer = TRAINED_TOKENS[device_type], 4 * longest_beginning
+        shares = device_type == "cpu" and self.packing.share_prompt and self.packing.mode == "packed"
+        longer = longer if shares and longer > usual and fits(longer) else usual
+        if trained == "auto":
+            trained = longer if self.shares_prompts else usual
+        most = max(CPU_REFERENCE_TOKENS, longer) if device_type == "cpu" else START_FACTOR * trained
+        return trained, most if others == "auto" else others
 
     @property
     def inputs(self) -> dict[str, str | None]:

@@ -32,13 +32,9 @@ from dpo_pack.system.files import add_to_json, read_json
 from dpo_pack.system.machine import host_copies, release_memory
 from dpo_pack.system.ranks import every_rank_says
 
-# Longer rows are slower on CPU: the allocator keeps no blocks as large as their activations.
-CPU_TOKEN_BUDGET = 4096
 # Longer rows are not faster on an accelerator. FlashAttention takes at most 65,535 sequences, and kernels of
 # 32-bit counts fewer than 2^31 elements: with rows of this length, layers may be up to 16,383 wide.
 LARGEST_TOKEN_BUDGET = 2**17
-# Rows are longer than in training, where no budget is searched: a layer's activations are freed after it.
-START_FACTOR = 4
 # How many rows a device has in its queue while the host reads the results of an earlier row; else none.
 ROWS_BEHIND = {"cuda": 1}
 
@@ -99,6 +95,13 @@ class PassPlan:
     sizes: PairSizes  # of the groups' missing sequences, padding included
 
 
+def rows_without_gradients(sizes: PairSizes, token_budget: int) -> list[IntArray]:
+    """Returns the rows of n pairs, as positions of their pairs; no pair waits for others of its step."""
+    if sizes.pads:
+        return padded_rows(sizes.tokens, token_budget)
+    return pack_sequences_longest_first(sizes, token_budget)
+
+
 def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *, is_packed: bool) -> PassPlan:
     """Plans the rows of this rank, the costliest first, so that a lack of memory shows at once. Rows are
     planned over *all* sequences (`work.sides`), as if the cache were empty; then groups without a missing one
@@ -111,11 +114,8 @@ def plan_pass(work: ReferenceWork, shape: ModelShape, settings: PassSettings, *,
         costs=pair_flops(shape, lengths, share_prompt=shares, passes=1.0, sides=work.missing),
         beginnings=lengths.beginnings(shape, passes=1.0) if shares else None,
     )
-    whole = measure(sides=work.sides)
-    if is_packed:
-        rows = pack_sequences_longest_first(replace(sizes, tokens=whole), settings.token_budget)
-    else:
-        rows = padded_rows(whole, settings.token_budget)
+    whole = replace(sizes, tokens=measure(sides=work.sides), pads=not is_packed)
+    rows = rows_without_gradients(whole, settings.token_budget)
     is_open = np.asarray(work.missing.any(axis=1))
     rows = [row for row in (row[is_open[row]] for row in rows) if len(row)]
     costs = np.array([sizes.of_row(row).cost for row in rows], dtype=np.float64)

@@ -54,10 +54,10 @@ from dpo_pack.run.checkpoint_files import (
 from dpo_pack.run.export import export_model, prepare_verification, verify
 from dpo_pack.run.log import RunLog
 from dpo_pack.run.memory_estimate import format_bytes
-from dpo_pack.run.models import moment_bytes
+from dpo_pack.run.models import Setup, moment_bytes
 from dpo_pack.run.pairs import exact_tables
 from dpo_pack.run.run_dir import PARTS, RunDir, only_run
-from dpo_pack.run.setup import Setup, load_proved, prepare
+from dpo_pack.run.setup import load_proved, prepare
 from dpo_pack.run.state import Counters, Criterion, Evaluations, Identity, ResumePoint, TrainState
 from dpo_pack.system import ranks
 from dpo_pack.system.console import make_console, shown
@@ -105,7 +105,7 @@ def run_identity(
     return Identity(
         fingerprints=fingerprints,
         versions={name: versions[name] for name in _PACKAGES if name in versions}
-        | {_ROWS: str(PLAN_VERSION)},
+        | {_ROWS: str(PLAN_VERSION), "packing.token_budget": f"{setup.token_budget:,}"},
         ranks="one process" if number == 1 else f"{number} processes ({setup.strategy.name})",
         judged_by=judged_by,
     )

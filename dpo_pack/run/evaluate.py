@@ -26,17 +26,17 @@ from dpo_pack.data.store import PairTable, distinct_keys
 from dpo_pack.losses.preference import Objective
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.online.phases import win_rate_sentence
-from dpo_pack.packing.bin_packing import pack_sequences_longest_first, padded_rows
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.recipe.data import source_names
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.recipe.training import OptimRecipe
+from dpo_pack.reference.compute import rows_without_gradients
 from dpo_pack.run.inputs import Inputs
-from dpo_pack.run.models import check_model, resolve_model
+from dpo_pack.run.models import Setup, check_model, resolve_model
 from dpo_pack.run.pairs import exact_reference, exact_tables, prepare_reference, row_builder
 from dpo_pack.run.samples import Sampler
-from dpo_pack.run.setup import Setup, check_data, check_vocabulary, load_proved, prepare
+from dpo_pack.run.setup import check_data, check_vocabulary, load_proved, prepare
 from dpo_pack.run.state import Criterion, TrainState, ends_run, judge
 from dpo_pack.system import ranks
 from dpo_pack.system.console import shown
@@ -146,12 +146,7 @@ def evaluate_pairs(
     mean_chosen_tokens = float(builder.table.chosen_scored.mean())
     parts: list[Tensor] = []
     positions = [np.zeros(0, dtype=np.int64)]
-    sizes = builder.sizes()
-    rows = (
-        padded_rows(sizes.tokens, token_budget)
-        if sizes.pads
-        else pack_sequences_longest_first(sizes, token_budget)
-    )
+    rows = rows_without_gradients(builder.sizes(), token_budget)
     # The ranks of a sharded model compute only together. So all ranks get equally many rows: a rank that has
     # no row left computes the last row again, and that result is not used.
     for first in range(0, len(rows), ranks.num_ranks()):

@@ -43,9 +43,8 @@ from dpo_pack.proofs.start_up import distance_of_row
 from dpo_pack.recipe.load import Recipe, dump_recipe, has_tokenizer, is_adapter
 from dpo_pack.recipe.schema import EvalFraction, ModelRecipe
 from dpo_pack.reference.cache import default_cache_directory
-from dpo_pack.run.models import check_quantised_files
+from dpo_pack.run.models import Setup, check_quantised_files
 from dpo_pack.run.run_dir import RunDir
-from dpo_pack.run.setup import Setup
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, shown
 from dpo_pack.system.errors import ModelError, RunError

@@ -30,11 +30,11 @@ from dpo_pack.run.memory_estimate import (
     print_memory_report,
     stays_gathered,
 )
-from dpo_pack.run.models import load_and_prove
+from dpo_pack.run.models import Setup, load_and_prove
 from dpo_pack.run.pairs import exact_reference, offline_source, prepare_reference, resume_reference
 from dpo_pack.run.rollouts import build_online, check_generator, online_reference
 from dpo_pack.run.run_dir import RunDir, choose_checkpoint
-from dpo_pack.run.setup import Setup, autocast_advice, load_moving_reference, load_proved, prepare
+from dpo_pack.run.setup import autocast_advice, load_moving_reference, load_proved, prepare
 from dpo_pack.run.state import Criterion, Identity, TrainState, find_criterion, new_state
 from dpo_pack.system import ranks
 from dpo_pack.system.console import shown

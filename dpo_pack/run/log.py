@@ -41,8 +41,9 @@ from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, FloatArray
 from dpo_pack.recipe.data import source_names
 from dpo_pack.recipe.text import without_servers
 from dpo_pack.recipe.training import LOSSES
+from dpo_pack.run.models import Setup
 from dpo_pack.run.run_dir import RunDir
-from dpo_pack.run.setup import Setup, setting_warnings
+from dpo_pack.run.setup import setting_warnings
 from dpo_pack.run.state import TrainState
 from dpo_pack.system import ranks
 from dpo_pack.system.console import TrainingLines, format_count, print_detail
@@ -401,7 +402,7 @@ def describe_training(setup: Setup, planned: OfflineSource | None) -> None:
     recipe, console = setup.recipe, setup.console
     optim, packing = recipe.optim, recipe.packing
     num_steps = planned.num_steps if planned is not None else recipe.train.max_steps or 0
-    budget = packing.tokens(setup.device.type) if planned is None else planned.token_budget
+    budget = setup.token_budget
     loss = " + ".join(f"{weight:g} {name}" if weight != 1 else name for name, weight in recipe.loss.terms)
     steps, warmup = (counted(number, "step") for number in (num_steps, optim.num_warmup_steps(num_steps)))
     console.print(
@@ -422,9 +423,10 @@ def describe_training(setup: Setup, planned: OfflineSource | None) -> None:
         plan = planned.first_plan
         unshared = int(pair_lengths(setup.data.train).row_tokens()[plan.order].sum())
         alone, computed = int(plan.sizes.tokens[plan.order].sum()), plan.count_tokens()
+        about = "" if plan.sizes.beginnings is None else "about "
         console.print(
-            f"  an epoch computes {computed:,} of {unshared:,} tokens: {unshared - alone:,} are shared "
-            f"within pairs, {alone - computed:,} between pairs"
+            f"  an epoch computes {about}{computed:,} of {unshared:,} tokens: {unshared - alone:,} are "
+            f"shared within pairs, {alone - computed:,} between pairs"
         )
     if planned is not None and len(oversize := planned.first_plan.oversize_pairs):
         longest = int(planned.first_plan.sizes.tokens[oversize].max())

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
-from dpo_pack.data.store import pair_lengths
+from dpo_pack.data.store import longest_sequence, pair_lengths
 from dpo_pack.model.attention.cuda import flash_attn_obstacle
 from dpo_pack.model.attention.segments import MAX_MASK_BYTES
 from dpo_pack.model.config import attention_needs, count_experts, routes_tokens
@@ -31,8 +31,7 @@ from dpo_pack.model.scorer import Precision
 from dpo_pack.packing.lengths import IntArray, ModelShape
 from dpo_pack.packing.plan import PackingPlan
 from dpo_pack.recipe.schema import DistributedRecipe, ModelRecipe, why_not_sharded
-from dpo_pack.run.models import StateBytes, available_memory, by_size, num_gradients, training_bytes
-from dpo_pack.run.setup import Setup, longest_sequence
+from dpo_pack.run.models import Setup, StateBytes, available_memory, by_size, num_gradients, training_bytes
 from dpo_pack.system import ranks
 from dpo_pack.system.files import Json
 from dpo_pack.system.machine import AvailableMemory, release_memory
@@ -241,12 +240,12 @@ def _head_bytes(facts: MemoryFacts) -> float:
 
 def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, int]:
     """Returns the facts of a run for the estimate, and the tokens of its longest pair. Reads no weights.
-    `plan`: of the first epoch; None if the run is online. All ranks must call it."""
+    `plan`: of the first epoch; None: of the largest row possible. All ranks must call it."""
     recipe, policy, mesh = setup.recipe, setup.policy_facts, setup.strategy.mesh
-    if plan is None:  # the pairs do not exist yet: the largest row possible
-        assert recipe.online is not None
-        longest_pair = 2 * (longest_sequence(setup.tables) + recipe.online.max_new_tokens)
-        tokens = max(recipe.packing.tokens(setup.device.type), longest_pair)
+    if plan is None:  # the pairs do not exist yet, or are not planned
+        most_new = 0 if recipe.online is None else recipe.online.max_new_tokens
+        longest_pair = 2 * (longest_sequence(setup.tables) + most_new)
+        tokens = max(setup.token_budget, longest_pair)
         row: Json = {"row_tokens": tokens, "row_keys": tokens, "row_scored": tokens}
     else:
         longest_pair = int(plan.sizes.tokens[np.unique(plan.order)].max())  # on any rank

@@ -11,16 +11,21 @@ import hashlib
 import importlib.util
 import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from accelerate import Accelerator
+from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 import dpo_pack
 from dpo_pack.data.images import ImageProcessor
+from dpo_pack.data.sources import Data
+from dpo_pack.data.store import PairTable
+from dpo_pack.losses.preference import Objective
 from dpo_pack.model.building import load_model
 from dpo_pack.model.config import check_packs, routes_tokens
 from dpo_pack.model.facts import ModelFacts
@@ -45,6 +50,29 @@ from dpo_pack.system.machine import AvailableMemory, cpu_name, host_memory, inst
 from dpo_pack.system.process import is_set
 
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A recipe with all that is known before the weights of a model are loaded. `prepare` creates it."""
+
+    recipe: Recipe
+    console: Console
+    objective: Objective
+    accelerator: Accelerator
+    device: torch.device
+    policy_facts: ModelFacts  # facts of the starting policy
+    reference_facts: ModelFacts  # the same object as `policy_facts`, unless the recipe names another model
+    tokenizer: PreTrainedTokenizerBase
+    data: Data
+    strategy: Strategy
+    token_budget: int = 0  # the most tokens of a row in training; `prepare` decides it, and the next one
+    reference_token_budget: int = 0  # the most tokens of a row without gradients
+
+    @property
+    def tables(self) -> list[PairTable]:
+        """The training pairs, then those of each held-out set."""
+        return [self.data.train, *self.data.eval.values()]
 
 
 def resolve_model(

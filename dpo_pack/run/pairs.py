@@ -7,22 +7,20 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import dpo_pack
-from dpo_pack.data.store import PairTable
+from dpo_pack.data.store import PairTable, longest_sequence
 from dpo_pack.model.config import check_lengths
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.reference.cache import FrozenReference, ReferenceCache, namespace_digest
 from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache
-from dpo_pack.run.memory_estimate import memory_facts, step_bytes
-from dpo_pack.run.models import available_memory
-from dpo_pack.run.setup import Setup, load_proved, longest_sequence
+from dpo_pack.run.models import Setup
+from dpo_pack.run.setup import load_proved
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_rate, format_seconds
 from dpo_pack.system.errors import CacheError, UnsupportedModelError
@@ -49,9 +47,9 @@ def offline_source(setup: Setup) -> OfflineSource:
     """Returns the source of global batches. Its first epoch is planned; it has no reference log-probs yet."""
     recipe, data, facts = setup.recipe, setup.data, setup.policy_facts
     builder = row_builder(setup, data.train, is_trained=True)
-    make = partial(
-        OfflineSource,
+    return OfflineSource(
         builder=builder,
+        token_budget=setup.token_budget,
         pairs_per_step=recipe.packing.pairs_per_step,
         sizes=builder.sizes(facts.shape),
         source_weights=data.source_weights,
@@ -61,14 +59,6 @@ def offline_source(setup: Setup) -> OfflineSource:
         seed=recipe.seed,
         equal_rows=setup.strategy.shards,
     )
-    longest = data.longest_beginning if builder.is_packed and builder.share_prompt else 0
-    budget = recipe.packing.tokens(setup.device.type, longest)
-    planned = make(token_budget=budget)
-    if recipe.packing.token_budget == "auto" and budget > recipe.packing.tokens(setup.device.type):
-        needed = step_bytes(memory_facts(setup, planned.first_plan)[0])
-        if max(ranks.every_rank_says(needed - available_memory(setup.device).free)) > 0:
-            return make(token_budget=recipe.packing.tokens(setup.device.type))
-    return planned
 
 
 # ------------------------------------------------------------------------ reference log-probs

@@ -23,8 +23,9 @@ from dpo_pack.online.vllm_generator import (
     start_engine,
 )
 from dpo_pack.recipe.online import EndpointRecipe, OnlineRecipe
+from dpo_pack.run.models import Setup
 from dpo_pack.run.pairs import row_builder
-from dpo_pack.run.setup import Setup, load_judge_files, load_moving_reference, load_second_model
+from dpo_pack.run.setup import load_judge_files, load_moving_reference, load_second_model
 from dpo_pack.system import ranks
 from dpo_pack.system.errors import ModelError, RecipeError
 from dpo_pack.system.process import load_function
@@ -65,6 +66,7 @@ def build_online(
         recipe=recipe,
         online=online,
         builder=partial(row_builder, setup, is_trained=True),
+        token_budget=setup.token_budget,
         shape=facts.shape if facts.is_packed else None,
         equal_rows=setup.strategy.shards,
         log=ranks.only_first_does(partial(RolloutLog, directory=directory)),

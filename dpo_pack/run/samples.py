@@ -33,8 +33,8 @@ from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.recipe.load import INFO_FILE, Recipe, load_recipe, parse_recipe
 from dpo_pack.recipe.schema import SamplesRecipe
 from dpo_pack.recipe.types import MAX_ROW_TOKENS
-from dpo_pack.run.models import check_model, resolve_model
-from dpo_pack.run.setup import Setup, check_vocabulary, prepare_data, prepare_tokenizer
+from dpo_pack.run.models import Setup, check_model, resolve_model
+from dpo_pack.run.setup import check_vocabulary, prepare_data, prepare_tokenizer
 from dpo_pack.system import ranks
 from dpo_pack.system.console import shown
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError, first_line
@@ -60,7 +60,7 @@ def complete(
         tokenizer=tokenizer,
         sampling=SamplingSettings(completions_per_prompt=1, max_new_tokens=most, temperature=0.0),
         seed=0,
-        token_budget=recipe.packing.tokens(device.type),
+        token_budget=recipe.token_budgets(device.type)[0],
         device=device,
         console=console,
     )

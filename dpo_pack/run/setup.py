@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import patch_environment
@@ -25,9 +24,9 @@ from dpo_pack.data.faults import FEW, source_notes
 from dpo_pack.data.images import ImageProcessor
 from dpo_pack.data.ingest import Ingestion, columns_sentence
 from dpo_pack.data.sources import HELD_OUT, Data, load_data, load_source, locate_source
-from dpo_pack.data.store import PairTable
+from dpo_pack.data.store import PairTable, longest_sequence
 from dpo_pack.data.tokenizer import Tokenizer
-from dpo_pack.losses.preference import Objective, make_objective
+from dpo_pack.losses.preference import make_objective
 from dpo_pack.model.building import load_model
 from dpo_pack.model.config import check_lengths
 from dpo_pack.model.facts import ModelFacts
@@ -35,7 +34,7 @@ from dpo_pack.model.fast_layers import bfloat16_gain
 from dpo_pack.model.fingerprint import meta_tensors
 from dpo_pack.model.loading import load_config, load_tokenizer
 from dpo_pack.model.lora import read_adapter, unknown_settings
-from dpo_pack.model.parallel import ALONE, Strategy
+from dpo_pack.model.parallel import ALONE
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.data import DataRecipe, SourceRecipe, source_names
 from dpo_pack.recipe.load import Recipe, has_tokenizer, is_adapter
@@ -43,8 +42,10 @@ from dpo_pack.recipe.online import OnlineRecipe
 from dpo_pack.recipe.schema import EvalFraction
 from dpo_pack.recipe.training import LossRecipe
 from dpo_pack.reference.cache import default_cache_directory, find_leftovers
-from dpo_pack.reference.compute import CPU_TOKEN_BUDGET, START_FACTOR
+from dpo_pack.run.memory_estimate import memory_facts, step_bytes
 from dpo_pack.run.models import (
+    Setup,
+    available_memory,
     check_accelerate_config,
     check_model,
     check_quantised_files,
@@ -65,35 +66,7 @@ from dpo_pack.training.optim import check_optimizer
 from dpo_pack.training.references import LiveReference
 
 Value = TypeVar("Value")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """A recipe with all that is known before the weights of a model are loaded. `prepare` creates it."""
-
-    recipe: Recipe
-    console: Console
-    objective: Objective
-    accelerator: Accelerator
-    device: torch.device
-    policy_facts: ModelFacts  # facts of the starting policy
-    reference_facts: ModelFacts  # the same object as `policy_facts`, unless the recipe names another model
-    tokenizer: PreTrainedTokenizerBase
-    data: Data
-    strategy: Strategy
-    reference_token_budget: int  # the most tokens of a row without gradients
-
-    @property
-    def tables(self) -> list[PairTable]:
-        """The training pairs, then those of each held-out set."""
-        return [self.data.train, *self.data.eval.values()]
-
-
-def reference_token_budget(budget: int | str, trained: int, device: torch.device) -> int:
-    """Returns `reference.token_budget`; for auto, that from which the reference pass searches on CUDA."""
-    if isinstance(budget, int):
-        return budget
-    return CPU_TOKEN_BUDGET if device.type == "cpu" else START_FACTOR * trained
+_ROWS_SHARE = 0.75  # of a machine's memory, for a step of longer rows; estimates can be too low
 
 
 NO_PAIRS = "online: this command needs pairs, and an online run makes its pairs while it trains"
@@ -239,12 +212,12 @@ def prepare(
     )
     accelerator = _accelerator(recipe.logging.trackers, recipe.output_dir / "trackers")
     device = for_device or (accelerator.device if ranks.uses_cuda() else torch.device("cpu"))
-    check_optimizer(recipe.optim.name, device)
     models = [policy := resolve_model(recipe, device)]
     if (path := recipe.reference.path) is not None:
         reference = resolve_model(recipe, device, path, recipe_key="reference.path")
         models.append(replace(reference, processor=policy.processor))
     for model in models if for_device is None else ():
+        check_optimizer(recipe.optim.name, device)
         check_model(model, device, is_trained=model is policy)
     strategy = choose_strategy(recipe, policy, device) if for_device is None else ALONE
     if ranks.num_ranks() > 1:
@@ -259,12 +232,7 @@ def prepare(
         if recipe.tokenizer.path is not None and (warning := _tokenizer_warning(policy, tokenizer)):
             console.print(warning)
     data = prepare_data(recipe, tokenizer, console, processor=policy.processor, takes_prompts=takes_prompts)
-    trained = recipe.packing.tokens(device.type, data.longest_beginning)
-    budget = reference_token_budget(recipe.reference.token_budget, trained, device)
-    tables = [data.train, *data.eval.values()]
-    for model in models:
-        check_data(model, tokenizer, tables, max(budget, trained), recipe.online)
-    return Setup(
+    setup = Setup(
         recipe=recipe,
         console=console,
         objective=objective,
@@ -275,8 +243,18 @@ def prepare(
         tokenizer=tokenizer,
         data=data,
         strategy=strategy,
-        reference_token_budget=budget,
     )
+    longest = int(data.train.beginning_lengths.max(initial=0))
+    budgets = recipe.token_budgets(device.type, longest, partial(_fits, setup))
+    for model in models:
+        check_data(model, tokenizer, setup.tables, max(budgets), recipe.online)
+    return replace(setup, token_budget=budgets[0], reference_token_budget=budgets[1])
+
+
+def _fits(setup: Setup, token_budget: int) -> bool:
+    """Whether a step of such rows fits a machine with nothing else to do, on all ranks; all must call it."""
+    needed = step_bytes(memory_facts(replace(setup, token_budget=token_budget), None)[0])
+    return max(ranks.every_rank_says(needed - _ROWS_SHARE * available_memory(setup.device).total)) <= 0
 
 
 def setting_warnings(loss: LossRecipe, lr: float, policy: ModelFacts) -> Iterator[str]:
@@ -343,12 +321,6 @@ def check_data(
         )
 
 
-def longest_sequence(tables: Sequence[PairTable]) -> int:
-    """Returns the number of tokens of the longest prompt with one completion."""
-    longer = [np.maximum(table.chosen_lengths, table.rejected_lengths) for table in tables]
-    return max(int((table.prompt_lengths + more).max()) for table, more in zip(tables, longer, strict=True))
-
-
 def load_second_model(setup: Setup) -> LoadedModel:
     """Loads the reference as a second model beside the policy, with frozen weights. Raises ModelError."""
     loaded = load_proved(setup, setup.reference_facts)
@@ -411,8 +383,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
     held_out = [HELD_OUT] if isinstance(evals, EvalFraction) else list(source_names(evals))
     attempt(find_criterion, recipe, held_out)
     models: dict[str, ModelFacts] = {}
-    budget = recipe.packing.tokens(device.type)
-    budget = max(budget, reference_token_budget(recipe.reference.token_budget, budget, device))
+    budget = max(recipe.token_budgets(device.type))
     for key, path in (("model.path", recipe.model.path), ("reference.path", recipe.reference.path)):
         model = path and attempt(partial(resolve_model, recipe, device, path, recipe_key=key))
         if model and (lines := attempt(_check_weights, model, device, key, budget)):

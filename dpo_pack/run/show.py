@@ -32,7 +32,7 @@ from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows
 from dpo_pack.data.values import BadRow
 from dpo_pack.packing.lengths import AnyIntArray, common_prefix_length, pair_sizes
 from dpo_pack.packing.plan import plan_epoch
-from dpo_pack.recipe.data import PackingRecipe, source_names
+from dpo_pack.recipe.data import source_names
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.models import CPU, resolve_model
 from dpo_pack.run.setup import NO_PAIRS, prepare_tokenizer
@@ -144,8 +144,7 @@ def show_recipe(
         names = ", ".join(source["name"] for source in report["sources"])
         raise RecipeError(f"--pair {missing[0]}: no such {ingestion.opened.row_word} was read of {names}")
     shown = _add_images(report, read["train"] | read["eval"], images)
-    token, shares = -1 if images is None else images.token_id, recipe.shares_prompts
-    report["packed_row"] = _packed_row(read["train"], recipe.packing, token, share_prompt=shares)
+    report["packed_row"] = _packed_row(read["train"], recipe, -1 if images is None else images.token_id)
     return ShownRecipe(report=report, images=shown)
 
 
@@ -357,22 +356,20 @@ def _add_images(
     return [*shown.values()]
 
 
-def _packed_row(
-    pairs: Mapping[str, TokenizedPair], packing: PackingRecipe, image_token: int, *, share_prompt: bool
-) -> Json | None:
+def _packed_row(pairs: Mapping[str, TokenizedPair], recipe: Recipe, image_token: int) -> Json | None:
     """Returns a row as packing makes it from the pairs that were read, in tokens."""
     if not pairs:
         return None
     places, order, fitted = list(pairs), np.arange(len(pairs)), [pair.fitted for pair in pairs.values()]
     lengths = pair_lengths(table_of([join_pairs(fitted, [1.0] * len(pairs), order.tolist())], image_token))
-    is_padded = packing.mode == "padded"
-    sizes = pair_sizes(lengths, share_prompt=share_prompt, pads=is_padded)
+    packing, is_padded = recipe.packing, recipe.packing.mode == "padded"
+    sizes = pair_sizes(lengths, share_prompt=recipe.shares_prompts, pads=is_padded)
     longest = 0 if sizes.beginnings is None else int(sizes.beginnings.tokens.max())
-    budget = packing.tokens("cuda" if ranks.uses_cuda() else "cpu", longest)
+    budget, _ = recipe.token_budgets("cuda" if ranks.uses_cuda() else "cpu", longest)
     plan = plan_epoch(sizes, order=order, token_budget=budget, pairs_per_step=packing.pairs_per_step)
     row = max(plan.pack_step(0)[0], key=len)
     # Of what both completions begin with, a row that shares prompts has one copy, as of a beginning.
-    shares = share_prompt and not is_padded
+    shares = recipe.shares_prompts and not is_padded
     once = lengths.shared if shares else lengths.prompt
     again = np.zeros_like(once)
     if sizes.beginnings is not None:

@@ -30,8 +30,8 @@ from dpo_pack.data.store import PairTable, pair_lengths
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.proofs import proof_groups, proof_row
 from dpo_pack.recipe.load import Recipe, parse_recipe
+from dpo_pack.run.models import Setup
 from dpo_pack.run.pairs import ReferencePass, prepare_reference
-from dpo_pack.run.setup import Setup
 from dpo_pack.system.console import make_console
 from dpo_pack.trainer import AfterStep, Trainer
 from dpo_pack.training.batches import OfflineSource

@@ -23,8 +23,9 @@ from dpo_pack.data.store import sequence_key
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.reference import cache as reference_cache
 from dpo_pack.reference.cache import KEY, NUM_TOKENS, SUM, ReferenceCache, sequence_table
+from dpo_pack.run.models import Setup
 from dpo_pack.run.pairs import ReferencePass, prepare_reference
-from dpo_pack.run.setup import Setup, prepare
+from dpo_pack.run.setup import prepare
 from dpo_pack.system import files
 from dpo_pack.system.console import make_console
 from dpo_pack.system.files import written_aside

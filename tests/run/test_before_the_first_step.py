@@ -14,20 +14,19 @@ from support.refusals import refusal
 from support.tiny_models import tiny_config
 from support.whole_runs import text
 
+from dpo_pack.data.store import longest_sequence
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.checkpoint import run_identity
 from dpo_pack.run.evaluate import evaluate_models
 from dpo_pack.run.log import describe_training
-from dpo_pack.run.models import resolve_model
+from dpo_pack.run.models import Setup, resolve_model
 from dpo_pack.run.pairs import offline_source
 from dpo_pack.run.setup import (
-    Setup,
     check_data,
     check_recipe,
     load_proved,
-    longest_sequence,
     prepare,
     setting_warnings,
 )

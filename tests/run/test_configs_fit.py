@@ -40,7 +40,7 @@ SETUPS: dict[str, tuple[int, int, tuple[Any, ...]]] = {
 def test_the_run_of_a_recipe_fits_on_its_gpus(name: str) -> None:
     gpus, num_parameters, sizes = SETUPS[name]
     recipe, device, config = load_recipe(CONFIGS / f"{name}.yaml"), torch.device("cuda"), config_of(*sizes)
-    model, lora, tokens = without_weights(config), recipe.model.lora, recipe.packing.token_budget
+    model, lora, tokens = without_weights(config), recipe.model.lora, recipe.token_budgets("cuda")[0]
     assert model.num_parameters() == num_parameters
     facts = MemoryFacts(
         shape=memory_shape(config, model_shape(model), num_parameters),

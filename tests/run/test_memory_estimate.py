@@ -43,9 +43,9 @@ from dpo_pack.run.memory_estimate import (
     state_bytes,
     step_bytes,
 )
-from dpo_pack.run.models import STATE_SHARE, available_memory, training_bytes
+from dpo_pack.run.models import STATE_SHARE, Setup, available_memory, training_bytes
 from dpo_pack.run.pairs import offline_source
-from dpo_pack.run.setup import Setup, prepare
+from dpo_pack.run.setup import prepare
 from dpo_pack.system.machine import AvailableMemory
 from dpo_pack.training.optim import build_optimizer
 
