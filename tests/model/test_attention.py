@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from support.flash_stand_ins import use_stand_ins
 from support.groups import CPU, make_row, random_groups, segments_of
 from support.marks import slow
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import dpo_pack.model.attention.cuda as cuda
 import dpo_pack.model.attention.segments as of_segments
@@ -29,6 +31,7 @@ from dpo_pack.model.attention import (
     trial_obstacle,
 )
 from dpo_pack.model.attention.segments import MAX_MASK_BYTES, AttentionOptions, RowSegments
+from dpo_pack.model.fast_layers import keep_products
 from dpo_pack.packing.lengths import Group
 from dpo_pack.system.errors import UnsupportedModelError
 
@@ -132,6 +135,65 @@ def test_each_backend_gathers_keys_that_segments_share(name: str, monkeypatch: p
         weights = torch.randn(ours.shape).bfloat16()
         mine, other = (torch.autograd.grad(out, states, weights)[0] for out in (ours, gathered))
         assert torch.equal(mine, other)
+
+
+def kept_numbers(name: str, segments: RowSegments, special: str, **checkpointing: Any) -> tuple[int, Tensor]:
+    """How many numbers autograd keeps for a layer's backward pass, and the gradient with a second one's."""
+    torch.manual_seed(0)
+    tokens, dtype = sum(segments.query_lengths), torch.bfloat16 if name != "sdpa" else torch.float32
+    query, key, value = (torch.randn(tokens, n, 8, dtype=dtype, requires_grad=True) for n in (4, 2, 2))
+    values = value[..., :4] if special == "narrow values" else value
+    softcap, sinks = 1.5 if special == "softcap" else None, torch.zeros(4) if special == "sinks" else None
+    options = AttentionOptions(scale=0.5, window=None, softcap=softcap, sinks=sinks)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        call = functools.partial(checkpoint, BACKENDS[name], use_reentrant=False, **checkpointing)
+        attend = call if checkpointing else BACKENDS[name]
+        out = attend(query, key, values, segments, options)
+    loss = out.float().square().sum()
+    grads = torch.autograd.grad(loss, (query, key, value), retain_graph=not checkpointing)
+    if not checkpointing:
+        again = torch.autograd.grad(loss, (query, key, value))
+        assert all(torch.equal(one, other) for one, other in zip(grads, again, strict=True))
+    return sum(kept.values()), torch.cat([grad.flatten() for grad in grads])
+
+
+@pytest.mark.parametrize(
+    ("name", "special"),
+    [
+        *(("sdpa", special) for special in ("softcap", "sinks", "narrow values")),
+        *(("flash_attn", special) for special in ("", "softcap", "narrow values")),
+    ],
+)
+def test_a_layer_keeps_no_copies_of_shared_keys(
+    name: str, special: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs with 60 tokens in common, of which the row has six times as many keys as tokens."""
+    use_stand_ins(monkeypatch)
+    first, *others = random_groups(*[(64, 4, 4)] * 12)
+    contexts = [np.append(first.context[:60], one.context[60:]) for one in others]
+    begun = [replace(first, beginning=60, context=context) for context in contexts]
+    segments = segments_of([first, *begun])
+    tokens, keys = sum(segments.query_lengths), sum(segments.key_lengths)
+    assert keys > 6 * tokens
+    kept, shared = kept_numbers(name, segments, special)
+    widths = 4 * 8 + 2 * 8 + 2 * 8 + 4 * 8  # of queries, keys, values and results
+    assert 0 < kept <= tokens * widths
+    for how in ({"preserve_rng_state": False}, {"context_fn": keep_products}):  # inside layers that recompute
+        kept, recomputed = kept_numbers(name, segments, special, **how)
+        assert kept <= tokens * (4 * 8 + 2 * 8 + 2 * 8) and torch.equal(recomputed, shared)
+    if name == "flash_attn":  # the kernel's own gradients, to the bit
+        monkeypatch.setattr(
+            cuda, "attend_gathered", lambda attend, k, v, gather: attend(gather(k), gather(v))
+        )
+        copied, plain = kept_numbers(name, segments, special)
+        assert copied > keys * 2 * 16 and torch.equal(shared, plain)
 
 
 @pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])

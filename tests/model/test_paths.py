@@ -16,12 +16,10 @@ from support.groups import CPU, group
 from support.oracle import completion_logps_one_by_one
 from support.oracle import gradients as their_gradients
 from support.tiny_models import VOCABULARY, tiny_model
-from torch import Tensor
 
-from dpo_pack.model.attention import ATTENTION_NAME, cuda, register_attention
+from dpo_pack.model.attention import ATTENTION_NAME, cuda, register_attention, sdpa
 from dpo_pack.model.attention.cuda import flex_attention
-from dpo_pack.model.attention.sdpa import _segment_by_segment, sdpa_attention
-from dpo_pack.model.attention.segments import AttentionOptions, RowSegments
+from dpo_pack.model.attention.sdpa import sdpa_attention
 from dpo_pack.model.layout import packed_row
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps
@@ -61,16 +59,6 @@ def models(family: str) -> tuple[CompletionLogps, Any]:
     return CompletionLogps(ours.double(), backend=sdpa_attention, autocast=None), theirs.double()
 
 
-def gathered(
-    query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
-) -> Tensor:
-    """As sdpa computes on other devices, and with softcaps or sinks."""
-    if segments.kv_gather is not None:
-        key, value = map(segments.kv_gather, (key, value))
-    key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for states in (key, value))
-    return _segment_by_segment(query, key, value, segments, options)
-
-
 def check(scorer: CompletionLogps, theirs: Any, pairs: Sequence[Group], *, bound: float) -> None:
     sums, grads = gradients(scorer, packed_row(pairs, CPU, share_prompt=True))
     theirs.zero_grad(set_to_none=True)
@@ -96,8 +84,10 @@ def test_attention_on_paths_is_that_of_each_sequence_alone(
     family: str, bound: float, backend: str, pairs: list[Group]
 ) -> None:
     scorer, theirs = models(family)
-    attend = {"sdpa": sdpa_attention, "gathered": gathered, "flex": flex_attention}[backend]
-    with scorer.replaced(backend=attend):
+    attend, kernel = flex_attention if backend == "flex" else sdpa_attention, sdpa._cpu_kernel()
+    # Without the kernel, as on other devices, and with softcaps or sinks.
+    with scorer.replaced(backend=attend), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdpa, "_cpu_kernel", lambda: kernel if backend == "sdpa" else None)
         check(scorer, theirs, pairs, bound=bound)
 
 

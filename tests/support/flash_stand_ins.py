@@ -81,10 +81,13 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
         assert causal and deterministic
         _check_longest(cu_seqlens_q, max_seqlen_q)
         _check_longest(cu_seqlens_k, max_seqlen_k)
-        return kernel(
-            query, key, value, cu_seqlens_q, cu_seqlens_k,
-            scale=softmax_scale, window=window_size, softcap=softcap,
-        )  # fmt: skip
+
+        def attend(*states: Tensor) -> Tensor:
+            options: Any = {"scale": softmax_scale, "window": window_size, "softcap": softcap}
+            return kernel(*states, cu_seqlens_q, cu_seqlens_k, **options)
+
+        attended: Tensor = _Kernel.apply(query, key, value, attend)  # type: ignore[no-untyped-call]
+        return attended
 
     package: Any = ModuleType("flash_attn")
     package.flash_attn_varlen_func = flash_attn_varlen_func
@@ -92,6 +95,23 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     operators = SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
     monkeypatch.setattr(cuda, "_operators", operators)
     return dtypes
+
+
+class _Kernel(torch.autograd.Function):
+    """It keeps what the package's keeps: what it was given, as it is, and its result."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attend: Any) -> Tensor:
+        out: Tensor = attend(query, key, value)
+        ctx.save_for_backward(query, key, value, out)
+        ctx.attend = attend
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [states.detach().requires_grad_() for states in ctx.saved_tensors[:3]]
+        with torch.enable_grad():
+            return *torch.autograd.grad(ctx.attend(*inputs), inputs, grads[0]), None
 
 
 def _check_longest(cu_seqlens: Tensor, longest: int) -> None:

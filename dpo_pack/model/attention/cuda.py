@@ -24,6 +24,7 @@ from dpo_pack.model.attention.segments import (
     AttentionOptions,
     RowSegments,
     as_autocast,
+    attend_gathered,
     deterministic_kernels,
     numbered,
     on_device,
@@ -41,21 +42,18 @@ def flash_attn_attention(
     from flash_attn import flash_attn_varlen_func
 
     assert options.sinks is None  # select_backend refuses these models
-    if segments.kv_gather is not None:
-        key, value = map(segments.kv_gather, (key, value))
-    out: Tensor = flash_attn_varlen_func(
-        *as_autocast(query, key, _as_wide(value, query)),
-        segments.cu_seqlens_q,
-        segments.cu_seqlens_k,
-        max(segments.query_lengths),
-        max(segments.key_lengths),
-        softmax_scale=options.scale,
-        causal=True,
-        window_size=_neighbours(options.window),
-        softcap=options.softcap or 0.0,
-        deterministic=True,
+    query, key, padded = as_autocast(query, key, _as_wide(value, query))
+    longest = max(segments.query_lengths), max(segments.key_lengths)
+    how = {"softmax_scale": options.scale, "window_size": _neighbours(options.window), "causal": True}
+    kernel = functools.partial(
+        flash_attn_varlen_func, **how, softcap=options.softcap or 0.0, deterministic=True
     )
-    return out[..., : value.shape[-1]]
+
+    def attend(keys: Tensor, values: Tensor) -> Tensor:
+        out: Tensor = kernel(query, keys, values, segments.cu_seqlens_q, segments.cu_seqlens_k, *longest)
+        return out
+
+    return attend_gathered(attend, key, padded, segments.kv_gather)[..., : value.shape[-1]]
 
 
 def torch_varlen_attention(

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from dpo_pack.model.attention.segments import AttentionOptions, RowSegments, as_autocast
 
@@ -39,17 +40,21 @@ def sdpa_attention(
         states = as_autocast(query, key, value)
         attended: Tensor = _CpuSegments.apply(*states, segments, options)  # type: ignore[no-untyped-call]
         return attended
-    if segments.kv_gather is not None:
-        key, value = map(segments.kv_gather, (key, value))
-    num_groups = query.shape[1] // key.shape[1]
-    if num_groups > 1:
-        key, value = (states.repeat_interleave(num_groups, dim=1) for states in (key, value))
-    return _segment_by_segment(query, key, value, segments, options)
+    arguments = (query, key, value, segments, options)
+    if segments.kv_gather is None:
+        return _segment_by_segment(*arguments)
+    # A layer keeps the row's states only: its backward pass gathers, and computes attention, once more.
+    once_more = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return once_more(_segment_by_segment, *arguments)  # type: ignore[no-any-return]
 
 
 def _segment_by_segment(
     query: Tensor, key: Tensor, value: Tensor, segments: RowSegments, options: AttentionOptions
 ) -> Tensor:
+    if segments.kv_gather is not None:
+        key, value = map(segments.kv_gather, (key, value))
+    if (num_groups := query.shape[1] // key.shape[1]) > 1:
+        key, value = (states.repeat_interleave(num_groups, dim=1) for states in (key, value))
     is_plain = options.softcap is None and options.sinks is None
     blocks, outputs = segments.blocks(options.window, has_masks=not is_plain), []
     # We split once and do not slice, because each slice's backward would write a whole [T, H, D] gradient.

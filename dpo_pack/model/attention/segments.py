@@ -232,6 +232,46 @@ class _Take(torch.autograd.Function):
         return ctx.where.gradient(grads[0]), None
 
 
+def attend_gathered(
+    attend: Callable[[Tensor, Tensor], Tensor], key: Tensor, value: Tensor, gather: Gather | None
+) -> Tensor:
+    """Returns `attend` of gathered keys and values. For the backward pass autograd keeps those of the row and
+    gathers them again. A caller's hooks, as those of checkpointing, get all that is kept."""
+    if gather is None:
+        return attend(key, value)
+    kept: list[Tensor] = []  # all that the kernel keeps; between its forward and backward passes nothing
+    gathered = gather(key), gather(value)
+    places = [(states.data_ptr(), states.shape, states.stride()) for states in gathered]
+
+    def keep(tensor: Tensor) -> int:
+        if (place := (tensor.data_ptr(), tensor.shape, tensor.stride())) in places:
+            return places.index(place)
+        kept.append(tensor.detach())
+        return len(kept) + 1
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, kept.__getitem__):
+        out = attend(*gathered)
+    if gathered[0].requires_grad:  # the hook runs when the kernel's backward pass has ended
+        gathered[0].register_hook(lambda _: kept.clear())
+    return _Restore.apply(out, key, value, gather, kept)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Restore(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *states_where_kept: Any) -> Tensor:
+        key, value, where, kept = states_where_kept
+        ctx.save_for_backward(key, value, *kept)
+        ctx.index, ctx.kept = where.index, kept
+        kept.clear()
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        key, value, *others = ctx.saved_tensors
+        ctx.kept[:] = [*(states.index_select(0, ctx.index) for states in (key, value)), *others]
+        return grads[0], None, None, None, None
+
+
 def as_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Casts to autocast's dtype if autocast is on, for kernels for which torch has no autocast rule."""
     device = query.device.type
