@@ -8,7 +8,7 @@ those of one layer's backward pass, whichever are larger.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from dpo_pack.data.store import longest_sequence, pair_lengths
-from dpo_pack.model.attention.cuda import flash_attn_obstacle
+from dpo_pack.model.attention import select_backend
 from dpo_pack.model.attention.segments import MAX_MASK_BYTES
 from dpo_pack.model.config import attention_needs, count_experts, routes_tokens
 from dpo_pack.model.layout import Row
@@ -101,7 +101,7 @@ class MemoryFacts:
     shape: MemoryShape  # of the policy
     row_tokens: int
     row_keys: int  # that attention reads; what sequences share counts once for each of them
-    keeps_copies: bool = True  # whether all these are kept for the backward pass, and not only the row's
+    backend: str = "torch_varlen"  # of attention; "cpu": sdpa by its kernel; "padded": the model's own
     row_scored: int  # completion tokens
     mask_bytes: float = 0.0  # of the masks of `sdpa`, which all layers use
     tower_parameters: int = 0  # frozen
@@ -139,9 +139,10 @@ def estimate_memory(facts: MemoryFacts) -> dict[str, float]:
             state = state._replace(gradients=whole_gradients)
         gathered = _gathered_bytes(facts)
     towers = facts.tower_parameters * precision.parameters.itemsize * (1 + facts.has_second_model)
-    layer, copies = layer_bytes(facts), 0.0
-    if not facts.keeps_copies:  # the gradients of all keys and values that attention reads in one layer
-        copies = 4.0 * facts.row_keys * shape.attention * shape.key_share
+    layer, width, share = layer_bytes(facts), precision.activations.itemsize, shape.key_share
+    # Bytes for each key and value that attention reads, while a layer runs backward; see docs/memory.md.
+    each = {"cpu": 4 * share, "flex": 0.0, "padded": 0.0, "sdpa": 2 * width * (1 + share)}
+    copies = facts.row_keys * shape.attention * each.get(facts.backend, width * (1 + 2 * share))
     activations = shape.num_layers * layer  # `selective` counts as if layers kept everything: an upper limit
     if settings.gradient_checkpointing is True:  # layers keep their input; the last norm input and result
         num_kept = 3 if settings.activation_offload and facts.device.type == "cuda" else shape.num_layers + 2
@@ -214,9 +215,9 @@ def layer_bytes(facts: MemoryFacts) -> float:
     feed_forward = 4 / 3 * shape.feed_forward * product
     if shape.active_experts:  # copies of the token, weighted results; autocast does not change experts' type
         feed_forward = (4 / 3 * shape.feed_forward + 2 * shape.active_experts * shape.hidden) * residual
-    # Copies of keys and values are repeated for all query heads.
-    keys = facts.row_keys if facts.keeps_copies else tokens * shape.key_share
-    attention = (tokens + keys) * shape.attention * product
+    # Where a row shares nothing, sdpa keeps keys and values repeated for all query heads: an upper limit.
+    keys = 1.0 if facts.backend in ("sdpa", "padded") else shape.key_share
+    attention = tokens * (1 + keys) * shape.attention * product
     in_block = min(tokens, facts.model.mlp_tile_tokens or tokens)
     return tokens * (norms + inputs + 4 * shape.recurrent) + in_block * feed_forward + attention
 
@@ -241,15 +242,16 @@ def _head_bytes(facts: MemoryFacts) -> float:
 def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, int]:
     """Returns the facts of a run for the estimate, and the tokens of its longest pair. Reads no weights.
     `plan`: of the first epoch; None: of the largest row possible. All ranks must call it."""
-    recipe, policy, mesh = setup.recipe, setup.policy_facts, setup.strategy.mesh
+    recipe, policy, mesh, backend = setup.recipe, setup.policy_facts, setup.strategy.mesh, _backend(setup)
     if plan is None:  # the pairs do not exist yet, or are not planned
         most_new = 0 if recipe.online is None else recipe.online.max_new_tokens
         longest_pair = 2 * (longest_sequence(setup.tables) + most_new)
         tokens = max(setup.token_budget, longest_pair)
-        row: Json = {"row_tokens": tokens, "row_keys": tokens, "row_scored": tokens}
+        keys = longest_pair * min(recipe.packing.pairs_per_step, tokens // 2)  # all pairs begin alike
+        row: Json = {"row_tokens": tokens, "row_keys": keys, "row_scored": tokens}
     else:
         longest_pair = int(plan.sizes.tokens[np.unique(plan.order)].max())  # on any rank
-        row = _sizes_of_row(setup, plan)
+        row = _sizes_of_row(setup, plan, backend)
     lora_rank = None if recipe.model.lora is None else recipe.model.lora.r
     if lora_rank is None and policy.adapter is not None:
         lora_rank = read_adapter(policy.adapter, policy.recipe_key).rank
@@ -257,6 +259,7 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
     facts = MemoryFacts(
         shape=memory_shape(policy.config, policy.shape, policy.num_parameters - policy.tower_parameters),
         **row,
+        backend=backend,
         tower_parameters=policy.tower_parameters,
         device=setup.device,
         precision=policy.precision,
@@ -277,38 +280,39 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
     return facts, longest_pair
 
 
-def _sizes_of_row(setup: Setup, plan: PackingPlan) -> Json:
-    policy, pairs = setup.policy_facts, largest_row(plan, rank=ranks.rank())
-    lengths = pair_lengths(setup.data.train).select(pairs)
-    tokens, scored = plan.sizes.of_row(pairs).tokens, int(lengths.completion_tokens().sum())
-    if not policy.is_packed:
-        return {"row_tokens": tokens, "row_keys": tokens, "row_scored": scored}
-    on_cpu, backend = setup.device.type == "cpu", setup.recipe.model.attention
-    needs = attention_needs(policy.config)
-    # The backends that keep a row's keys copy those of a segment, or all, while they compute one layer.
-    keeps_copies = backend == "sdpa" or (backend != "torch_varlen" and flash_attn_obstacle() is None)
-    if on_cpu:
-        keeps_copies = needs.has_softcap or needs.has_sinks or needs.head_dim != needs.value_head_dim
-    keys, mask_bytes = int(lengths.row_tokens(share_prompt=False).sum()), 0.0
-    if setup.recipe.shares_prompts and (on_cpu or backend == "sdpa"):  # numbers on a CPU, and bools
-        chosen, rejected = lengths.prompt + lengths.chosen, lengths.prompt + lengths.rejected
-        own = lengths.row_tokens(share_prompt=True) - chosen  # queries that have keys before them
-        if (common := plan.sizes.beginnings) is not None:
-            own = np.append(own, (chosen - common.tokens[pairs])[np.isin(pairs, common.repeats(pairs))])
-        width = policy.precision.activations.itemsize if on_cpu else 1
-        most = int(own.max()) * int(np.maximum(chosen, rejected).max()) * width
-        mask_bytes = min(most, MAX_MASK_BYTES) * (1 + 1 / width)
-    sizes: Json = {"row_tokens": tokens, "row_keys": keys, "row_scored": scored}
-    return sizes | {"mask_bytes": mask_bytes, "keeps_copies": keeps_copies}
+def _backend(setup: Setup) -> str:
+    policy, device = setup.policy_facts, setup.device
+    needs, name = attention_needs(policy.config), policy.settings.attention
+    is_plain = not needs.has_softcap and not needs.has_sinks and needs.head_dim == needs.value_head_dim
+    if policy.is_packed and name == "auto":
+        name = select_backend(name, needs, device=device, dtype=policy.precision.activations).name
+    return "padded" if not policy.is_packed else "cpu" if is_plain and device.type == "cpu" else name
 
 
-def largest_row(plan: PackingPlan, *, rank: int) -> IntArray:
-    """Returns the pairs of the row with the most tokens in the first steps, or the longest pair if longer."""
+def _sizes_of_row(setup: Setup, plan: PackingPlan, backend: str) -> Json:
+    policy, lengths, rank = setup.policy_facts, pair_lengths(setup.data.train), ranks.rank()
+    pairs, keys = largest_row(plan, rank=rank), lengths.row_tokens()
+    # Two upper limits: the keys of the row that has the most of them, and masks for its longest sequence.
+    most = largest_row(plan, rank=rank, by=lambda row: keys[row].sum())
+    mask = (int(lengths.select(most).row_tokens(pads=True).max()) // 2) ** 2
+    windows = {kind.window for kind in policy.shape.attention}  # each has masks: numbers on a CPU, and bools
+    has_masks = backend in ("cpu", "sdpa") and (setup.recipe.shares_prompts or windows != {None})
+    width = policy.precision.activations.itemsize if setup.device.type == "cpu" else 1
+    return {
+        "row_tokens": plan.sizes.of_row(pairs).tokens,
+        "row_keys": int(keys[most].sum()),
+        "row_scored": int(lengths.completion_tokens()[pairs].sum()),
+        "mask_bytes": has_masks * len(windows) * min(mask * width, MAX_MASK_BYTES) * (1 + 1 / width),
+    }
+
+
+def largest_row(plan: PackingPlan, *, rank: int, by: Callable[[IntArray], int] | None = None) -> IntArray:
+    """Returns the pairs of the first steps' row with most tokens, or most by `by`, or the longest pair."""
     rows = [row for ranked in islice(plan, _STEPS_SEARCHED) for row in ranked[rank]]
     oversize = plan.oversize_pairs
     if len(oversize):
         rows.append(oversize[[int(plan.sizes.tokens[oversize].argmax())]])
-    return max(rows, key=lambda row: plan.sizes.of_row(row).tokens, default=plan.pairs(0)[:1])
+    return max(rows, key=by or (lambda row: plan.sizes.of_row(row).tokens), default=plan.pairs(0)[:1])
 
 
 def stays_gathered(setup: Setup, plan: PackingPlan | None) -> bool:

@@ -343,6 +343,27 @@ def test_the_largest_row_is_searched_in_every_step_and_among_pairs_longer_than_a
     assert sorted(largest_row(plan, rank=0).tolist()) == [2, 3]
 
 
+def test_the_row_with_the_most_keys_may_be_another_than_that_with_the_most_tokens() -> None:
+    plan = make_plan(
+        np.array([10, 20, 30, 10]), token_budget=40, order=np.arange(4), pairs_per_step=4, num_ranks=1
+    )
+    keys = np.array([1, 900, 1, 1])
+    assert 2 in largest_row(plan, rank=0)
+    assert 1 in largest_row(plan, rank=0, by=lambda row: keys[row].sum())
+
+
+def test_copies_of_keys_count_in_one_layer_by_backend(eight_billion: MemoryShape) -> None:
+    """In bfloat16 copies and gradients have 2 bytes each, and those for four times as many heads 8 bytes."""
+    facts = plain(eight_billion, precision=BFLOAT16, row_keys=1_000_000)
+    more = replace(facts, row_keys=1_100_000)
+    number = 2 * 8 * 128  # of a key and its value
+    for backend, width in {"torch_varlen": 12, "flash_attn": 12, "sdpa": 20, "flex": 0, "padded": 0}.items():
+        few, many = (estimate_memory(replace(each, backend=backend)) for each in (facts, more))
+        assert few["activations"] == many["activations"]
+        grown = many["working memory"] - few["working memory"]
+        assert grown == 100_000 * number * width
+
+
 def test_memory_of_the_cpu_is_what_the_system_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     found = available_memory(CPU)
     assert 0 < found.free <= found.total

@@ -61,7 +61,7 @@ def memory_facts(kind: str, loaded: LoadedModel, row: Row) -> MemoryFacts:
         shape=memory_shape(config, model_shape(model), model.num_parameters()),
         row_tokens=row.num_tokens,
         row_keys=sum(row.segments.key_lengths),
-        keeps_copies=False,
+        backend="cpu",
         row_scored=len(row.targets),
         device=CPU,
         precision=SETTINGS[kind],

@@ -44,16 +44,12 @@ def flash_attn_attention(
     assert options.sinks is None  # select_backend refuses these models
     query, key, padded = as_autocast(query, key, _as_wide(value, query))
     longest = max(segments.query_lengths), max(segments.key_lengths)
-    how = {"softmax_scale": options.scale, "window_size": _neighbours(options.window), "causal": True}
-    kernel = functools.partial(
-        flash_attn_varlen_func, **how, softcap=options.softcap or 0.0, deterministic=True
-    )
-
-    def attend(keys: Tensor, values: Tensor) -> Tensor:
-        out: Tensor = kernel(query, keys, values, segments.cu_seqlens_q, segments.cu_seqlens_k, *longest)
-        return out
-
-    return attend_gathered(attend, key, padded, segments.kv_gather)[..., : value.shape[-1]]
+    lengths = (segments.cu_seqlens_q, segments.cu_seqlens_k, *longest)
+    how = {"window_size": _neighbours(options.window), "softcap": options.softcap or 0.0}
+    how |= {"softmax_scale": options.scale, "causal": True, "deterministic": True}
+    kernel = functools.partial(flash_attn_varlen_func, query, **how)
+    out = attend_gathered(lambda *states: kernel(*states, *lengths), key, padded, segments.kv_gather)
+    return out[..., : value.shape[-1]]
 
 
 def torch_varlen_attention(

@@ -40,12 +40,10 @@ def sdpa_attention(
         states = as_autocast(query, key, value)
         attended: Tensor = _CpuSegments.apply(*states, segments, options)  # type: ignore[no-untyped-call]
         return attended
-    arguments = (query, key, value, segments, options)
-    if segments.kv_gather is None:
-        return _segment_by_segment(*arguments)
     # A layer keeps the row's states only: its backward pass gathers, and computes attention, once more.
-    once_more = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    return once_more(_segment_by_segment, *arguments)  # type: ignore[no-any-return]
+    again = functools.partial(checkpoint, _segment_by_segment, use_reentrant=False, preserve_rng_state=False)
+    attend: Callable[..., Tensor] = _segment_by_segment if segments.kv_gather is None else again
+    return attend(query, key, value, segments, options)
 
 
 def _segment_by_segment(

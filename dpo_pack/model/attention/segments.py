@@ -233,7 +233,7 @@ class _Take(torch.autograd.Function):
 
 
 def attend_gathered(
-    attend: Callable[[Tensor, Tensor], Tensor], key: Tensor, value: Tensor, gather: Gather | None
+    attend: Callable[..., Tensor], key: Tensor, value: Tensor, gather: Gather | None
 ) -> Tensor:
     """Returns `attend` of gathered keys and values. For the backward pass autograd keeps those of the row and
     gathers them again. A caller's hooks, as those of checkpointing, get all that is kept."""
@@ -253,15 +253,14 @@ def attend_gathered(
         out = attend(*gathered)
     if gathered[0].requires_grad:  # the hook runs when the kernel's backward pass has ended
         gathered[0].register_hook(lambda _: kept.clear())
-    return _Restore.apply(out, key, value, gather, kept)  # type: ignore[no-any-return, no-untyped-call]
+    return _Restore.apply(out, key, value, gather.index, kept)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Restore(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, *states_where_kept: Any) -> Tensor:
-        key, value, where, kept = states_where_kept
+    def forward(ctx: Any, out: Tensor, key: Tensor, value: Tensor, index: Tensor, kept: Any) -> Tensor:
         ctx.save_for_backward(key, value, *kept)
-        ctx.index, ctx.kept = where.index, kept
+        ctx.index, ctx.kept = index, kept
         kept.clear()
         return out.view_as(out)
 
