@@ -282,7 +282,7 @@ def memory_facts(setup: Setup, plan: PackingPlan | None) -> tuple[MemoryFacts, i
 
 def _backend(setup: Setup) -> str:
     policy, device = setup.policy_facts, setup.device
-    needs, name = attention_needs(policy.config), policy.settings.attention
+    needs, name = attention_needs(policy.config), str(policy.settings.attention)
     is_plain = not needs.has_softcap and not needs.has_sinks and needs.head_dim == needs.value_head_dim
     if policy.is_packed and name == "auto":
         name = select_backend(name, needs, device=device, dtype=policy.precision.activations).name

@@ -17,9 +17,11 @@ from support.oracle import completion_logps_one_by_one
 from support.oracle import gradients as their_gradients
 from support.tiny_models import VOCABULARY, tiny_model
 
+import dpo_pack.model.attention.segments as of_segments
 from dpo_pack.model.attention import ATTENTION_NAME, cuda, register_attention, sdpa
 from dpo_pack.model.attention.cuda import flex_attention
 from dpo_pack.model.attention.sdpa import sdpa_attention
+from dpo_pack.model.attention.segments import MAX_MASK_BYTES
 from dpo_pack.model.layout import packed_row
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps
@@ -55,6 +57,8 @@ def models(family: str) -> tuple[CompletionLogps, Any]:
     skip_unless_packed(family)
     register_attention()
     ours, theirs = tiny_model(family, attention=ATTENTION_NAME), tiny_model(family, attention="eager")
+    for model in (ours, theirs):  # the grouped product of experts takes no float64
+        model.set_experts_implementation("eager")
     wrap_recurrent_layers(ours)
     return CompletionLogps(ours.double(), backend=sdpa_attention, autocast=None), theirs.double()
 
@@ -89,6 +93,24 @@ def test_attention_on_paths_is_that_of_each_sequence_alone(
     with scorer.replaced(backend=attend), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sdpa, "_cpu_kernel", lambda: kernel if backend == "sdpa" else None)
         check(scorer, theirs, pairs, bound=bound)
+
+
+# Softcaps, sinks and latent attention; masks in parts, of mistral with a window.
+@pytest.mark.parametrize(
+    ("family", "bound", "mask_bytes"),
+    [
+        *((family, 1e-4, MAX_MASK_BYTES) for family in ("gemma2", "gpt_oss", "deepseek_v3")),
+        *((family, 1e-5, 200) for family in ("mistral", "gemma2")),
+    ],
+)
+@few
+@given(pairs=blocks())
+def test_other_attention_on_paths_is_that_of_each_sequence_alone(
+    family: str, bound: float, mask_bytes: int, pairs: list[Group]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_segments, "MAX_MASK_BYTES", mask_bytes)
+        check(*models(family), pairs, bound=bound)
 
 
 @pytest.mark.parametrize(
