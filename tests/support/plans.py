@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dpo_pack.packing.lengths import AnyIntArray, Beginnings, FloatArray, PairSizes
+from dpo_pack.packing.lengths import AnyIntArray, Beginnings, FloatArray, IntArray, PairSizes
 from dpo_pack.packing.plan import PackingPlan, plan_epoch
 
 
@@ -18,9 +18,9 @@ def sizes_of(
     beginnings: Beginnings | None = None,
 ) -> PairSizes:
     """By default the costs are the tokens."""
-    tokens = np.asarray(tokens, dtype=np.int64)
-    costs = tokens.astype(np.float64) if costs is None else costs
-    return PairSizes(tokens=tokens, costs=costs, pads=pads, beginnings=beginnings)
+    numbers: IntArray = np.asarray(tokens, dtype=np.int64)
+    costs = numbers.astype(np.float64) if costs is None else costs
+    return PairSizes(tokens=numbers, costs=costs, pads=pads, beginnings=beginnings)
 
 
 def make_plan(
