@@ -61,7 +61,9 @@ logger = logging.getLogger(__name__)
 NAMESPACE_FILE, USED_FILE = "namespace.json", "used.json"
 PART_NAME = r"part-[0-9a-f]{64}\.(?:parquet|damaged)"
 # Names of temporary files and directories: of JSON files (file_hashes.json), parts and token stores.
-_TEMPORARY = re.compile(rf"\.(?:(?:[a-z_]+\.json|{PART_NAME}|[0-9a-f]{{32}})\.[0-9a-f]{{8}}|shared-\w+)\.tmp")
+_TEMPORARY = re.compile(
+    rf"\.(?:(?:[a-z_]+\.json|beginnings\.npy|{PART_NAME}|[0-9a-f]{{32}})\.[0-9a-f]{{8}}|shared-\w+)\.tmp"
+)
 # An older temporary file is the rest of a killed process, because no process writes a file for so long.
 _LEFTOVER_AFTER_SECONDS = 24 * 3600.0
 KEY, SUM, NUM_TOKENS = "key", "logps_sum", "num_tokens"
@@ -319,8 +321,8 @@ class FrozenReference:
 
 def find_leftovers(cache_dir: Path) -> list[Path]:
     """Returns the temporary files and directories that killed processes have left in a cache."""
-    namespaces = (path for path in (cache_dir / "reference").glob("*") if not path.is_symlink())
-    directories, found = (cache_dir, cache_dir / "tokens", *namespaces), []
+    inner = (path for kind in ("reference", "tokens") for path in (cache_dir / kind).glob("[!.]*"))
+    directories, found = (cache_dir, cache_dir / "tokens", *(p for p in inner if not p.is_symlink())), []
     for path in (path for directory in directories for path in directory.glob(".*.tmp")):
         with contextlib.suppress(OSError):  # its process has just given it its final name
             changed = max(file.lstat().st_mtime for file in (path, *path.rglob("*")))

@@ -161,7 +161,9 @@ def test_leftovers_of_killed_processes_go_and_what_a_process_still_writes_stays(
     tokens = cache_dir / "tokens" / "0123456789abcdef0123456789abcdef"
     part = next(filled.directory.glob("part-*"))
     targets = [cache_dir / "file_hashes.json", cache_dir / "model_hashes.json", tokens, part]
+    store = cache_dir / "tokens" / "fedcba9876543210fedcba9876543210"
     targets += [filled.directory / name for name in ("used.json", "namespace.json")]
+    targets.append(store / "beginnings.npy")
     old = killed_while_writing(*targets, monkeypatch=monkeypatch)
     old.append(cache_dir / ".shared-ab_3x1z9.tmp")  # ranks look for it in the cache that they share
     old[-1].touch()
