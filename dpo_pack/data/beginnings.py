@@ -64,7 +64,7 @@ def find_beginnings(prompt: Callable[[int], AnyIntArray], lengths: AnyIntArray) 
     groups = [(np.arange(len(lengths)), 0)]  # pairs, the tokens of the beginning that they have so far
     while groups:
         group, taken = groups.pop()
-        ids = prompt(int(group[lengths[group].argmax()]))
+        ids = prompt(int(group[len(group) // 2]))
         shared = np.array([common_prefix_length((ids, prompt(pair))) for pair in group.tolist()])
         # Each part is cut in two while that saves tokens, at `best` tokens in common with `ids`.
         parts = [(group, shared, taken)]
@@ -89,4 +89,6 @@ def find_beginnings(prompt: Callable[[int], AnyIntArray], lengths: AnyIntArray) 
                 for token, count in zip(*np.unique(following, return_counts=True), strict=True):
                     if token >= 0 and count >= max(least, 2):
                         groups.append((leaving[following == token], taken))
+    _, inverse, counts = np.unique(found["key"], return_inverse=True, return_counts=True)
+    found[counts[inverse] < max(least, 2)] = 0  # longer ones have taken the others
     return found

@@ -10,7 +10,8 @@ import pytest
 from dpo_pack.data import beginnings
 from dpo_pack.data.beginnings import find_beginnings, table_of
 from dpo_pack.data.store import PairTable, TokenStore, join_pairs, open_store, write_store
-from dpo_pack.packing.lengths import Group
+from dpo_pack.packing.lengths import AnyIntArray, Group, PairLengths, pair_sizes
+from dpo_pack.packing.plan import plan_epoch
 
 SYSTEM = list(range(100, 150))  # 50 tokens
 
@@ -54,6 +55,55 @@ def test_dialogues_that_grow_turn_by_turn_are_found_soon() -> None:
     talk = list(range(2000))
     found = lengths_of([talk[: 20 + 10 * turn] for turn in range(150)])
     assert min(found) > 0 and all(length <= 20 + 10 * turn for turn, length in enumerate(found))
+
+
+@pytest.mark.parametrize("pivot_is_last", [False, True])
+def test_no_pair_has_a_beginning_of_its_own(pivot_is_last: bool) -> None:
+    prompts = [[*SYSTEM[:20], *range(1000, 1480), 5000 + number] for number in range(639)]
+    other = [*SYSTEM[:20], *[7] * 600]
+    prompts = [*prompts, other] if pivot_is_last else [*prompts[:320], other, *prompts[320:]]
+    expected = [0 if prompt is other else 500 for prompt in prompts]
+    assert lengths_of(prompts) == expected
+
+
+def test_prompts_that_leave_the_others_one_after_the_other_are_read_a_few_times() -> None:
+    """The longest prompts leave first, so whoever compares with the longest reads all of them each time."""
+    chain, reads = list(range(1100)), 0
+    prompts = [np.array([*chain[: 16 + n], *[50000 + n] * (2400 - 2 * n)]) for n in range(500)]
+    prompts += [np.array([*chain, 70000 + n]) for n in range(1000)]
+
+    def prompt(pair: int) -> AnyIntArray:
+        nonlocal reads
+        reads += 1
+        return prompts[pair]
+
+    found = find_beginnings(prompt, np.array(list(map(len, prompts))))
+    assert reads < 20 * len(prompts) and set(found["length"][500:]) == {1100}
+    _, counts = np.unique(found["key"][found["key"] != 0], return_counts=True)
+    assert counts.min() >= len(prompts) / 64
+
+
+def test_a_step_of_64_pairs_computes_a_system_prompt_once_and_again_for_each_further_row() -> None:
+    random, system = np.random.default_rng(0), list(range(1000, 1500))
+    prompts = [[*system, *random.integers(0, 3, 2), *random.integers(100, 900, n + 5)] for n in range(64)]
+    arrays, lengths = [np.array(prompt) for prompt in prompts], np.array([len(one) for one in prompts])
+    found = find_beginnings(lambda pair: arrays[pair], lengths)
+    answers = random.integers(20, 200, (2, 64))
+    pairs = PairLengths(
+        prompt=lengths,
+        chosen=answers[0],
+        rejected=answers[1],
+        shared=lengths,
+        beginning=found["key"],
+        common=found["length"],
+    )
+    plan = plan_epoch(
+        pair_sizes(pairs, share_prompt=True), order=np.arange(64), token_budget=2048, pairs_per_step=64
+    )
+    ((rows,),) = plan
+    trie = 500 + int((lengths - 500).sum() + answers.sum())  # beginning, the rests of prompts, answers
+    assert sum(plan.sizes.of_row(row).tokens for row in rows) <= trie + 500 * (len(rows) - 1)
+    assert len(rows) <= -(-(trie - 500) // (2048 - 500)) + 1
 
 
 def some_store(seed: int = 0) -> TokenStore:
