@@ -5,14 +5,14 @@ An item is a pair, or one sequence of it. A bin packer is a function (tokens of 
 its row; no other row exceeds it. Legend: n items, R ranks.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from heapq import heapreplace
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
-from dpo_pack.packing.lengths import FloatArray, IntArray, PairSizes
+from dpo_pack.packing.lengths import Bools, FloatArray, IntArray, PairSizes
 
 # A row costs the time of its tokens plus that of so many more, because each row launches all layers again.
 # Few against a row of thousands, but enough that `padded_rows` puts nearly equal lengths into one row.
@@ -101,33 +101,6 @@ def pack_sequences_longest_first(sizes: PairSizes, token_budget: int) -> list[In
     return [rows[i] for i in np.argsort(-tokens, kind="stable")]
 
 
-def blocks(
-    sizes: PairSizes, pairs: IntArray, token_budget: int
-) -> tuple[list[IntArray], IntArray, FloatArray]:
-    """Returns the items that `pairs` are packed as, positions in `pairs`, and the tokens and cost of each: a
-    pair that shares no beginning, or those of one beginning that fit into a row together."""
-    tokens, costs, common = sizes.tokens[pairs], sizes.costs[pairs], sizes.beginnings
-    if common is None or not (keys := common.keys[pairs]).any():
-        return list(np.arange(len(pairs))[:, None]), tokens, costs
-    members: dict[tuple[int, int], list[int]] = {}
-    for position, key in enumerate(keys.tolist()):
-        members.setdefault((key, 0 if key else position), []).append(position)
-    items = list[IntArray]()
-    for block in map(np.array, members.values()):
-        num_common = int(common.tokens[pairs[block[0]]])
-        new_tokens, rows = tokens[block] - num_common, [np.arange(len(block))]
-        if len(block) > 1 and new_tokens.sum() + num_common > token_budget:
-            rows = best_fit_decreasing(new_tokens, token_budget - num_common)
-        items += [block[row] for row in rows]
-    begins = np.cumsum([0, *map(len, items)])[:-1]
-    firsts, order = np.concatenate(items)[begins], np.concatenate(items)
-    again = np.diff(begins, append=len(order)) - 1  # how often the beginning is left out
-    sums = (np.add.reduceat(values[order], begins) for values in (tokens, costs))
-    fewer = (again * values[pairs[firsts]] for values in (common.tokens, common.costs))
-    item_tokens, item_costs = (of_items - less for of_items, less in zip(sums, fewer, strict=True))
-    return items, item_tokens, item_costs
-
-
 # ---- Ranks
 
 
@@ -145,11 +118,13 @@ def split_over_ranks(costs: FloatArray, num_ranks: int, *, equal_counts: bool = 
     return [np.flatnonzero(rank_of == rank) for rank in range(num_ranks)]
 
 
-def _costliest_first(costs: FloatArray, num_ranks: int, most: int) -> IntArray:
+def _costliest_first(
+    costs: FloatArray, num_ranks: int, most: int, loads_before: Sequence[float] = ()
+) -> IntArray:
     """Returns the rank of each item, [n]; no rank gets more than `most` items."""
     rank_of = np.zeros(len(costs), dtype=np.int64)
     counts = [0] * num_ranks
-    loads = [(0.0, rank) for rank in range(num_ranks)]  # ascending, so already a heap
+    loads = sorted((load, rank) for rank, load in enumerate(loads_before or [0.0] * num_ranks))  # a heap
     order = np.argsort(-costs, kind="stable")
     for position, cost in zip(order.tolist(), costs[order].tolist(), strict=True):
         while counts[loads[0][1]] >= most:
@@ -161,9 +136,11 @@ def _costliest_first(costs: FloatArray, num_ranks: int, most: int) -> IntArray:
     return rank_of
 
 
-def _improve(costs: FloatArray, rank_of: IntArray, num_ranks: int, *, may_move: bool) -> bool:
+def _improve(
+    costs: FloatArray, rank_of: IntArray, num_ranks: int, *, may_move: bool, may_go: Bools | None = None
+) -> bool:
     """Makes the move or swap of items between the slowest rank and another rank after which the slower of
-    the two is fastest. Changes `rank_of`, [n], in place; False if nothing helps."""
+    the two is fastest. may_go: [n, R]. Changes `rank_of`, [n], in place; False if nothing helps."""
     loads = np.bincount(rank_of, weights=costs, minlength=num_ranks)
     slow = int(loads.argmax())
     given, taken = np.flatnonzero(rank_of == slow), np.flatnonzero(rank_of != slow)
@@ -176,6 +153,9 @@ def _improve(costs: FloatArray, rank_of: IntArray, num_ranks: int, *, may_move: 
         taken_costs = np.append(taken_costs, np.zeros(num_ranks))
     shifted = costs[given][:, None] - taken_costs  # the cost that a change takes off the slowest rank
     slower = np.maximum(loads[slow] - shifted, loads[ranks] + shifted)
+    if may_go is not None:
+        may_come = np.append(may_go[taken, slow], np.ones(len(ranks) - len(taken), dtype=np.bool_))
+        slower[~(may_go[given][:, ranks] & may_come)] = np.inf
     best = int(slower.argmin())
     if slower.flat[best] >= loads[slow] * (1 - 1e-9):  # a smaller gain could be rounding
         return False
@@ -184,6 +164,119 @@ def _improve(costs: FloatArray, rank_of: IntArray, num_ranks: int, *, may_move: 
     if theirs < len(taken):
         rank_of[taken[theirs]] = slow
     return True
+
+
+def pack_blocks(
+    sizes: PairSizes, pairs: IntArray, num_ranks: int, token_budget: int
+) -> list[list[list[int]]]:
+    """Returns each rank's rows, positions in `pairs`, of which some have common beginnings. A rank's pairs of
+    one beginning are packed as one item, or as a few that each fill a row."""
+    assert sizes.beginnings is not None
+    keys, common, _ = (values[pairs] for values in sizes.beginnings)
+    rank_of, own = _deal_blocks(sizes, pairs, num_ranks, token_budget), sizes.tokens[pairs] - common
+    order = np.lexsort((keys, rank_of))
+    is_new = _differs(keys[order]) | _differs(rank_of[order]) | (keys[order] == 0)
+    begins = np.flatnonzero(is_new)
+    totals = (np.add.reduceat(own[order], begins) + common[order[begins]]).tolist()
+    items: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    tokens: list[list[int]] = [[] for _ in range(num_ranks)]
+    bounds, ranks = pairwise([*begins.tolist(), len(order)]), rank_of[order[begins]].tolist()
+    for (begin, end), total, rank in zip(bounds, totals, ranks, strict=True):
+        block, parts, shared = order[begin:end], [np.arange(end - begin)], int(common[order[begin]])
+        if total > token_budget and len(block) > 1:
+            parts = best_fit_decreasing(own[block], token_budget - shared)
+        items[rank] += [block[part].tolist() for part in parts]
+        tokens[rank] += [int(own[block[part]].sum()) + shared for part in parts] if parts[1:] else [total]
+    for rank, of_rank in enumerate(items):
+        rows = [np.arange(len(of_rank))][: len(of_rank)]
+        if sum(tokens[rank]) > token_budget:
+            rows = best_fit_decreasing(np.array(tokens[rank]), token_budget)
+        items[rank] = [list(chain(*(of_rank[item] for item in row.tolist()))) for row in rows]
+    return items
+
+
+def _differs(values: IntArray) -> Bools:
+    """Returns whether each value differs from the one before, [n]; the first does."""
+    return np.append(True, values[1:] != values[:-1])
+
+
+def _deal_blocks(sizes: PairSizes, pairs: IntArray, num_ranks: int, token_budget: int) -> IntArray:
+    """Returns the rank of each pair, [n]. Few ranks compute a beginning: its pairs stay together or, if the
+    largest rank is smaller then, pairs in the order of their beginnings are cut into a part for each rank
+    (McNaughton 1959). Pairs without one go to the ranks with the least cost; then pairs move or swap between
+    ranks that compute their beginnings anyway."""
+    assert sizes.beginnings is not None
+    rank_of = np.zeros(len(pairs), dtype=np.int64)
+    if num_ranks == 1:
+        return rank_of
+    keys, common, cheaper = (values[pairs] for values in sizes.beginnings)
+    own, costs, alone = sizes.tokens[pairs] - common, sizes.costs[pairs] - cheaper, np.flatnonzero(keys == 0)
+    order = np.argsort(keys, kind="stable")
+    order = order[keys[order] != 0]
+    is_new = _differs(keys[order])
+    number, sorted_own, shared = is_new.cumsum() - 1, own[order], common[order]
+    is_first = _begin_rows(is_new, sorted_own, token_budget - shared)
+    blocks = np.add.reduceat(sorted_own + shared * is_first, np.flatnonzero(is_first))
+    ranks_of = _costliest_first(blocks.astype(np.float64), num_ranks, len(blocks))
+    ranks, largest = ranks_of[is_first.cumsum() - 1], int(np.bincount(ranks_of, weights=blocks).max())
+    tokens = int(own.sum() + shared[is_first].sum())
+    if (too_few := len(blocks) + len(alone) < num_ranks) or largest * num_ranks > tokens:
+        cuts, most = _cut_for_ranks(sorted_own, shared, is_first, tokens, num_ranks)
+        if len(cuts) + len(alone) < num_ranks:
+            cuts = list(range(len(order)))
+        if too_few or most < largest:
+            ranks = (np.searchsorted(cuts, np.arange(len(order)), side="right") - 1) % num_ranks
+            is_new[cuts] = True
+            is_first = _begin_rows(is_new, sorted_own, token_budget - shared)
+    firsts = order[is_first]  # they count the beginning of a row, and stay
+    costs[firsts] += cheaper[firsts]
+    rank_of[order] = ranks
+    computes = np.zeros((number[-1] + 1, num_ranks), dtype=np.bool_)
+    computes[number, ranks] = True
+    may_go = np.ones((len(pairs), num_ranks), dtype=np.bool_)
+    may_go[order] = computes[number]
+    may_go[firsts] = False
+    is_free = may_go.all(axis=1)
+    loads = np.bincount(rank_of, weights=costs * ~is_free, minlength=num_ranks)
+    rank_of[is_free] = _costliest_first(costs[is_free], num_ranks, len(pairs), loads.tolist())
+    while _improve(costs, rank_of, num_ranks, may_move=True, may_go=may_go):
+        pass
+    return rank_of
+
+
+def _begin_rows(is_new: Bools, own: IntArray, room: IntArray) -> Bools:
+    """Returns which pairs begin a row, if rows are filled in this order with so many tokens of a beginning's
+    pairs."""
+    ends, is_first = own.cumsum().tolist(), is_new.copy()
+    for begin, end in pairwise([*np.flatnonzero(is_new).tolist(), len(ends)]):
+        most, before = int(room[begin]), ends[begin] - int(own[begin])
+        while ends[end - 1] > before + most and begin < end - 1:
+            begin = max(begin + 1, bisect_right(ends, before + most, begin, end))
+            is_first[begin], before = True, ends[begin - 1]
+    return is_first
+
+
+def _cut_for_ranks(
+    own: IntArray, common: IntArray, is_new: Bools, all_tokens: int, num_ranks: int
+) -> tuple[list[int], int]:
+    """Cuts pairs that stand in the order of their beginnings into at most R parts; returns where they begin
+    and their most tokens, about the fewest that are no less than the mean of ranks. all_tokens: of all pairs,
+    if each beginning is computed once."""
+    ends, again = (own + common * is_new).cumsum().tolist(), (common * ~is_new).tolist()
+    least, most, found = all_tokens // num_ranks, 0, list[int]()
+    while not found or most - least > 1 + least // 64:
+        middle = (least + most) // 2 if found else 2 * max(least, most) + 1
+        begins, begin, tokens = list[int](), 0, all_tokens
+        while begin < len(ends) and len(begins) <= num_ranks:
+            begins.append(begin)
+            tokens += again[begin]
+            before = (ends[begin - 1] if begin else 0) - again[begin]
+            begin = max(begin + 1, bisect_right(ends, before + middle, begin))
+        if begin == len(ends) and len(begins) <= num_ranks and tokens <= num_ranks * middle:
+            found, most = begins, middle
+        else:
+            least, most = middle, max(middle, most)
+    return found, most
 
 
 def equalize_rows(ranks: list[list[list[int]]], costs: Sequence[float]) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 
 from dpo_pack.packing.bin_packing import (
     best_fit_decreasing,
-    blocks,
     equalize_rows,
+    pack_blocks,
     padded_rows,
     split_over_ranks,
 )
@@ -55,31 +55,17 @@ class PackingPlan:
     def pack_step(self, step: int) -> StepRows:
         """Returns the rows of each rank in a step, arrays of pairs; those with a common beginning stand
         together. Every rank has a row if there are enough pairs."""
-        pairs, sizes, ranks = self.pairs(step), self.sizes, []
-        for positions in self._deal(pairs) if self.num_ranks > 1 else (np.arange(len(pairs)),):
-            items, tokens, _ = blocks(sizes, pairs[positions], self.token_budget)
-            rows = (padded_rows if sizes.pads else best_fit_decreasing)(tokens, self.token_budget)
-            ranks.append([positions[np.concatenate([items[n] for n in row])].tolist() for row in rows])
+        pairs, sizes = self.pairs(step), self.sizes
+        if sizes.beginnings is not None and sizes.beginnings.keys[pairs].any():
+            ranks = pack_blocks(sizes, pairs, self.num_ranks, self.token_budget)
+        else:
+            packer, ranks = padded_rows if sizes.pads else best_fit_decreasing, []
+            for own in split_over_ranks(sizes.costs[pairs], self.num_ranks):
+                rows = packer(sizes.tokens[pairs[own]], self.token_budget)
+                ranks.append([own[row].tolist() for row in rows])
         if self.equal_rows:
             equalize_rows(ranks, sizes.costs[pairs].tolist())
-        of_ranks = tuple(tuple(pairs[row] for row in rows) for rows in ranks)
-        if (common := sizes.beginnings) is None:
-            return of_ranks
-        return tuple(tuple(row[common.keys[row].argsort(kind="stable")] for row in rows) for rows in of_ranks)
-
-    def _deal(self, pairs: IntArray) -> list[IntArray]:
-        """Returns the positions of each rank's pairs, ascending. Pairs with a common beginning are dealt as
-        blocks, unless the slowest rank is faster if they are dealt one by one."""
-        sizes, number = self.sizes, self.num_ranks
-        one_by_one = split_over_ranks(sizes.costs[pairs], number)
-        items, _, costs = blocks(sizes, pairs, self.token_budget)
-        if not number <= len(items) < len(pairs):
-            return one_by_one
-        dealt = split_over_ranks(costs, number)
-        in_blocks = [np.sort(np.concatenate([items[n] for n in of_rank])) for of_rank in dealt]
-        return min(
-            in_blocks, one_by_one, key=lambda split: max(sizes.of_row(pairs[own]).cost for own in split)
-        )
+        return tuple(tuple(pairs[row] for row in rows) for rows in ranks)
 
     def __iter__(self) -> Iterator[StepRows]:
         """Yields `pack_step` of every step."""

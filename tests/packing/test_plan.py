@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from dpo_pack.packing.bin_packing import (
     split_over_ranks,
 )
 from dpo_pack.packing.lengths import Beginnings, FloatArray, IntArray, PairLengths, PairSizes, pair_flops
-from dpo_pack.packing.plan import epoch_order
+from dpo_pack.packing.plan import PackingPlan, epoch_order
 from dpo_pack.reports.packing import rank_balance
 
 BUDGET = 100
@@ -320,6 +321,59 @@ def test_beginnings_stay_on_few_ranks() -> None:
     (step,) = plan
     tokens = [sum(plan.sizes.of_row(row).tokens for row in rows) for rows in step]
     assert max(tokens) <= 12000 and sum(tokens) <= 64 * 500 + 8 * 2000
+
+
+def with_beginnings(kind: str, num_pairs: int, common_tokens: int, num_ranks: int) -> PackingPlan:
+    """The plan of pairs with HH's lengths, of which all, a tenth each or half have a common beginning."""
+    random = np.random.RandomState(0)
+    own = np.clip(265 * np.exp(0.7 * random.standard_normal(num_pairs)), 8, 2000).astype(np.int64)
+    kinds = {
+        "none": 0,
+        "one": 1,
+        "ten": random.randint(1, 11, num_pairs),
+        "half": random.randint(0, 2, num_pairs),
+    }
+    keys = np.broadcast_to(kinds[kind], num_pairs).astype(np.int64)
+    common = common_tokens * (keys != 0)
+    return make_plan(
+        own + common,
+        order=np.arange(num_pairs),
+        token_budget=8192,
+        pairs_per_step=64,
+        num_ranks=num_ranks,
+        beginnings=Beginnings(keys=keys, tokens=common, costs=common.astype(np.float64)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "common_tokens", "uneven", "copies"),
+    [("one", 500, 1.01, 8), ("half", 500, 1.01, 6), ("half", 2000, 1.03, 6), ("ten", 500, 1.1, 17)],
+)
+def test_ranks_are_even_in_the_rows_that_they_compute(
+    kind: str, common_tokens: int, uneven: float, copies: int
+) -> None:
+    """uneven: the slowest rank over the mean, on average. copies: of beginnings in a step, on average."""
+    plan = with_beginnings(kind, 3200, common_tokens, 8)
+    costs = np.array([[sum(plan.sizes.of_row(row).cost for row in rows) for rows in step] for step in plan])
+    assert (costs.max(axis=1) / costs.mean(axis=1)).mean() <= uneven
+    assert plan.sizes.beginnings is not None
+    own = plan.sizes.tokens - plan.sizes.beginnings.tokens
+    assert (costs.sum() - own.sum()) / common_tokens / len(plan) <= copies
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize(("num_ranks", "most"), [(1, 0.2), (8, 0.4)])
+def test_beginnings_are_planned_in_little_time(num_ranks: int, most: float) -> None:
+    def seconds(kind: str) -> float:
+        plan = with_beginnings(kind, 20_000, 500, num_ranks)
+        begun = time.process_time()
+        for _ in plan:
+            pass
+        return 5 * (time.process_time() - begun)  # of 100,000 pairs
+
+    limit = seconds("none") + most * slowness()
+    assert max(map(seconds, ("one", "ten", "half"))) <= limit
 
 
 def test_padded_rows_count_their_padding_in_tokens_and_cost() -> None:
