@@ -393,7 +393,8 @@ def test_a_finished_run_with_a_constant_rate_goes_on_as_if_it_had_been_longer(
     train(whole_run(assets, tmp_path / "run", *short), Console(quiet=True))
     with pytest.raises(RunError, match="see dpopack train "):  # its steps depend on their number
         train(whole_run(assets, tmp_path / "run", *constant, "optim.schedule=linear"), console)
-    train(whole_run(assets, tmp_path / "run", *constant), console)
+    shutil.copytree(assets / "model", tmp_path / "moved")
+    train(whole_run(assets, tmp_path / "run", *constant, f"model.path={tmp_path / 'moved'}"), console)
     assert "Going on after step 4 of 8" in text(console)
     assert_same_run(tmp_path / "long", tmp_path / "run")
 
@@ -424,7 +425,11 @@ def test_max_steps_limits_the_reference_pass_and_a_longer_run_adds_the_rest(
     [
         ((), "train.max_steps=3", "new steps or of other held-out pairs"),
         ((), "data.eval={more}", "new steps or of other held-out pairs"),
-        (("model.autocast=bfloat16", "train.eval_precision=training"), "train.eval_precision=float32", "float32"),
+        (
+            ("model.autocast=bfloat16", "train.eval_precision=training"),
+            "train.eval_precision=float32",
+            "float32",
+        ),
     ],
 )
 def test_a_changed_model_gives_a_resumed_run_no_reference(
