@@ -175,9 +175,9 @@ def prepare_reference(
     # All ranks use the list of rank 0. A rank that looks later could find more sequences in the cache.
     is_missing = np.zeros(0, dtype=np.bool_) if has_all else ranks.first_says(np.isnan(values.sums))
     num_cached = len(values.keys) - (todo := int(is_missing.sum()))
+    pairs = counted(sum(table.num_pairs for table in tables), f"{'held-out ' * in_float32}pair")
     console.print(
-        f"Reference log-probs of {sum(table.num_pairs for table in tables):,} "
-        f"{'held-out pairs in float32' if in_float32 else 'pairs'}: "
+        f"Reference log-probs of {pairs}{' in float32' * in_float32}: "
         f"{num_cached:,} of {num_cached + todo:,} different sequences cached"
         f"{f', {todo:,} to compute' if todo else ''}"
         f"{f' (cache: {facts.cache_dir})' if num_cached else ''}"
