@@ -10,6 +10,7 @@ import shlex
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,8 @@ def begin_run(run: RunDir, recipe_text: str, device: str, place: Path | None) ->
                 else:
                     path.unlink(missing_ok=True)
     write_text_atomically(run.root / RECIPE_FILE, recipe_text)
+    if "status" not in run.info:  # else it goes on
+        run.info["begun"] = datetime.now(UTC).isoformat(timespec="seconds")
     run.update(
         status="running",
         dpo_pack=dpo_pack.__version__,

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -242,12 +243,18 @@ def test_a_second_run_is_refused(assets: Path, tmp_path: Path, console: Console)
 
 
 def test_a_run_that_was_killed_before_a_checkpoint_says_that_it_begins_anew(
-    assets: Path, tmp_path: Path, console: Console
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = whole_run(assets, tmp_path / "run", "checkpoint.every_steps=null")
     kill_after(1, recipe, console)
+    begun = read_json(tmp_path / "run" / "run.json")["begun"]
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(begun)) < timedelta(minutes=9)
     assert "checkpoints: only" in text(console) and "anew: " not in text(console)
-    prepare_run(recipe, find_run(recipe, overwrite=False), console)
+    run = find_run(recipe, overwrite=False)
+    prepare_run(recipe, run, console)
+    monkeypatch.setattr(run_dir, "datetime", None)  # when it began is kept
+    begin_run(run, dump_recipe(recipe), "cpu", None)
+    assert read_json(tmp_path / "run" / "run.json")["begun"] == begun
     assert "Beginning anew: the earlier run here ended without a checkpoint" in text(console)
 
 
