@@ -148,7 +148,7 @@ def test_a_wrong_comma_is_a_bad_row_and_later_rows_keep_their_numbers(
     monkeypatch.setattr("dpo_pack.data.readers._JSON_CHUNK_CHARS", size)
     (tmp_path / "a.json").write_text(rows.replace("{}", json.dumps(ROWS[0])))
     found = read(tmp_path / "a.json")
-    ((place, bad),) = (one for one in found if isinstance(one[1], BadRow))
+    ((place, bad),) = ((place, row) for place, row in found if isinstance(row, BadRow))
     assert bad.reason == "invalid_json" and told in str(bad) and place == number
     assert [one for one in found if not isinstance(one[1], BadRow)] == [(1, ROWS[0]), (2, ROWS[0])]
 
