@@ -11,14 +11,7 @@ from support.tiny_recipe import KEYS, SMALLEST, changed_keys, load, message_of
 
 from dpo_pack.recipe import load as loading
 from dpo_pack.recipe.data import EvalFraction, SourceRecipe, source_names
-from dpo_pack.recipe.load import (
-    NEUTRAL_KEYS,
-    changed_values,
-    load_recipe,
-    only_goes_on,
-    recipe_defaults,
-    recipe_schema,
-)
+from dpo_pack.recipe.load import NEUTRAL_KEYS, load_recipe, only_goes_on, recipe_defaults, recipe_schema
 from dpo_pack.recipe.training import LOSSES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -273,7 +266,7 @@ def test_evaluations_that_are_compared_keep_their_precision(compares: str) -> No
 )
 def test_only_more_epochs_or_steps_let_a_finished_run_go_on(override: str, goes_on: bool) -> None:
     old, new = load("optim.schedule=constant"), load("optim.schedule=constant", override)
-    assert only_goes_on(changed_values(old, new), new) == goes_on
+    assert only_goes_on(loading.changed_values(old, new), new) == goes_on
 
 
 def test_every_key_named_as_neutral_exists() -> None:
