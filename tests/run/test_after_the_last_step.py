@@ -437,7 +437,8 @@ def test_a_changed_model_gives_a_resumed_run_no_reference(
 ) -> None:
     shutil.copytree(assets / "model", tmp_path / "model")
     constant = ("optim.schedule=constant", "checkpoint.every_steps=1", "train.eval_every_steps=null")
-    keys = (f"model.path={tmp_path / 'model'}", "train.max_steps=2", *constant, *first)
+    own = (f"model.path={tmp_path / 'model'}", f"reference.cache_dir={tmp_path / 'cache'}")
+    keys = (*own, "train.max_steps=2", *constant, *first)
     begun = whole_run(assets, tmp_path / "run", *keys)
     train(begun, Console(quiet=True)) if "max_steps" in then else stop_after(1, begun)
     weights = load_file(tmp_path / "model" / "model.safetensors")
