@@ -325,13 +325,13 @@ def merge(
     """
     from dpo_pack.run.checkpoint import model_of
     from dpo_pack.run.export import merge_adapter
-    from dpo_pack.system.console import make_console
+    from dpo_pack.system.console import make_console, shown
 
     console = make_console(quiet=quiet)
     with contextlib.ExitStack() as stack:
         found = Path(stack.enter_context(model_of(os.fspath(source), console)))
         replacement = None if base is None else stack.enter_context(model_of(base, console))
-        stack.enter_context(console.status("Merging"))
+        stack.enter_context(shown(console, f"Merging {found} into its base"))
         adapter, lines = merge_adapter(
             found, Path(out), base=replacement, dtype=dtype, trust_remote_code=trust_remote_code
         )

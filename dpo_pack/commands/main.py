@@ -25,7 +25,7 @@ from dpo_pack import api
 from dpo_pack.system.endings import USER_CAN_MEND, ending_of
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.system.interrupts import STOP_SIGNALS, interruptible
-from dpo_pack.system.process import BEGUN, complain, placement, say
+from dpo_pack.system.process import BEGUN, complain, counted, placement, say
 
 if TYPE_CHECKING:
     from dpo_pack.recipe.load import Recipe
@@ -473,10 +473,10 @@ def list_namespaces(
         say(f"{one['namespace'][:12]}  {', '.join(one['models']) or 'unknown model'}")
         say(
             f"{'':12}  {one['parameters']}{' + ' + one['autocast'] if one['autocast'] else ''}; "
-            f"{one['sequences']:,} sequences; {one['size_bytes'] / 1e6:,.1f} MB; "
+            f"{counted(one['sequences'], 'sequence')}; {one['size_bytes'] / 1e6:,.1f} MB; "
             f"last used {datetime.fromtimestamp(one['last_used']):%Y-%m-%d %H:%M}"
         )
-    say(f"{len(found)} namespaces, {sum(one['size_bytes'] for one in found) / 1e6:,.1f} MB")
+    say(f"{counted(len(found), 'namespace')}, {sum(one['size_bytes'] for one in found) / 1e6:,.1f} MB")
 
 
 @cache_app.command()
@@ -493,7 +493,7 @@ def export(
     """
     from dpo_pack.reference.cache import export_namespace
 
-    say(f"{export_namespace(cache_dir, namespace, file):,} sequences written to {file}")
+    say(f"{counted(export_namespace(cache_dir, namespace, file), 'sequence')} written to {file}")
 
 
 @cache_app.command("import")
@@ -522,7 +522,7 @@ def import_file(
     work = find_work(cache, setup.tables)
     num_sequences = int(work.sides.sum())
     say(
-        f"{file}: {num_added:,} sequences added; the cache now has "
+        f"{file}: {counted(num_added, 'sequence')} added; the cache now has "
         f"{num_sequences - int(work.missing.sum()):,} of the recipe's {num_sequences:,} sequences"
     )
 

@@ -38,7 +38,8 @@ MAX_PIXELS = 100_000_000
 _MAX_RATIO = 200  # of the sides; Qwen's processors refuse more, and others squeeze such an image
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others run programs, or are not tested
 _16_BITS = re.compile(r";16[BLN]")  # in the raw mode that Pillow reads, of which it keeps 8 bits
-_BASE64_BEGINS = ("/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD")  # of JPEG, PNG, WEBP and GIF
+# How JPEG, PNG, WEBP, GIF, BMP, TIFF and PPM begin. No path is so long without a dot, and begins so.
+_BASE64 = re.compile(r"(/9j/|iVBO|UklG|R0lG|Qk[0-3]|SUkq|TU0A|UD[EIMQUY])[\w+/\s-]{40,}=*\s*", re.ASCII)
 _KEY_BYTES = 16
 RECORDS, CONTENT, PAIRS = "image_records.bin", "image_content.bin", "pair_images.bin"
 _RECORD_DTYPE = np.dtype(
@@ -225,7 +226,7 @@ class ImageReader:
     def _path(self, value: str) -> Path:
         if value.startswith("file:"):
             raise BadRow("image_link", f"image {value[:200]!r} is a URL; give the path without file://")
-        if len(value) > 99 and "." not in value and value.startswith(_BASE64_BEGINS):
+        if _BASE64.fullmatch(value):
             what = "is plain base64; write data:image/png;base64, before it"
             raise BadRow("broken_image", f"image {value[:20]!r}... {what}")
         if "://" in value:

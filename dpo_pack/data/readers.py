@@ -362,8 +362,9 @@ def _read_json_array(path: Path, label: str) -> Iterator[tuple[int, Any]]:
             begin, position = position, separators.match(buffer, position).end()  # type: ignore[union-attr]
             commas, is_end = commas + buffer.count(",", begin, position), buffer.startswith("]", position)
             if position < len(buffer) and commas > (number > 1 and not is_end):
-                yield number, BadRow("invalid_json", "invalid JSON (a comma, and no row with it)", ",")
-                number, commas = number + 1, 0
+                where = "at the end" if is_end else "before this row"  # which has the number, too
+                yield number, BadRow("invalid_json", f"invalid JSON (a comma without a row {where})", ",")
+                commas = int(number > 1)
             if is_end:
                 if (buffer[position + 1 :] + text.read(_JSON_CHUNK_CHARS)).strip():
                     raise DataError(f"{label}: text after the end of the array; give one array or JSON lines")
@@ -372,6 +373,8 @@ def _read_json_array(path: Path, label: str) -> Iterator[tuple[int, Any]]:
             if position < len(buffer):
                 try:
                     value, position = _JSON.raw_decode(buffer, position)
+                    if number > 1 and not commas:
+                        yield number, BadRow("invalid_json", "invalid JSON (no comma before this row)", value)
                     yield number, value
                     number, num_read, commas = number + 1, 0, 0
                     continue

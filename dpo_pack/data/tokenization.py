@@ -56,7 +56,7 @@ from dpo_pack.recipe.data import FIELDS_OF_FORMAT, DataRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
-TOKENIZATION_VERSION = 9
+TOKENIZATION_VERSION = 10
 
 # A longer text is refused, because encoding takes a second and 200 MB for a million characters.
 _MAX_TEXT_CHARS = 1 << 22

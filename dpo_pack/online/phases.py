@@ -23,7 +23,7 @@ from dpo_pack.packing.lengths import Group
 from dpo_pack.recipe.online import PairingRecipe
 from dpo_pack.system import ranks
 from dpo_pack.system.files import Json, written_aside
-from dpo_pack.system.process import printable
+from dpo_pack.system.process import counted, printable
 from dpo_pack.training.health import with_interval
 from dpo_pack.training.metrics import mean_intervals, rate_interval
 
@@ -343,10 +343,10 @@ class WinRate:
 def win_rate_sentence(record: Mapping[str, Any]) -> str:
     """Returns the console's sentence about the record of one set."""
     if "online/win_rate" not in record:
-        return f"no score for any of {record['prompts']:,} prompts"
+        return f"no score for any of {counted(record['prompts'], 'prompt')}"
     rate = with_interval(record["online/win_rate"], record["intervals"]["online/win_rate"])
     least, most = record["intervals"]["online/score_gain"]
-    failures = f", {record['failures']:,} prompts failed" if record["failures"] else ""
+    failures = f", {counted(record['failures'], 'prompt')} failed" if record["failures"] else ""
     return (
         f"wins {rate} against the starting policy, score {record['online/scores']:z.3f}, gain "
         f"{record['online/score_gain']:+z.3f} ({least:+z.3f} to {most:+z.3f}){failures}"

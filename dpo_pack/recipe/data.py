@@ -101,6 +101,8 @@ class SourceRecipe(types.Section):
                 yield "columns", f"column '{column}' is given for several fields"
             elif field not in known:
                 yield f"columns.{field}", f"rows of format {self.format} have {', '.join(known)}"
+            elif field in IMAGE_FIELDS and (self.format, self.turns) == ("transcript", "text"):
+                yield f"columns.{field}", "dialogues as text have no images; set turns: messages"
 
 
 class EvalFraction(types.Section):

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -402,9 +402,9 @@ def changed_values(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def only_goes_on(old: Recipe, new: Recipe) -> bool:
+def only_goes_on(changed: Mapping[str, tuple[Any, Any]], new: Recipe) -> bool:
     """Whether `new` only trains for more steps, and no earlier step depends on their number."""
-    optim, changed = new.optim, changed_values(old, new)
+    optim = new.optim
     if not changed or not changed.keys() <= {"train.epochs", "train.max_steps"}:
         return False
     has_warmup = optim.warmup_steps is None and optim.warmup_ratio > 0

@@ -212,7 +212,8 @@ def headline(report: Json) -> str:
     """Returns the numbers of pairs and steps."""
     ours, full = report["statistics"], report["pairs_per_step"]
     last = ours["num_pairs"] - (ours["num_steps"] - 1) * full
-    return f"{ours['num_pairs']:,} pairs in {ours['num_steps']:,} steps of {full:,} (the last of {last:,})"
+    pairs, steps = counted(ours["num_pairs"], "pair"), counted(ours["num_steps"], "step")
+    return f"{pairs} in {steps} of {full:,} (the last of {last:,})"
 
 
 def rows_sentence(report: Json) -> str:
@@ -229,7 +230,7 @@ def rows_sentence(report: Json) -> str:
         f"rows of up to {report['token_budget']:,} tokens, prompts {sharing}; on average a step has "
         f"{ours['num_rows'] / num_steps:,.1f} rows and {ours['computed_tokens'] / num_steps:,.1f} tokens; "
         f"rows are {ours['budget_fill']:.1%} full, the longest has {ours['max_row_tokens']:,} tokens "
-        f"(measured on {ours['steps_measured']:,} steps)."
+        f"(measured on {counted(ours['steps_measured'], 'step')})."
     )
 
 

@@ -17,7 +17,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -231,13 +230,17 @@ def runs_cells(runs: Sequence[Json]) -> Cells:
 
 
 def run_facts(run: Json) -> str:
-    """Returns when run.json was last written, and the settings that tell one run from another."""
-    date = f"{datetime.fromtimestamp((run['path'] / 'run.json').stat().st_mtime):%Y-%m-%d %H:%M}"
+    """Returns when the run began (earlier releases did not write it), and the settings that tell one run from
+    another."""
+    date = [f"{text[:10]} {text[11:16]} UTC"] if isinstance(text := run["info"].get("begun"), str) else []
     values = dict(leaves(run["recipe"], separator="."))
+    if isinstance(terms := values.get("loss.type"), list):
+        terms = [(term["type"], term.get("weight", 1)) for term in terms]
+        values["loss.type"] = " + ".join(loss if one == 1 else f"{one:g} {loss}" for loss, one in terms)
     named = {"loss": "loss.type", "beta": "loss.beta", "rate": "optim.lr"}
     settings = [f"{word} {_text(values[key])}" for word, key in named.items() if key in values]
     pairs = values.get("packing.pairs_per_step")
-    return ", ".join([date, *settings, *([] if pairs is None else [f"{counted(pairs, 'pair')} a step"])])
+    return ", ".join([*date, *settings, *([] if pairs is None else [f"{counted(pairs, 'pair')} a step"])])
 
 
 def differing_keys(runs: Sequence[Json]) -> Cells:

@@ -128,7 +128,7 @@ def estimate(record: Json, metric: str) -> str:
     if mean is None or None in (bounds or ()):
         return ""
     is_rate = metric in ("rewards/accuracies", "online/win_rate")
-    return with_interval(mean, bounds) if bounds or (bounds is None and is_rate) else f"{mean:z.3f}"
+    return with_interval(mean, bounds if is_rate else bounds or ())
 
 
 def pairs_and_prompts(record: Json) -> str:

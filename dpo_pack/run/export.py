@@ -52,6 +52,7 @@ from dpo_pack.system.files import dispensable, text_of, written_aside
 from dpo_pack.system.hub import is_on_hub, name_for_others
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.machine import host_memory, release_memory
+from dpo_pack.system.process import counted
 from dpo_pack.training.health import what_can_be_told
 
 READER = Path(dpo_pack.__file__).parent / "proofs" / "read_back.py"
@@ -314,7 +315,8 @@ by dpo-pack {dpo_pack.__version__}.
 
 {usage}
 {_results(evaluation, _ONLINE_COLUMNS if recipe.online is not None else _COLUMNS)}\
-Training: {totals["steps"]:,} steps, {totals["pairs"]:,} preference pairs, {totals["tokens"]:,} tokens, \
+Training: {counted(totals["steps"], "step")}, {counted(totals["pairs"], "preference pair")}, \
+{counted(totals["tokens"], "token")}, \
 {format_seconds(totals["train_seconds"])}.
 
 Trained on: {trained}. Held out: {held_out or "nothing"}.
@@ -383,7 +385,7 @@ def _results(evaluation: Mapping[str, Mapping[str, Any]], columns: Mapping[str, 
         return ""
     lines = [f"| held-out set | {' | '.join(columns.values())} |", f"|---|{'---|' * len(columns)}"]
     for name, metrics in evaluation.items():
-        cells = (f"{metrics[column]:.4f}" if column in metrics else "" for column in columns)
+        cells = (f"{metrics[column]:z.4f}" if column in metrics else "" for column in columns)
         lines.append(f"| {name} | {' | '.join(cells)} |")
     told = {name: what_can_be_told(metrics) for name, metrics in evaluation.items()}
     lines += [f"\n{name}: {sentence}." for name, sentence in told.items() if sentence]

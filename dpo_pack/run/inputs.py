@@ -142,7 +142,7 @@ def _offline_models(
             key = f"reference_sequences_{name}"
             totals[key] = totals.get(key, 0) + number
     if dtype.itemsize < 4 and moving is None:
-        exact = exact_reference(setup, loaded)
+        exact = exact_reference(setup, loaded, frozen)
     if loaded is None:
         release_memory()
         loaded = load_proved(setup)

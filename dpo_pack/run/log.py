@@ -431,8 +431,8 @@ def describe_training(setup: Setup, planned: OfflineSource | None) -> None:
     if planned is not None and len(oversize := planned.first_plan.oversize_pairs):
         longest = int(planned.first_plan.sizes.tokens[oversize].max())
         console.print(
-            f"Note: {len(oversize):,} pairs exceed packing.token_budget ({budget:,}), so "
-            f"each of them gets its own row; the longest has {longest:,} tokens; nothing is cut"
+            f"Note: {counted(len(oversize), 'pair')} above packing.token_budget ({budget:,}), so each is a "
+            f"row of its own; the longest has {longest:,} tokens; nothing is cut"
         )
 
 

@@ -85,18 +85,21 @@ def resume_reference(
     trained, *tables = setup.tables
     if (reference.num_steps or planned.num_steps) < planned.num_steps:
         reference.of(trained, planned.pairs_of_steps(reference.num_steps))  # else the file is of other pairs
-        more = reference.lacking(trained.select(planned.needed_pairs))
-        if more.num_pairs and reference.namespace != namespace_digest(setup.reference_facts.namespace):
-            raise CacheError(
-                f"train.max_steps: {frozen} has log-probs of the earlier steps only, and the reference "
-                "model, its precision or a release has changed since; use another output_dir"
-            )
-        tables.insert(0, more)
+        tables.insert(0, reference.lacking(trained.select(planned.needed_pairs)))
     lacking = [table for table in map(reference.lacking, tables) if table.num_pairs]
     if not any(ranks.every_rank_says(bool(lacking))):
         return reference, None
+    lacks = "lacks log-probs of new steps or of other held-out pairs"
+    _refuse_another_model(setup, reference, f"{frozen} {lacks}", "put them back, or")
     filled = prepare_reference(setup, loaded, tables=lacking)
     return reference.joined(filled.values), filled
+
+
+def _refuse_another_model(setup: Setup, kept: FrozenReference, what: str, remedy: str) -> None:
+    """Raises CacheError if what is computed now would be of another model than the run has `kept`."""
+    if kept.namespace and kept.namespace != namespace_digest(setup.reference_facts.namespace):
+        changed = "the reference model, its precision or a release has changed since the run began"
+        raise CacheError(f"output_dir: {what}, and {changed}; {remedy} use another output_dir")
 
 
 # `train.eval_precision: auto` adds at most this part to the training. To count it, a token takes so many
@@ -126,14 +129,20 @@ def exact_tables(setup: Setup) -> dict[str, PairTable] | None:
     return tables
 
 
-def exact_reference(setup: Setup, loaded: LoadedModel | None = None) -> Reference | None:
+def exact_reference(
+    setup: Setup, loaded: LoadedModel | None = None, kept: FrozenReference | None = None
+) -> Reference | None:
     """Returns the reference in fp32 of the pairs of `exact_tables`, or None. It computes now, because later
-    the starting weights are gone. `loaded`: see `prepare_reference`."""
+    the starting weights are gone. `loaded`: see `prepare_reference`. Raises CacheError, also if the model is
+    another than that of the log-probs that the run has `kept`."""
     tables = list((exact_tables(setup) or {}).values())
     if not tables:
         return None
     if not setup.objective.needs_reference:
         return CachedReference(lookup=None)
+    if kept is not None:
+        remedy = "put them back, set train.eval_precision: training, or"
+        _refuse_another_model(setup, kept, "held-out pairs are evaluated in float32", remedy)
     return CachedReference(lookup=prepare_reference(setup, loaded, tables=tables, in_float32=True).values.of)
 
 
@@ -156,9 +165,9 @@ def prepare_reference(
     # All ranks use the list of rank 0. A rank that looks later could find more sequences in the cache.
     is_missing = np.zeros(0, dtype=np.bool_) if has_all else ranks.first_says(np.isnan(values.sums))
     num_cached = len(values.keys) - (todo := int(is_missing.sum()))
+    pairs = counted(sum(table.num_pairs for table in tables), f"{'held-out ' * in_float32}pair")
     console.print(
-        f"Reference log-probs of {sum(table.num_pairs for table in tables):,} "
-        f"{'held-out pairs in float32' if in_float32 else 'pairs'}: "
+        f"Reference log-probs of {pairs}{' in float32' * in_float32}: "
         f"{num_cached:,} of {num_cached + todo:,} different sequences cached"
         f"{f', {todo:,} to compute' if todo else ''}"
         f"{f' (cache: {facts.cache_dir})' if num_cached else ''}"

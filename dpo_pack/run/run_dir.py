@@ -10,6 +10,7 @@ import shlex
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,11 @@ from dpo_pack.system.files import (
     writing,
 )
 from dpo_pack.system.machine import git_commit, package_versions
+from dpo_pack.system.process import counted
 
 LOCK_FILE = "run.lock"
 _STATUSES = ("running", "interrupted", "failed", "finished")
-_MOST_TOLD = 193  # characters of what has changed, if one key and the paths are shorter
+_MOST_TOLD = 193  # characters of what has changed; with `error: ` a line has 200
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,10 +169,11 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
         return goes_on
     if found and step_of(found[-1]) == steps:
         with contextlib.suppress(RecipeError):  # `_refuse_changes` says what is wrong
-            if only_goes_on(load_recipe(root / RECIPE_FILE), recipe):
+            if only_goes_on(_changes(root, load_recipe(root / RECIPE_FILE), recipe), recipe):
                 return goes_on
-    how = shlex.join(["dpopack", "train", str(root)])
-    _refuse_changes(root, recipe, f"{ways_out}, or train on (model.path: see {how})")
+    train_on = f"{ways_out}, or train on (model.path: see {shlex.join(['dpopack', 'train', str(root)])})"
+    shorter = "use another output_dir, --overwrite, or train on (see dpopack train RUN)"
+    _refuse_changes(root, recipe, train_on, shorter)
     sums = info.get("model_files", {})
     try:
         damage = damage_of_files(new.model, sums) if new.model.is_dir() else "it is missing"
@@ -245,6 +248,8 @@ def begin_run(run: RunDir, recipe_text: str, device: str, place: Path | None) ->
                 else:
                     path.unlink(missing_ok=True)
     write_text_atomically(run.root / RECIPE_FILE, recipe_text)
+    if "status" not in run.info:  # else it goes on
+        run.info["begun"] = datetime.now(UTC).isoformat(timespec="seconds")
     run.update(
         status="running",
         dpo_pack=dpo_pack.__version__,
@@ -257,17 +262,10 @@ def begin_run(run: RunDir, recipe_text: str, device: str, place: Path | None) ->
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
-    """Raises RunError, which names the keys, if the run in `root` had a recipe that trains otherwise."""
-    try:
-        earlier = load_recipe(root / RECIPE_FILE, lenient=True)
-    except RecipeError as error:
-        what = f"the recipe of the run in {root} cannot be read ({error})"
-        raise RunError(f"output_dir: {what}; correct {root / RECIPE_FILE}, or {ways_out}") from error
-    if earlier.dropped:
-        raise RunError(f"output_dir: {root} holds a run with {'; '.join(earlier.dropped)}; {ways_out}")
+def _changes(root: Path, earlier: Recipe, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Returns `changed_values` since the run in `root`, without paths whose content is the same."""
     changed = changed_values(earlier, recipe)
-    if moved := [key for key in changed if key in recipe.inputs]:  # their content may be the same
+    if moved := [key for key in changed if key in recipe.inputs]:
         written, read = (read_json(root / INFO_FILE) or {}).get("inputs"), input_fingerprints(recipe, moved)
         for key in moved:
             if isinstance(written, dict) and written.get(key) == read.get(key) is not None:
@@ -277,11 +275,27 @@ def _refuse_changes(root: Path, recipe: Recipe, ways_out: str) -> None:
     # 0 and null differ for mixtures of experts only, and earlier releases had 0 as the default.
     if not any(router) and router_balance(resolve_model(recipe, CPU).architecture, None) is None:
         del changed["loss.router_aux_coef"]
-    if changed:
-        told, names = f"output_dir: {root} holds a run with another", list(changed)
+    return changed
+
+
+def _refuse_changes(root: Path, recipe: Recipe, ways_out: str, shorter: str = "") -> None:
+    """Raises RunError, which names the keys, if the run in `root` had a recipe that trains otherwise.
+    `shorter`: the ways out where a line has no room for `ways_out`."""
+    try:
+        earlier = load_recipe(root / RECIPE_FILE, lenient=True)
+    except RecipeError as error:
+        what = f"the recipe of the run in {root} cannot be read ({error})"
+        raise RunError(f"output_dir: {what}; correct {root / RECIPE_FILE}, or {ways_out}") from error
+    if earlier.dropped:
+        raise RunError(f"output_dir: {root} holds a run with {'; '.join(earlier.dropped)}; {ways_out}")
+    if changed := _changes(root, earlier, recipe):
+        where, names = "output_dir" if root == recipe.output_dir else "checkpoint.resume", list(changed)
         values = [f"{key} ({show(then)} then, {show(now)} now)" for key, (then, now) in changed.items()]
-        fewer = ([*names[:num], f"{len(names) - num} more keys"] for num in range(len(names) - 1, 0, -1))
-        lines = [f"{told} {', '.join(keys)}; {ways_out}" for keys in (values, names, *fewer)]
+        rests = ((num, counted(len(names) - num, "more key")) for num in range(len(names) - 1, 0, -1))
+        told = [", ".join(keys) for keys in (values, names, *([*names[:num], rest] for num, rest in rests))]
+        held, shorter = f"{root} holds a run", shorter or ways_out
+        places = ((held, ways_out), (held, shorter), ("there is a run", shorter))
+        lines = [f"{where}: {place} with another {keys}; {ways}" for place, ways in places for keys in told]
         raise RunError(next((line for line in lines if len(line) <= _MOST_TOLD), lines[-1]))
 
 

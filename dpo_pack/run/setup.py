@@ -193,9 +193,9 @@ def _print_data(data: Data, console: Console, scored_turns: str, *, seconds: flo
         notes = list(source_notes(source))
         if others := source.get("pairs_with_other_turns"):
             are = "not scored" if scored_turns == "assistant" else "scored too"
-            notes.append(f"{others:,} pairs have messages of others in their answers, which are {are}")
+            notes.append(f"answers of {counted(others, 'pair')} have messages of others, which are {are}")
         if (number := source.get("pairs_in_mixture")) is not None:
-            notes.append(f"its share of the mixture is its first {number:,} pairs")
+            notes.append(f"its share of the mixture is its first {counted(number, 'pair')}")
         if columns := source["columns_not_read"]:
             notes.append(f"columns that are not read: {', '.join(columns)}")
         for note in notes:
@@ -481,12 +481,12 @@ def _check_rows(
     for model in models:
         check_data(model, tokenizer, [PairTable.of([rows.store])], token_budget, online)
     counts = rows.store.summary
-    which = "all" if rows.reads_all else "the first"
+    which = "all" if rows.reads_all and counts["rows_read"] > 1 else "the first"
     others = "" if rows.reads_all else "(no others were read) "
-    kept = "pairs" if online is None else "prompts"
+    kept = "pair" if online is None else "prompt"
     head = (
-        f"{key}: {source.path}, format {counts['format']}, {which} {counts['rows_read']:,} rows {others}have "
-        f"{counts[f'{kept}_kept']:,} {kept}"
+        f"{key}: {source.path}, format {counts['format']}, {which} {counted(counts['rows_read'], 'row')} "
+        f"{others}{'has' if counts['rows_read'] == 1 else 'have'} {counted(counts[f'{kept}s_kept'], kept)}"
     )
     notes = (*source_notes(counts), columns_sentence(rows.columns_read, counts["columns_not_read"]))
     return [head, *(f"  {note}" for note in notes)]

@@ -37,9 +37,10 @@ from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.models import CPU, resolve_model
 from dpo_pack.run.setup import NO_PAIRS, prepare_tokenizer
 from dpo_pack.system import ranks
+from dpo_pack.system.console import shown
 from dpo_pack.system.errors import DataError, RecipeError
 from dpo_pack.system.files import Json
-from dpo_pack.system.process import printable
+from dpo_pack.system.process import counted, printable
 
 FIRST_ROWS = 200  # of each source that are read, besides the rows that the user asks for
 # Tokens decode to this if their last bytes begin a character, whose other bytes are in the next tokens.
@@ -105,7 +106,7 @@ class ShownRecipe:
     def __repr__(self) -> str:
         names = ", ".join(source["name"] for source in self.report["sources"])
         pairs, warnings = (len(self.report[key]) for key in ("pairs", "warnings"))
-        return f"ShownRecipe({names}: {pairs:,} pairs, {warnings:,} warnings)"
+        return f"ShownRecipe({names}: {counted(pairs, 'pair')}, {counted(warnings, 'warning')})"
 
 
 def show_recipe(
@@ -170,15 +171,15 @@ def _read_rows(
             if position >= FIRST_ROWS and number >= max(asked_rows, default=0) and not reads_all:
                 return
 
-    most = ingestion.source.max_pairs
+    most, work = ingestion.source.max_pairs, f"Reading {printable(name)}"
     with (
         ingestion.start() as rows,
-        console.status("Reading data") as status,
+        shown(console, work, "" if reads_all or asked_rows else "rows") as tell,
         closing(tokenize_rows(selected(), ingestion.submit, num_workers=0, max_pairs=most)) as batches,
     ):
         for batch in batches:
             ingestion.count(batch)
-            status.update(printable(f"Reading {name}: {ingestion.num_rows:,} rows"))
+            tell(work, ingestion.num_rows, None, [counted(ingestion.num_rows, "row")])
             for number, bad in batch.dropped:
                 if number in (asked_rows or ingestion.dropped_rows[bad.reason]):
                     about = {"source": name, "row": number, "reason": bad.reason, "detail": bad.detail}
@@ -228,9 +229,10 @@ def _report_source(
         "rows_read": num_read,
         "pairs_kept": num_kept,
     }
-    of_all = "only" if source["rows"] is None else f"{num_read:,} of"
+    of_all = "only " if source["rows"] is None else f"{num_read:,} of "
+    of_all += counted(source["rows"] or num_read, "row")
     report["settings"] += [
-        f"{name}, format {ingestion.format}: {of_all} {source['rows'] or num_read:,} rows tokenised, "
+        f"{name}, format {ingestion.format}: {of_all} tokenised, "
         f"{num_kept:,} kept, {num_read - num_kept:,} left out",
         f"{name}: {columns_sentence(ingestion.columns_read, summary['columns_not_read'])}",
         *(f"{name}: {note}" for note in source_notes(summary, names_left_out=False)),

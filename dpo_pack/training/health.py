@@ -228,6 +228,9 @@ def what_can_be_told(record: Mapping[str, Any], *, without_effect: float = 0.5) 
 
 
 def with_interval(mean: float, bounds: Sequence[float] | None) -> str:
-    """Returns "0.612 (0.550 to 0.670)", or "0.500 (all ties)" if a rate has no bounds."""
-    told = "all ties" if bounds is None else f"{bounds[0]:z.3f} to {bounds[1]:z.3f}"
-    return f"{mean:z.3f} ({told})"
+    """Returns "0.612 (0.550 to 0.670)", "25.4 (25.1 to 25.8)"; "0.500 (all ties)" if a rate has no bounds;
+    with empty bounds the mean alone."""
+    decimals = 3 - sum(abs(mean) > limit for limit in (1, 9.995, 99.95))
+    shown, *limits = (f"{value:z,.{decimals}f}" for value in (mean, *(bounds or ())))
+    told = "all ties" if bounds is None else " to ".join(limits)
+    return f"{shown} ({told})" if told else shown

@@ -32,8 +32,9 @@ from support.tiny_pictures import (
 )
 
 from dpo_pack.data import ingest, sources
-from dpo_pack.data.images import ImageProcessor, decode
+from dpo_pack.data.images import ImageProcessor, ImageReader, decode
 from dpo_pack.data.sources import Data, keys_by_image
+from dpo_pack.data.values import BadRow
 from dpo_pack.system.errors import DataError
 
 TOKENIZER = picture_tokenizer()
@@ -339,6 +340,18 @@ def test_a_bad_image_is_one_line_and_can_be_skipped(tmp_path: Path, fault: str) 
     data = load(tmp_path, path, on_bad_row="skip")
     assert data.report["train"]["sources"][0]["dropped"] == {reason: {"rows": 1, "line_numbers": [2]}}
     assert data.train.num_pairs == 2
+
+
+def test_plain_base64_of_every_format_is_told_and_no_path_is_taken_for_it() -> None:
+    reader = ImageReader(processor=PROCESSOR, folder=Path("/folder"), max_pixels=None)
+    for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"):
+        value = base64.b64encode(encoded(Image.new("RGB", (3, 3)), kind)).decode()
+        for written in (value, value[:44] + "\n" + value[44:]):
+            with pytest.raises(BadRow, match="is plain base64"):
+                reader.read(written)
+    for path in ("iVBORw0KGgo/" + "a" * 60 + ".png", "a" * 99, "Qk0/short"):
+        with pytest.raises(BadRow, match="No such file"):
+            reader.read(path)
 
 
 IDS = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7]}

@@ -131,16 +131,26 @@ def test_json_arrays_are_read_whatever_part_of_a_row_fits_the_buffer(
     assert read(tmp_path / "a.json") == list(enumerate(ROWS, start=1))
 
 
-@pytest.mark.parametrize("rows", ["[{},{},]", "[{}, ,{}]", "[ ,{},{}]"])
+@pytest.mark.parametrize(
+    ("rows", "number", "told"),
+    [
+        ("[{},{},]", 3, "a comma without a row at the end"),
+        ("[{}, ,,{}]", 2, "a comma without a row before this row"),
+        ("[ ,{},{}]", 1, "a comma without a row before this row"),
+        ("[{} {}]", 2, "no comma before this row"),
+        ("[{}\n{}]", 2, "no comma before this row"),
+    ],
+)
 @pytest.mark.parametrize("size", [1, 2, 1000])
-def test_a_comma_without_a_row_is_a_bad_row_as_in_json_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, rows: str
+def test_a_wrong_comma_is_a_bad_row_and_later_rows_keep_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, rows: str, number: int, told: str
 ) -> None:
     monkeypatch.setattr("dpo_pack.data.readers._JSON_CHUNK_CHARS", size)
     (tmp_path / "a.json").write_text(rows.replace("{}", json.dumps(ROWS[0])))
-    found = [row for _, row in read(tmp_path / "a.json")]
-    (bad,) = (row for row in found if isinstance(row, BadRow))
-    assert bad.reason == "invalid_json" and "a comma, and no row" in str(bad) and found.count(ROWS[0]) == 2
+    found = read(tmp_path / "a.json")
+    ((place, bad),) = ((place, row) for place, row in found if isinstance(row, BadRow))
+    assert bad.reason == "invalid_json" and told in str(bad) and place == number
+    assert [one for one in found if not isinstance(one[1], BadRow)] == [(1, ROWS[0]), (2, ROWS[0])]
 
 
 @pytest.mark.parametrize("name", ["big.json", "big.jsonl"])

@@ -22,6 +22,8 @@ REFUSED: list[tuple[str, str]] = [
     ("data.train.0.format=transcript, data.continue_final_message=true", "data.continue_final_message"),
     ("data.train={path: a, turns: messages}", "data.train.0.turns"),
     ("data.train={path: a, format: sharegpt, turns: messages}", "data.train.0.turns"),
+    ("data.train={path: a, format: transcript, columns: {images: b}}", "data.train.0.columns.images"),
+    ("data.train={path: a, format: transcript, columns: {image: b}}", "data.train.0.columns.image"),
     ("data.train.0.columns={chosen: a, rejected: a}", "data.train.0.columns"),
     ("data.train.0.columns={prompt: null, chosen: null}", "data.train.0.columns.chosen"),
     ("data.train={path: a, format: tokenized, columns: {prompt: q}}", "data.train.0.columns.prompt"),

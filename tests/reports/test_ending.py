@@ -11,6 +11,7 @@ from support.whole_runs import lines, stop_after, text, whole_run
 
 from dpo_pack.run.samples import read_samples
 from dpo_pack.trainer import train
+from dpo_pack.training.health import with_interval
 
 
 def ending_of(console: Console) -> str:
@@ -28,9 +29,8 @@ def test_the_ending_has_metrics_and_samples_of_both(assets: Path, tmp_path: Path
     assert re.search(r"Done: 8 steps, 32 pairs in [^(]+ \([\d.,]+ pairs/s\)\. Model: ", text(console))
     assert re.search(r"\n[\d.]+ (s|min) in all\n\nNext:\n", told)
     for metric, words in (("rewards/accuracies", "reward accuracy"), ("rewards/margins", "reward margin")):
-        low, high = last["intervals"][metric]
         tied = {"rewards/accuracies": r"0.500 \(all ties\)", "rewards/margins": "0.000"}[metric]
-        row = rf"{words} +{tied} +{last[metric]:.3f} \({low:.3f} to {high:.3f}\)\s"
+        row = rf"{words} +{tied} +{re.escape(with_interval(last[metric], last['intervals'][metric]))}\s"
         assert re.search(row, told)
     written = read_samples(run / "samples.jsonl")
     both = list(zip(written[:3], written[3:], strict=True))

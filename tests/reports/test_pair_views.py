@@ -61,7 +61,10 @@ def shows(tmp_path: Path) -> Shows:
         }
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         loaded = load_recipe(tmp_path / "recipe.yaml", overrides)
-        return show_recipe(loaded, _console(), asked_rows=asked, reads_all=reads_all)
+        shown = show_recipe(loaded, console := _console(), asked_rows=asked, reads_all=reads_all)
+        is_long = reads_all or bool(asked)  # in a log, a line before long work
+        assert console.file.getvalue() == "Reading pairs ...\n" * is_long  # type: ignore[attr-defined]
+        return shown
 
     return run
 
@@ -258,6 +261,7 @@ def test_only_the_first_rows_are_tokenised_and_told(shows: Shows, monkeypatch: p
         whole.report["packed_row"] is not None and len(whole.report["packed_row"]["pairs"]) == 5
     )  # memory does not grow with rows
     assert "5 of 5 rows tokenised" in joined(screen(shows([PAIR] * 5)))
+    assert "1 of 1 row tokenised" in joined(screen(one := shows([PAIR]))) and ": 1 pair, " in repr(one)
 
 
 def test_rows_that_are_left_out_are_listed_without_pairs_and_counted(shows: Shows) -> None:

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +133,14 @@ def test_the_page_has_curves_evaluations_warnings_and_files(run: Path) -> None:
 
 def test_a_page_of_one_run_says_which_run_it_is_and_has_no_table_that_says_nothing(run: Path) -> None:
     outline = Outline()
+    assert " m loss sigmoid, beta 0.1, rate 1e-06 " in said(run_page([run]))  # of an earlier release
+    info = json.loads((run / "run.json").read_text()) | {"begun": "2026-11-29T05:27:57+00:00"}
+    (run / "run.json").write_text(json.dumps(info))
     outline.feed(run_page([run]))
-    told = re.search(r" m (.{10}) \d\d:\d\d, loss sigmoid, beta 0.1, rate 1e-06 ", said(run_page([run])))
-    assert told is not None and told[1] == f"{date.fromtimestamp((run / 'run.json').stat().st_mtime)}"
+    assert " m 2026-11-29 05:27 UTC, loss sigmoid, beta 0.1, rate 1e-06 " in said(run_page([run]))
     assert outline.tags.count("table") == 2  # the evaluation, and its three groups of seven pairs
     recipe = yaml.safe_load((run / "recipe.yaml").read_text()) | {"packing": {"pairs_per_step": 1}}
+    recipe["loss"]["type"] = [{"type": "sigmoid", "weight": 1.0}, {"type": "sft", "weight": 0.5}]
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     few, enough = evaluation(31, 0.5), evaluation(31, 0.5)
     for name in ("books", "<i>web"):
@@ -147,7 +149,8 @@ def test_a_page_of_one_run_says_which_run_it_is_and_has_no_table_that_says_nothi
     page = run_page([run])
     outline = Outline()
     outline.feed(page)
-    assert "rate 1e-06, 1 pair a step" in said(page) and outline.tags.count("table") == 1
+    assert "loss sigmoid + 0.5 sft, beta 0.1, rate 1e-06, 1 pair a step" in said(page)
+    assert outline.tags.count("table") == 1
 
 
 def test_more_than_2000_lines_become_means_of_successive_lines_and_the_page_says_so(tmp_path: Path) -> None:
@@ -262,6 +265,13 @@ def test_several_runs_lie_over_each_other_with_the_keys_in_which_they_differ(tmp
     assert [(curve["run"], curve["label"]) for curve in curves(page, "Rewards")][:3] == [
         (0, "a chosen"), (0, "a rejected"), (1, "b chosen")
     ]  # fmt: skip
+
+
+def test_runs_that_differ_in_one_key_or_none_have_a_sentence_and_no_table(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, lr=lr) for name, lr in (("a", 1e-6), ("b", 2e-6), ("c", 1e-6))]
+    one, none = said(run_page(runs[:2])), said(run_page(runs[::2]))
+    assert "Only optim.lr differs: a 1e-06, b 2e-06. Losses" in one and "differ in no key" in none
+    assert "Keys and versions" not in one + none
 
 
 def test_the_page_of_an_online_run_has_win_rates_and_scores_and_nothing_empty(run: Path) -> None:

@@ -63,5 +63,9 @@ def test_a_number_has_its_interval_or_says_why_not_and_no_sign_before_zero() -> 
     record["intervals"] = {"rewards/accuracies": None, "loss": None, "rewards/margins": [-0.0004, 0.25]}
     cells = [estimate(record, name) for name in record if name != "intervals"]
     assert cells == ["0.500 (all ties)", "0.693", "0.000 (0.000 to 0.250)", ""]
+    large = {"loss": 25.4321, "rewards/margins": -10.94, "intervals": {"loss": [25.1, 25.75]}}
+    assert [estimate(large, name) for name in ("loss", "rewards/margins")] == ["25.4 (25.1 to 25.8)", "-10.9"]
+    shown = [estimate({"loss": loss}, "loss") for loss in (1, 1.25, 9.999, 1234.5)]
+    assert shown == ["1.000", "1.25", "10.0", "1,234"]
     assert pairs_and_prompts({"pairs": 1, "prompts": 1}) == "1 pair"
     assert pairs_and_prompts({"pairs": 4, "prompts": 1, "held_out_pairs": 9}) == "4 of 9 pairs, 1 prompt"

@@ -393,7 +393,8 @@ def test_a_finished_run_with_a_constant_rate_goes_on_as_if_it_had_been_longer(
     train(whole_run(assets, tmp_path / "run", *short), Console(quiet=True))
     with pytest.raises(RunError, match="see dpopack train "):  # its steps depend on their number
         train(whole_run(assets, tmp_path / "run", *constant, "optim.schedule=linear"), console)
-    train(whole_run(assets, tmp_path / "run", *constant), console)
+    shutil.copytree(assets / "model", tmp_path / "moved")
+    train(whole_run(assets, tmp_path / "run", *constant, f"model.path={tmp_path / 'moved'}"), console)
     assert "Going on after step 4 of 8" in text(console)
     assert_same_run(tmp_path / "long", tmp_path / "run")
 
@@ -419,17 +420,35 @@ def test_max_steps_limits_the_reference_pass_and_a_longer_run_adds_the_rest(
     assert_same_run(tmp_path / "long", run)
 
 
-def test_a_changed_model_gives_a_longer_run_no_reference(
-    assets: Path, tmp_path: Path, console: Console
+@pytest.mark.parametrize(
+    ("first", "then", "told"),
+    [
+        ((), "train.max_steps=3", "new steps or of other held-out pairs"),
+        ((), "data.eval={more}", "new steps or of other held-out pairs"),
+        (
+            ("model.autocast=bfloat16", "train.eval_precision=training"),
+            "train.eval_precision=float32",
+            "float32",
+        ),
+    ],
+)
+def test_a_changed_model_gives_a_resumed_run_no_reference(
+    first: tuple[str, ...], then: str, told: str, assets: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(assets / "model", tmp_path / "model")
-    keys = (f"model.path={tmp_path / 'model'}", "optim.schedule=constant", "checkpoint.every_steps=1")
-    train(whole_run(assets, tmp_path / "run", "train.max_steps=1", *keys), Console(quiet=True))
+    constant = ("optim.schedule=constant", "checkpoint.every_steps=1", "train.eval_every_steps=null")
+    own = (f"model.path={tmp_path / 'model'}", f"reference.cache_dir={tmp_path / 'cache'}")
+    keys = (*own, "train.max_steps=2", *constant, *first)
+    begun = whole_run(assets, tmp_path / "run", *keys)
+    train(begun, Console(quiet=True)) if "max_steps" in then else stop_after(1, begun)
     weights = load_file(tmp_path / "model" / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CacheError, match=r"^train\.max_steps: .*reference model, its precision or a release"):
-        train(whole_run(assets, tmp_path / "run", "train.max_steps=2", *keys), console)
+    (more := tmp_path / "more.jsonl").write_text('{"prompt": "ask", "chosen": " yes", "rejected": " no"}\n')
+    recipe = whole_run(assets, tmp_path / "run", *keys, then.format(more=more))
+    with pytest.raises(CacheError, match=rf"^output_dir: .*{told}.* the reference model, its precision or a"):
+        train(recipe, Console(quiet=True))
+    train(begun, Console(quiet=True))  # nothing is to be computed
 
 
 def test_weights_beyond_float16_are_written_in_float32_and_told_once(assets: Path, tmp_path: Path) -> None:

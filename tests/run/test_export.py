@@ -156,6 +156,17 @@ def test_the_card_says_how_the_model_came_to_be(exported: tuple[LoadedModel, Pat
     assert shown == parse_recipe(expected)
 
 
+def test_numbers_of_the_card_agree_with_their_words_and_zero_has_no_sign(tmp_path: Path) -> None:
+    totals = {"steps": 1, "pairs": 1, "tokens": 1, "train_seconds": 1.0}
+    found = {"towns": {**EVALUATION["towns"], "rewards/margins": -1e-6}}
+    card = model_card(make_recipe(tmp_path), "usage", totals=totals, evaluation=found)
+    assert (
+        "Training: 1 step, 1 preference pair, 1 token, 1" in card
+        and "| 0.0000 |" in card
+        and "-0.0" not in card
+    )
+
+
 def test_the_card_names_hub_ids_whole_and_of_local_paths_the_last_part(tmp_path: Path) -> None:
     home = str(tmp_path)
     recipe = make_recipe(

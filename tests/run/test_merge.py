@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def test_the_merged_model_loads_without_peft_and_has_the_adapter_s_logits(
 
 def test_the_command_merges_and_its_errors_are_one_line(trained: Path, tmp_path: Path) -> None:
     runner, out = CliRunner(), str(tmp_path / "merged")
-    assert runner.invoke(app, ["merge", str(trained / "run" / "model"), out]).exit_code == 0
+    merged = runner.invoke(app, ["merge", str(trained / "run" / "model"), out])
+    assert merged.exit_code == 0 and re.match(r"Merging \S*model into its base \.\.\.\n", merged.output)
     again = runner.invoke(app, ["merge", str(trained / "run"), out])
     assert isinstance(again.exception, RunError) and "exists already" in str(again.exception)
 

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -142,19 +143,21 @@ def test_inputs_are_never_replaced_whichever_key_names_them(tmp_path: Path) -> N
     assert f"would replace {base}, which the adapter of model.path names" in refused(recipe, overwrite=True)
 
 
+@pytest.mark.parametrize("length", [3, 40, 74, 180])
 def test_a_used_output_dir_is_told_in_a_line_of_at_most_200_characters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (root := Path("runs/one")).mkdir(parents=True)
+    (root := Path("runs", "o" * length)).mkdir(parents=True)
     (root / "run.json").write_text(json.dumps({"status": "finished"}))
     (root / "recipe.yaml").write_text(dump_recipe(earlier := recipe_in(root)))
     keys = ["seed=7", "optim.lr=0.5", "loss.beta=0.25", "data.shuffle=false", "train.epochs=9"]
     keys += ["data.max_length=99", "optim.weight_decay=0.5", "packing.pairs_per_step=7"]
-    for num, told in ((1, "seed (0 then, 7 now); "), (3, "loss.beta, "), (8, " more keys; ")):
+    for num, told in ((1, "another seed"), (2, " optim.lr"), (3, "loss.beta"), (8, " more keys; ")):
         message = refused(parse_recipe(earlier.model_dump(mode="json"), keys[:num]))
-        assert told in message and message.endswith("see dpopack train runs/one)")
-        assert len(f"error: {message}") <= 200
+        assert told in message and (str(root) in message) == (length < 74)
+        assert message.endswith(("(see dpopack train RUN)", f"see dpopack train {root})"))
+        assert len(f"error: {message}") <= 200 and " 1 more keys" not in message
 
 
 @pytest.mark.parametrize("content", ["[1]", "", "[" * 10**3, "output_dir: there\nlearning: rate\n", None])
@@ -240,12 +243,18 @@ def test_a_second_run_is_refused(assets: Path, tmp_path: Path, console: Console)
 
 
 def test_a_run_that_was_killed_before_a_checkpoint_says_that_it_begins_anew(
-    assets: Path, tmp_path: Path, console: Console
+    assets: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = whole_run(assets, tmp_path / "run", "checkpoint.every_steps=null")
     kill_after(1, recipe, console)
+    begun = read_json(tmp_path / "run" / "run.json")["begun"]
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(begun)) < timedelta(minutes=9)
     assert "checkpoints: only" in text(console) and "anew: " not in text(console)
-    prepare_run(recipe, find_run(recipe, overwrite=False), console)
+    run = find_run(recipe, overwrite=False)
+    prepare_run(recipe, run, console)
+    monkeypatch.setattr(run_dir, "datetime", None)  # when it began is kept
+    begin_run(run, dump_recipe(recipe), "cpu", None)
+    assert read_json(tmp_path / "run" / "run.json")["begun"] == begun
     assert "Beginning anew: the earlier run here ended without a checkpoint" in text(console)
 
 
