@@ -172,7 +172,7 @@ def pack_blocks(
     """Returns each rank's rows, positions in `pairs`, of which some have common beginnings. A rank's pairs of
     one beginning are packed as one item, or as a few that each fill a row."""
     assert sizes.beginnings is not None
-    keys, common, _ = (values[pairs] for values in sizes.beginnings)
+    keys, common = (values[pairs] for values in sizes.beginnings[:2])
     rank_of, own = _deal_blocks(sizes, pairs, num_ranks, token_budget), sizes.tokens[pairs] - common
     order = np.lexsort((keys, rank_of))
     is_new = _differs(keys[order]) | _differs(rank_of[order]) | (keys[order] == 0)
