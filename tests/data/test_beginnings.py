@@ -23,7 +23,7 @@ def lengths_of(prompts: list[list[int]]) -> list[int]:
     for ids, (key, length) in zip(prompts, found.tolist(), strict=True):
         assert contents.setdefault(key, ids[:length]) == ids[:length] and bool(key) == bool(length)
     assert len(set(map(tuple, contents.values()))) == len(contents)
-    return found["length"].tolist()
+    return list(map(int, found["length"]))
 
 
 def test_two_pairs_that_begin_alike_have_a_beginning_of_at_least_16_tokens() -> None:

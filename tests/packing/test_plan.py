@@ -30,7 +30,15 @@ from dpo_pack.packing.bin_packing import (
     padded_rows,
     split_over_ranks,
 )
-from dpo_pack.packing.lengths import Beginnings, FloatArray, IntArray, PairLengths, PairSizes, pair_flops
+from dpo_pack.packing.lengths import (
+    AnyIntArray,
+    Beginnings,
+    FloatArray,
+    IntArray,
+    PairLengths,
+    PairSizes,
+    pair_flops,
+)
 from dpo_pack.packing.plan import PackingPlan, epoch_order
 from dpo_pack.reports.packing import rank_balance
 
@@ -327,7 +335,7 @@ def with_beginnings(kind: str, num_pairs: int, common_tokens: int, num_ranks: in
     """The plan of pairs with HH's lengths, of which all, a tenth each or half have a common beginning."""
     random = np.random.RandomState(0)
     own = np.clip(265 * np.exp(0.7 * random.standard_normal(num_pairs)), 8, 2000).astype(np.int64)
-    kinds = {
+    kinds: dict[str, AnyIntArray | int] = {
         "none": 0,
         "one": 1,
         "ten": random.randint(1, 11, num_pairs),
