@@ -8,7 +8,7 @@ import glob
 import os
 import shlex
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -151,7 +151,8 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     if named is not None:
         if owner is None or not (named / "checkpoint.json").is_file():
             raise RunError(f"checkpoint.resume: {named} is not a checkpoint; give a step-... directory")
-        _refuse_changes(owner, recipe, "use another checkpoint")
+        way_out = "use another checkpoint"
+        _refuse_changes(owner, _changes(owner, recipe, way_out), way_out, key="checkpoint.resume")
         if info is not None and owner != root.resolve():
             raise RunError(f"output_dir: {root} holds another run than {named}; use another output_dir")
         return replace(new, checkpoint=named, info=info or {})
@@ -164,16 +165,15 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     if resume == "never":
         raise RunError(f"output_dir: {root} holds a run ({status}); {ways_out}")
     goes_on = replace(new, checkpoint=found[-1] if found else None, info=info)
+    changed = _changes(root, recipe, ways_out)
     if status != "finished":
-        _refuse_changes(root, recipe, ways_out)
+        _refuse_changes(root, changed, ways_out)
         return goes_on
-    if found and step_of(found[-1]) == steps:
-        with contextlib.suppress(RecipeError):  # `_refuse_changes` says what is wrong
-            if only_goes_on(_changes(root, load_recipe(root / RECIPE_FILE), recipe), recipe):
-                return goes_on
+    if found and step_of(found[-1]) == steps and only_goes_on(changed, recipe):
+        return goes_on
     train_on = f"{ways_out}, or train on (model.path: see {shlex.join(['dpopack', 'train', str(root)])})"
     shorter = "use another output_dir, --overwrite, or train on (see dpopack train RUN)"
-    _refuse_changes(root, recipe, train_on, shorter)
+    _refuse_changes(root, changed, train_on, shorter)
     sums = info.get("model_files", {})
     try:
         damage = damage_of_files(new.model, sums) if new.model.is_dir() else "it is missing"
@@ -262,8 +262,16 @@ def begin_run(run: RunDir, recipe_text: str, device: str, place: Path | None) ->
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-def _changes(root: Path, earlier: Recipe, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Returns `changed_values` since the run in `root`, without paths whose content is the same."""
+def _changes(root: Path, recipe: Recipe, ways_out: str) -> dict[str, tuple[Any, Any]]:
+    """Returns `changed_values` since the run in `root`, without paths whose content is the same. Raises
+    RunError if that run's recipe cannot be read, or trains as no release does any longer."""
+    try:
+        earlier = load_recipe(root / RECIPE_FILE, lenient=True)
+    except RecipeError as error:
+        what = f"the recipe of the run in {root} cannot be read ({error})"
+        raise RunError(f"output_dir: {what}; correct {root / RECIPE_FILE}, or {ways_out}") from error
+    if earlier.dropped:
+        raise RunError(f"output_dir: {root} holds a run with {'; '.join(earlier.dropped)}; {ways_out}")
     changed = changed_values(earlier, recipe)
     if moved := [key for key in changed if key in recipe.inputs]:
         written, read = (read_json(root / INFO_FILE) or {}).get("inputs"), input_fingerprints(recipe, moved)
@@ -278,24 +286,24 @@ def _changes(root: Path, earlier: Recipe, recipe: Recipe) -> dict[str, tuple[Any
     return changed
 
 
-def _refuse_changes(root: Path, recipe: Recipe, ways_out: str, shorter: str = "") -> None:
+def _refuse_changes(
+    root: Path,
+    changed: Mapping[str, tuple[Any, Any]],
+    ways_out: str,
+    shorter: str = "",
+    *,
+    key: str = "output_dir",
+) -> None:
     """Raises RunError, which names the keys, if the run in `root` had a recipe that trains otherwise.
     `shorter`: the ways out where a line has no room for `ways_out`."""
-    try:
-        earlier = load_recipe(root / RECIPE_FILE, lenient=True)
-    except RecipeError as error:
-        what = f"the recipe of the run in {root} cannot be read ({error})"
-        raise RunError(f"output_dir: {what}; correct {root / RECIPE_FILE}, or {ways_out}") from error
-    if earlier.dropped:
-        raise RunError(f"output_dir: {root} holds a run with {'; '.join(earlier.dropped)}; {ways_out}")
-    if changed := _changes(root, earlier, recipe):
-        where, names = "output_dir" if root == recipe.output_dir else "checkpoint.resume", list(changed)
-        values = [f"{key} ({show(then)} then, {show(now)} now)" for key, (then, now) in changed.items()]
+    if changed:
+        names = list(changed)
+        values = [f"{name} ({show(then)} then, {show(now)} now)" for name, (then, now) in changed.items()]
         rests = ((num, counted(len(names) - num, "more key")) for num in range(len(names) - 1, 0, -1))
         told = [", ".join(keys) for keys in (values, names, *([*names[:num], rest] for num, rest in rests))]
         held, shorter = f"{root} holds a run", shorter or ways_out
         places = ((held, ways_out), (held, shorter), ("there is a run", shorter))
-        lines = [f"{where}: {place} with another {keys}; {ways}" for place, ways in places for keys in told]
+        lines = [f"{key}: {place} with another {keys}; {ways}" for place, ways in places for keys in told]
         raise RunError(next((line for line in lines if len(line) <= _MOST_TOLD), lines[-1]))
 
 
