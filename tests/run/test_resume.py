@@ -335,10 +335,9 @@ def test_what_is_held_out_may_not_change_where_it_says_when_to_stop(tmp_path: Pa
         train(recipe, console)
 
 
-def test_changed_data_is_refused_and_other_versions_are_told(
-    straight: Path, tmp_path: Path, console: Console
-) -> None:
+def test_changed_data_is_refused_and_other_versions_are_told(tmp_path: Path, console: Console) -> None:
     own = tiny_run(tmp_path / "own").parent
+    train(whole_run(own, tmp_path / "straight"), Console(quiet=True))
     recipe = whole_run(own, tmp_path / "run")
     stop_after(3, recipe)
     (path,) = checkpoints(tmp_path / "run" / "checkpoints")
@@ -353,7 +352,7 @@ def test_changed_data_is_refused_and_other_versions_are_told(
     train(recipe, console)
     warned = "Warning: changes that may change the last bits of results: torch 1.0 then"
     assert any(line.strip().startswith(warned) for line in text(console).splitlines())
-    assert_same_run(straight, tmp_path / "run")
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
 
 
