@@ -302,7 +302,7 @@ def _refuse_changes(
         rests = ((num, counted(len(names) - num, "more key")) for num in range(len(names) - 1, 0, -1))
         told = [", ".join(keys) for keys in (values, names, *([*names[:num], rest] for num, rest in rests))]
         held, shorter = f"{root} holds a run", shorter or ways_out
-        places = ((held, ways_out), (held, shorter), ("there is a run", shorter))
+        places = ((held, ways_out), (held, shorter), (f"...{str(root)[-24:]} holds a run", shorter))
         lines = [f"{key}: {place} with another {keys}; {ways}" for place, ways in places for keys in told]
         raise RunError(next((line for line in lines if len(line) <= _MOST_TOLD), lines[-1]))
 

@@ -248,5 +248,5 @@ def test_turns_of_transcripts_meet_masks_pictures_and_the_system_prompt(tmp_path
         pictured = {**answers, columns.get("images", "images"): ["a.png"]}
         ((prompt, *_),) = read(tmp_path, pictured, **turns, columns=columns, images=True)[1]
         assert "<fake_token_around_image>why is it</s>" in prompt
-        told = read(tmp_path, pictured, format="transcript", columns=columns, images=True)[0]
-        assert "no place for images" in told["media"]
+    told = read(tmp_path, {**answers, "images": ["a.png"]}, format="transcript", images=True)[0]
+    assert "no place for images" in told["media"]
