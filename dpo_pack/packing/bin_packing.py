@@ -21,6 +21,9 @@ ROW_OVERHEAD_TOKENS = 256
 BALANCE_TOLERANCE = 1.01
 # No swap is searched among more candidates, to save memory. Ranks of so many items are even without a swap.
 MAX_SWAPS = 10_000_000
+# The tokens of a row's pairs, each alone: attention's copies of keys, and what 32-bit kernels count
+# (reference/compute.py), grow with them, however many tokens pairs share. Training rows have few pairs.
+MOST_TOKENS_ALONE = 2**17
 
 
 def best_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[IntArray]:
@@ -44,17 +47,22 @@ def best_fit_decreasing(row_tokens: IntArray, token_budget: int) -> list[IntArra
 
 def next_fit(sizes: PairSizes, order: IntArray, token_budget: int) -> list[IntArray]:
     """Fills rows with pairs in the given order; the first one that does not fit begins the next row; O(rows
-    log n). Returns positions in `order`."""
+    log n). Returns positions in `order`. Attention reads what pairs share once for each of them, so a row's
+    pairs, each alone, have at most MOST_TOKENS_ALONE tokens, or the budget if it is larger."""
     row_tokens = added = sizes.tokens[order]
     if sizes.beginnings is not None:
         keys, common, _ = (values[order] for values in sizes.beginnings)
         added = row_tokens - common * (np.diff(keys, prepend=0) == 0)  # 0 without a beginning
-    ends = np.cumsum(added, dtype=np.int64)
+    limits = ((added, token_budget), (row_tokens, max(token_budget, MOST_TOKENS_ALONE)))
+    sums = [(np.cumsum(counts, dtype=np.int64), limit) for counts, limit in limits]
     rows: list[IntArray] = []
     begin = 0
-    while begin < len(ends):
-        tokens_before = ends[begin] - row_tokens[begin]
-        end = max(begin + 1, int(np.searchsorted(ends, tokens_before + token_budget, side="right")))
+    while begin < len(order):
+        fits = [
+            np.searchsorted(ends, ends[begin] - row_tokens[begin] + limit, side="right")
+            for ends, limit in sums
+        ]
+        end = max(begin + 1, int(min(fits)))
         rows.append(np.arange(begin, end, dtype=np.int64))
         begin = end
     return rows

@@ -154,6 +154,11 @@ def namespace_digest(namespace: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
+def model_digest(namespace: Mapping[str, Any]) -> str:
+    """Returns a hash of the namespace without what changes no more than rounding: precision and releases."""
+    return namespace_digest({name: namespace.get(name) for name in ("weights", "adapter", "config")})
+
+
 def is_namespace(directory: Path) -> bool:
     """Returns whether the directory's name is the digest of its namespace.json."""
     described = read_json(directory / NAMESPACE_FILE)
@@ -166,6 +171,7 @@ class ReferenceCache:
     def __init__(self, cache_dir: Path, namespace: Mapping[str, Any], *, used_by: str | None = None) -> None:
         """Raises CacheError. `used_by`: the path of the model of a run, for used.json."""
         self.directory = cache_dir / "reference" / namespace_digest(namespace)
+        self.model = model_digest(namespace)
         self.named_parts: set[str] = set()  # written by this job; a directory listing may lack them
         self.seen_parts: set[str] = set()  # read by a look-up of this job, or written by it
         self.num_added = 0  # sequences that this job has added
@@ -236,6 +242,7 @@ class FrozenReference:
     keys: Keys  # [U, 16], each key once, in ascending order
     sums: FloatArray  # [U], nats; NaN: the cache that `find` copied has none
     namespace: str = ""  # the name of that cache's directory; "" in files of earlier releases
+    model: str = ""  # `model_digest` of that cache
     num_steps: int | None = None  # of the run as it began, whose pairs it has; None: it has all pairs
 
     @staticmethod
@@ -250,7 +257,7 @@ class FrozenReference:
                 f"{num_missing} reference log-probs are no longer in {cache.directory}, although they were "
                 "computed; run the command again"
             )
-        return FrozenReference(keys=keys, sums=sums, namespace=cache.directory.name)
+        return FrozenReference(keys=keys, sums=sums, namespace=cache.directory.name, model=cache.model)
 
     def fingerprint(self, table: PairTable | None = None) -> str:
         """A hash of the sequences and of every bit of their values: of all, or those of a table."""
@@ -293,8 +300,12 @@ class FrozenReference:
     def save(self, path: Path) -> None:
         with written_aside(path) as temporary:
             table = sequence_table(self.keys, self.sums, None)
-            facts = {"dpo_pack.namespace": self.namespace, "dpo_pack.num_steps": json.dumps(self.num_steps)}
-            table = table.replace_schema_metadata(facts)
+            facts = {
+                "namespace": self.namespace,
+                "model": self.model,
+                "num_steps": json.dumps(self.num_steps),
+            }
+            table = table.replace_schema_metadata({f"dpo_pack.{key}": fact for key, fact in facts.items()})
             pq.write_table(table, temporary, write_page_checksum=True, **UNPACKED)
 
     @staticmethod
@@ -307,6 +318,7 @@ class FrozenReference:
                 keys=column_of(table, KEY),
                 sums=column_of(table, SUM),
                 namespace=facts.get(b"dpo_pack.namespace", b"").decode(),
+                model=facts.get(b"dpo_pack.model", b"").decode(),
                 num_steps=json.loads(facts.get(b"dpo_pack.num_steps", b"null")),
             )
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:

@@ -17,7 +17,7 @@ from dpo_pack.data.store import PairTable, longest_sequence
 from dpo_pack.model.config import check_lengths
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.reference.cache import FrozenReference, ReferenceCache, namespace_digest
+from dpo_pack.reference.cache import FrozenReference, ReferenceCache, model_digest, namespace_digest
 from dpo_pack.reference.compute import BudgetSearch, PassSettings, ReferenceWork, fill_cache
 from dpo_pack.run.models import Setup
 from dpo_pack.run.setup import load_proved
@@ -90,16 +90,17 @@ def resume_reference(
     if not any(ranks.every_rank_says(bool(lacking))):
         return reference, None
     lacks = "lacks log-probs of new steps or of other held-out pairs"
-    _refuse_another_model(setup, reference, f"{frozen} {lacks}", "put them back, or")
+    now = namespace_digest(setup.reference_facts.namespace)
+    _refuse_another_model(reference.namespace, now, f"{frozen} {lacks}")
     filled = prepare_reference(setup, loaded, tables=lacking)
     return reference.joined(filled.values), filled
 
 
-def _refuse_another_model(setup: Setup, kept: FrozenReference, what: str, remedy: str) -> None:
-    """Raises CacheError if what is computed now would be of another model than the run has `kept`."""
-    if kept.namespace and kept.namespace != namespace_digest(setup.reference_facts.namespace):
-        changed = "the reference model, its precision or a release has changed since the run began"
-        raise CacheError(f"output_dir: {what}, and {changed}; {remedy} use another output_dir")
+def _refuse_another_model(then: str, now: str, what: str, more: str = ", its precision or a release") -> None:
+    """Raises CacheError if what is computed now would be of another model than `then`; "": not known."""
+    if then not in ("", now):
+        why = f"the reference model{more} has changed since the run began"
+        raise CacheError(f"output_dir: {what}, and {why}; put it back, or use another output_dir")
 
 
 # `train.eval_precision: auto` adds at most this part to the training. To count it, a token takes so many
@@ -141,8 +142,8 @@ def exact_reference(
     if not setup.objective.needs_reference:
         return CachedReference(lookup=None)
     if kept is not None:
-        remedy = "put them back, set train.eval_precision: training, or"
-        _refuse_another_model(setup, kept, "held-out pairs are evaluated in float32", remedy)
+        now = model_digest(setup.reference_facts.namespace)
+        _refuse_another_model(kept.model, now, "held-out pairs are evaluated in float32", "")
     return CachedReference(lookup=prepare_reference(setup, loaded, tables=tables, in_float32=True).values.of)
 
 

@@ -248,7 +248,7 @@ def begin_run(run: RunDir, recipe_text: str, device: str, place: Path | None) ->
                 else:
                     path.unlink(missing_ok=True)
     write_text_atomically(run.root / RECIPE_FILE, recipe_text)
-    if "status" not in run.info:  # else it goes on
+    if run.checkpoint is None or "status" not in run.info:  # else it goes on
         run.info["begun"] = datetime.now(UTC).isoformat(timespec="seconds")
     run.update(
         status="running",

@@ -22,6 +22,7 @@ from support.processor import slowness
 from dpo_pack.packing import bin_packing
 from dpo_pack.packing.bin_packing import (
     BALANCE_TOLERANCE,
+    MOST_TOKENS_ALONE,
     ROW_OVERHEAD_TOKENS,
     best_fit_decreasing,
     equalize_rows,
@@ -92,6 +93,17 @@ def test_neighbouring_next_fit_rows_would_not_fit_together_and_file_order_is_kep
     assert list(itertools.chain(*rows)) == list(range(len(lengths)))
     for row, following in itertools.pairwise(rows):
         assert sum(lengths[pair] for pair in row) + lengths[following[0]] > BUDGET
+
+
+def test_a_row_without_gradients_has_few_keys_however_much_its_pairs_share() -> None:
+    plan = with_beginnings("one", 2_000, 4_000, 1)
+    for budget, most in ((16_384, MOST_TOKENS_ALONE), (MOST_TOKENS_ALONE, MOST_TOKENS_ALONE), (2**18, 2**18)):
+        rows = next_fit(plan.sizes, np.arange(2_000), budget)
+        alone = [int(plan.sizes.tokens[row].sum()) for row in rows]
+        assert max(alone) <= most and np.concatenate(rows).tolist() == list(range(2_000))
+        assert all(plan.sizes.of_row(row).tokens <= budget for row in rows)
+        fuller = [of + int(plan.sizes.tokens[row[-1] + 1]) for of, row in zip(alone, rows[:-1], strict=False)]
+        assert budget < MOST_TOKENS_ALONE or min(fuller) > most  # a row ends only where a limit is reached
 
 
 @without_deadline

@@ -446,9 +446,20 @@ def test_a_changed_model_gives_a_resumed_run_no_reference(
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     (more := tmp_path / "more.jsonl").write_text('{"prompt": "ask", "chosen": " yes", "rejected": " no"}\n')
     recipe = whole_run(assets, tmp_path / "run", *keys, then.format(more=more))
-    with pytest.raises(CacheError, match=rf"^output_dir: .*{told}.* the reference model, its precision or a"):
+    with pytest.raises(CacheError, match=rf"^output_dir: .*{told}.* the reference model.* has changed since"):
         train(recipe, Console(quiet=True))
     train(begun, Console(quiet=True))  # nothing is to be computed
+
+
+def test_held_out_pairs_in_float32_go_on_with_another_release_of_the_model_s_code(
+    assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ("model.autocast=bfloat16", "train.eval_precision=float32", "train.max_steps=2")
+    recipe = whole_run(assets, tmp_path / "run", *keys, f"reference.cache_dir={tmp_path / 'cache'}")
+    stop_after(1, recipe)
+    monkeypatch.setattr("dpo_pack.model.facts.modelling_source", lambda architecture: "of a newer release")
+    train(recipe, Console(quiet=True))
+    assert read_json(tmp_path / "run" / "run.json")["status"] == "finished"
 
 
 def test_weights_beyond_float16_are_written_in_float32_and_told_once(assets: Path, tmp_path: Path) -> None:

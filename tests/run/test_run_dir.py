@@ -252,9 +252,12 @@ def test_a_run_that_was_killed_before_a_checkpoint_says_that_it_begins_anew(
     assert "checkpoints: only" in text(console) and "anew: " not in text(console)
     run = find_run(recipe, overwrite=False)
     prepare_run(recipe, run, console)
-    monkeypatch.setattr(run_dir, "datetime", None)  # when it began is kept
+    run.info["begun"] = "2000-01-01T00:00:00+00:00"  # by the attempt that is lost
     begin_run(run, dump_recipe(recipe), "cpu", None)
-    assert read_json(tmp_path / "run" / "run.json")["begun"] == begun
+    assert read_json(tmp_path / "run" / "run.json")["begun"] >= begun
+    monkeypatch.setattr(run_dir, "datetime", None)  # when it began is kept
+    run.checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    begin_run(run, dump_recipe(recipe), "cpu", None)
     assert "Beginning anew: the earlier run here ended without a checkpoint" in text(console)
 
 
