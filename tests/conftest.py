@@ -69,10 +69,18 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, its data and a recipe. Nobody may write there."""
+    """A tiny model, its data and a recipe. Nobody may write there. Its cache has all log-probs: a run of
+    fewer steps computes fewer, in other rows, and later runs would differ in their last bits."""
+    from rich.console import Console
     from support.tiny_run import tiny_run
+    from support.whole_runs import whole_run
 
-    return tiny_run(tmp_path_factory.mktemp("assets")).parent
+    from dpo_pack.run.pairs import prepare_reference
+    from dpo_pack.run.setup import prepare
+
+    directory = tiny_run(tmp_path_factory.mktemp("assets")).parent
+    prepare_reference(prepare(whole_run(directory, directory / "run"), Console(quiet=True)))
+    return directory
 
 
 @pytest.fixture
