@@ -72,6 +72,12 @@ def test_python_has_the_three_answers_to_whether_a_run_would_start(
     assert dpo_pack.check(recipe) == [] and "tokenizer: " in capsys.readouterr().out
     (wrong,) = dpo_pack.check(recipe, quiet=True, **{"model.path": "./no"})
     assert wrong.startswith("model.path: ")
+    (recipe.parent / "earlier").mkdir()
+    (recipe.parent / "earlier" / "run.json").write_text("{}")
+    (wrong,) = dpo_pack.check(recipe, quiet=True, **{"model.path": str(recipe.parent / "earlier")})
+    assert "earlier is a run of dpo-pack" in wrong
+    (wrong,) = dpo_pack.check(recipe, quiet=True, **{"model.path": "no-owner/no-model"})
+    assert "there is no such directory; if it is a hub id: " in wrong
     memory = dpo_pack.inspect_packing(recipe, memory=10**9, devices=2)["memory"]
     assert (memory["num_devices"], memory["fits"]) == (2, False)
     found = dpo_pack.doctor(recipe, quiet=True)

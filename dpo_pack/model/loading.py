@@ -129,7 +129,8 @@ def load_errors(path: str, recipe_key: str) -> Iterator[None]:
         what = f"cannot load {path}: {first_line(error).rstrip('.')}"
         remedy = "give a directory with config.json, safetensors weights and tokenizer files, or a hub id"
         if is_on_hub(path):
-            remedy = "if it is a hub id: connect to the network, unset HF_HUB_OFFLINE, or run 'hf auth login'"
+            remedy = "connect to the network, unset HF_HUB_OFFLINE, or run 'hf auth login'"
+            remedy = f"there is no such directory; if it is a hub id: {remedy}"
         if isinstance(error, StrictDataclassError):
             remedy = "correct its config.json"
         if isinstance(error, ImportError):
@@ -137,6 +138,12 @@ def load_errors(path: str, recipe_key: str) -> Iterator[None]:
         if is_out_of_memory(error):
             what = f"{path} does not fit in memory ({first_line(error)})"
             remedy = "set model.dtype=bfloat16, train an adapter (model.lora), or shard over several devices"
+        own = [name for name in ("run", "checkpoint") if (Path(path) / f"{name}.json").is_file()]
+        if own and not (Path(path) / "config.json").exists():
+            what, model = f"{path} is a {own[0]} of dpo-pack, not a model", Path(path) / "model"
+            remedy = f"its model is {model}: set {recipe_key} to it"
+            if not model.is_dir():
+                remedy = "it has no model yet; finish the run, and give the run's directory model"
         raise ModelError(f"{recipe_key}: {what}; {remedy}") from error
 
 

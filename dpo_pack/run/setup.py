@@ -374,7 +374,7 @@ def check_recipe(recipe: Recipe) -> tuple[list[str], list[str]]:
         try:
             return step(*arguments)
         except DpoPackError as error:  # it would end a run
-            wrong.append(str(error))
+            wrong.extend({str(error)}.difference(wrong))  # a model and its tokenizer may have one fault
             return None
 
     device, evals = torch.device("cuda" if ranks.uses_cuda() else "cpu"), recipe.data.eval

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,19 @@ def test_damaged_json_is_one_line_told(name: str, changes: dict[str, object] | N
                 without_weights(config)
             load_tokenizer(str(tmp_path), chat_template=None, **options)  # type: ignore[arg-type]
         assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("kind", ["run", "checkpoint"])
+def test_a_run_in_place_of_a_model_is_told_where_its_model_is(kind: str, tmp_path: Path) -> None:
+    (tmp_path / f"{kind}.json").write_text("{}")
+    options = {"revision": None, "trust_remote_code": False, "recipe_key": "model.path"}
+    for remedy in ("it has no model yet; finish the run", f"its model is {tmp_path}/model: set model.path"):
+        told = f"model.path: {tmp_path} is a {kind} of dpo-pack, not a model; {remedy}"
+        with pytest.raises(ModelError, match=re.escape(told)):
+            load_config(str(tmp_path), **options)  # type: ignore[arg-type]
+        with pytest.raises(ModelError, match=re.escape(told)):
+            load_tokenizer(str(tmp_path), chat_template=None, **options)  # type: ignore[arg-type]
+        (tmp_path / "model").mkdir(exist_ok=True)
 
 
 @pytest.mark.parametrize(
