@@ -30,7 +30,7 @@ from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.recipe.data import source_names
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.recipe.schema import EvalFraction
-from dpo_pack.recipe.training import OptimRecipe
+from dpo_pack.recipe.training import LOWER_IS_BETTER, OptimRecipe
 from dpo_pack.reference.compute import rows_without_gradients
 from dpo_pack.run.inputs import Inputs
 from dpo_pack.run.models import Setup, check_model, resolve_model
@@ -101,21 +101,23 @@ def evaluate_sets(
         dtype, passes = torch.float32, [reference.exact, reference]
     for name, pairs in (all_pairs if exact is None else exact).items():
         found = []
-        with shown(setup.console, f"Evaluating {name}", "pairs", pairs.num_pairs * len(passes)) as bar:
-            for used, in_float32 in zip(passes, (exact is not None, False), strict=False):
-                with contextlib.ExitStack() as stack:
-                    for model in {scorer, used.moving or scorer} if in_float32 else ():
-                        stack.enter_context(model.in_float32())
-                    values = evaluate_pairs(
-                        scorer,
-                        row_builder(setup, pairs, used),
-                        setup.objective,
-                        token_budget=setup.reference_token_budget,
-                        score=used.score,
-                        progress=bar.advance,
-                        between_rows=between_rows,
-                    )
-                found.append(values)
+        for used, in_float32 in zip(passes, (exact is not None, False), strict=False):
+            precision = str(torch.float32 if in_float32 else scorer.compute_dtype).removeprefix("torch.")
+            with contextlib.ExitStack() as stack:
+                work = f"Evaluating {name} in {precision}"
+                bar = stack.enter_context(shown(setup.console, work, "pairs", pairs.num_pairs))
+                for model in {scorer, used.moving or scorer} if in_float32 else ():
+                    stack.enter_context(model.in_float32())
+                values = evaluate_pairs(
+                    scorer,
+                    row_builder(setup, pairs, used),
+                    setup.objective,
+                    token_budget=setup.reference_token_budget,
+                    score=used.score,
+                    progress=bar.advance,
+                    between_rows=between_rows,
+                )
+            found.append(values)
         named = sources or (name,)
         result = held_out_result(
             name, found[0], pairs, setup.objective, source_names=named, dtype=dtype, seed=recipe.seed
@@ -314,10 +316,13 @@ def conclusions(state: TrainState, criterion: Criterion | None, optim: OptimReci
     if criterion.gain(value, standing.start) <= 0:
         num_steps = state.source.num_steps
         remedy = ", and lower optim.lr" if optim.num_warmup_steps(num_steps) < num_steps else ""
+        remedy = f"Check that chosen and rejected are not swapped{remedy}"
+        # Unlike a loss, an accuracy may be the same after large steps.
+        if criterion.metric in LOWER_IS_BETTER and f"{value:.4g}" == f"{standing.start:.4g}":
+            remedy = "The run hardly moved: train more steps, or raise optim.lr"
         yield (
             f"Warning: no evaluation is better than the one before the first step: {judged} was "
-            f"{standing.start:.4g} then, and at best {value:.4g} later, after step {step}. Check that "
-            f"chosen and rejected are not swapped{remedy}"
+            f"{standing.start:.4g} then, and at best {value:.4g} later, after step {step}. {remedy}"
         )
 
 

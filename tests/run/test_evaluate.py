@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from dpo_pack.run.evaluate import (
 )
 from dpo_pack.run.pairs import exact_tables
 from dpo_pack.run.setup import prepare
+from dpo_pack.system.console import Shown, shown
 from dpo_pack.trainer import train
 from dpo_pack.training.batches import RowBuilder
 from dpo_pack.training.metrics import column, mean_intervals
@@ -269,6 +272,15 @@ def test_a_run_in_bfloat16_evaluates_some_pairs_in_float32_or_all_or_none(
 ) -> None:
     monkeypatch.setattr("dpo_pack.run.pairs._FEWEST_PAIRS", 3)  # of 6 pairs
     console = Console(file=io.StringIO(), width=200)
+    bars: list[Shown] = []
+
+    @contextlib.contextmanager
+    def seen(*arguments: Any) -> Iterator[Shown]:
+        with shown(*arguments) as bar:
+            bars.append(bar)
+            yield bar
+
+    monkeypatch.setattr("dpo_pack.run.evaluate.shown", seen)
 
     def recipe(how: str) -> Recipe:
         output = f"output_dir={tmp_path / how}"
@@ -279,6 +291,11 @@ def test_a_run_in_bfloat16_evaluates_some_pairs_in_float32_or_all_or_none(
         return timeless(tmp_path / how, "eval")[-1]
 
     rounded, exact, few = last("training"), last("float32"), last("auto")
+    counted = {(bar.work, bar.done, bar.total) for bar in bars}  # each pass by itself
+    assert counted == {
+        *(("Evaluating heldout in bfloat16", num, num) for num in (3, 6)),
+        *(("Evaluating heldout in float32", num, num) for num in (3, 6)),
+    }
     is_exported_in = torch.bfloat16 if "dtype" in precision else torch.float32
     assert {tensor.dtype for tensor in weights(tmp_path / "training").values()} == {is_exported_in}
     # How pairs are evaluated changes no step.

@@ -114,3 +114,21 @@ def test_where_all_steps_were_warm_up_nobody_is_told_to_lower_the_rate() -> None
     for num_warmup, is_told in ((2, False), (1, True)):
         (told,) = conclusions(state, criterion, OptimRecipe(warmup_steps=num_warmup))
         assert "no evaluation is better" in told and ("lower optim.lr" in told) == is_told
+
+
+@pytest.mark.parametrize(
+    ("metric", "start", "later", "hardly_moved"),
+    [
+        ("loss", 0.69315, 0.69316, True),
+        ("loss", 0.6931, 0.6941, False),
+        ("rewards/accuracies", 0.5, 0.5, False),
+    ],
+)
+def test_a_run_that_hardly_moved_is_not_told_to_go_slower(
+    metric: str, start: float, later: float, hardly_moved: bool
+) -> None:
+    standing = Evaluations(start=start, best=((1, later),))
+    state: Any = SimpleNamespace(standing=standing, step=1, source=SimpleNamespace(num_steps=1))
+    (told,) = conclusions(state, Criterion(metric=metric, eval_set="held", num_best=1), OptimRecipe())
+    assert ("The run hardly moved: train more steps, or raise optim.lr" in told) == hardly_moved
+    assert ("swapped" in told) != hardly_moved
