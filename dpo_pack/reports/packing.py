@@ -291,6 +291,8 @@ def tables(report: Json) -> dict[str, Cells]:
         "token budgets": cells_of(marked, of_budgets)._replace(picked=best),
     }
     if left_out := report["removed_pairs"] | report["truncated"]:
-        counts = [(reason, f"{count:,}") for reason, count in left_out.items()]
-        found["dropped or truncated before packing"] = Cells(("reason", "pairs"), counts)
+        of_sides = ("completions_truncated", "eos_lost")  # a pair has two
+        words = {reason: "completion" if reason in of_sides else "pair" for reason in left_out}
+        counts = [(reason, counted(count, words[reason])) for reason, count in left_out.items()]
+        found["dropped or truncated before packing"] = Cells(("reason", "number"), counts)
     return found

@@ -27,7 +27,7 @@ def full_report() -> dict[str, Any]:
         budgets=(2048, 8192),
         model="org/<b>model</b> & co",
         removed_pairs={"too_long": 12},
-        truncated={"eos_lost": 3},
+        truncated={"eos_lost": 3, "prompt_truncated": 1},
     )
 
 
@@ -47,6 +47,7 @@ def test_the_page_is_well_formed_and_self_contained_and_says_what_the_terminal_s
     for title, cells in tables(report).items():
         assert title[0].upper() + title[1:] in text  # FLOPs stay as they are
         assert all(cell in page.text for row in cells.rows for cell in row if cell)
+    assert {"12 pairs", "3 completions", "1 pair"} <= set(page.text)  # a pair has two completions
     assert page.tags.count("table") == 4 and ("class", "picked") in page.attributes
     # It loads nothing, runs nothing, and what comes from files is escaped.
     assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
