@@ -171,8 +171,8 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
         return goes_on
     if found and step_of(found[-1]) == steps and only_goes_on(changed, recipe):
         return goes_on
-    train_on = f"{ways_out}, or train on (model.path: see {shlex.join(['dpopack', 'train', str(root)])})"
-    shorter = "use another output_dir, --overwrite, or train on (see dpopack train RUN)"
+    train_on = f"{ways_out}, or train its model further (see {shlex.join(['dpopack', 'train', str(root)])})"
+    shorter = "use another output_dir, --overwrite, or train it further (see dpopack train RUN)"
     _refuse_changes(root, changed, train_on, shorter)
     sums = info.get("model_files", {})
     try:
@@ -300,9 +300,10 @@ def _refuse_changes(
         names = list(changed)
         values = [f"{name} ({show(then)} then, {show(now)} now)" for name, (then, now) in changed.items()]
         rests = ((num, counted(len(names) - num, "more key")) for num in range(len(names) - 1, 0, -1))
-        told = [", ".join(keys) for keys in (values, names, *([*names[:num], rest] for num, rest in rests))]
+        told = [", ".join(values), ", ".join(names)]
+        told += [f"{', '.join(names[:num])} and {rest}" for num, rest in rests]
         held, shorter = f"{root} holds a run", shorter or ways_out
-        places = ((held, ways_out), (held, shorter), (f"...{str(root)[-24:]} holds a run", shorter))
+        places = ((held, ways_out), (held, shorter), (f"...{str(root)[-20:]} holds a run", shorter))
         lines = [f"{key}: {place} with another {keys}; {ways}" for place, ways in places for keys in told]
         raise RunError(next((line for line in lines if len(line) <= _MOST_TOLD), lines[-1]))
 

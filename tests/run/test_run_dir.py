@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 from datetime import UTC, datetime, timedelta
@@ -158,6 +159,7 @@ def test_a_used_output_dir_is_told_in_a_line_of_at_most_200_characters(
         assert told in message and (str(root) in message) == (length < 74)
         assert message.endswith(("(see dpopack train RUN)", f"see dpopack train {root})"))
         assert len(f"error: {message}") <= 200 and " 1 more keys" not in message
+        assert (" more key" in message) == bool(re.search(r"[a-z_]+ and \d more keys?; ", message))
 
 
 @pytest.mark.parametrize("content", ["[1]", "", "[" * 10**3, "output_dir: there\nlearning: rate\n", None])
