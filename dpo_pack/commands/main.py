@@ -45,6 +45,10 @@ class _Commands(TyperGroup):
                 name = option.lstrip("-").replace("-", "_")
                 if advice := api.REMOVED.get(name) or advice_on_option(name):
                     raise RecipeError(f"no option {option}: {advice}") from None
+            option = next(iter(getattr(getattr(error, "param", None), "opts", ())), "")
+            if type(error).__name__ == "BadParameter" and option.startswith("--"):  # a wrong value
+                told = str(getattr(error, "message", error)).removeprefix("Value error, ").rstrip(".")
+                raise RecipeError(f"{option}: {told}") from None
             raise
 
 

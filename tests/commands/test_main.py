@@ -228,6 +228,8 @@ REFUSED: list[tuple[str, str]] = [
     ("evaluate RECIPE data.eval=[]", r"no held-out data"),
     ("evaluate RECIPE --model a --compare a b", r"--model or --compare"),
     ("evaluate RECIPE --compare JOB/model JOB/missing", r"missing: no trained model"),
+    ("sample RECIPE --max-new-tokens 0", r"^error: --max-new-tokens: .*\b1$"),
+    ("sample runs/absent --prompt ask", r"runs/absent: .*; there is no such directory; if it is a hub id: "),
     ("report JOB", r"job: no run"),
     ("report JOB/absent", r"absent: no run"),
 ]

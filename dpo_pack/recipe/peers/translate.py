@@ -48,7 +48,8 @@ def translate(peer: str, path: Path) -> str:
     except ValueError as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from None
     except RecipeError as error:
-        raise RecipeError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
+        named = str(error).startswith((f"{path}: ", f"{path}, line "))
+        raise RecipeError(str(error) if named else f"{path}: {error}") from None
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
