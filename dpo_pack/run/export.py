@@ -302,7 +302,7 @@ def model_card(
         pipeline_tag="image-text-to-text" if recipe.model.images else "text-generation",
         datasets=list(datasets) or None,
     )
-    adapter = "" if adapter_base is None else f"A LoRA adapter for {name_for_others(adapter_base)}: "
+    adapter = "" if adapter_base is None else f"A LoRA adapter for {_card_name(adapter_base)}: "
     trained = ", ".join(_linked(source.path) for source in recipe.data.train)
     held_out = ", ".join(_linked(source.path) for source in recipe.data.eval_sources)
     if isinstance(recipe.data.eval, EvalFraction):
@@ -310,7 +310,7 @@ def model_card(
     return f"""{head}
 # {recipe.logging.run_name or recipe.output_dir.name}
 
-{adapter}{name_for_others(recipe.model.path)} fine-tuned with DPO (Rafailov et al. 2023, arXiv 2305.18290) \
+{adapter}{_card_name(recipe.model.path)} fine-tuned with DPO (Rafailov et al. 2023, arXiv 2305.18290) \
 by dpo-pack {dpo_pack.__version__}.
 
 {usage}
@@ -327,6 +327,12 @@ Trained on: {trained}. Held out: {held_out or "nothing"}.
 {dump_recipe(recipe, for_others=True).strip()}
 ```
 """
+
+
+def _card_name(path: str) -> str:
+    """`name_for_others`; of a path that ends in `model`, as that of a run's does, two parts."""
+    name, parent = name_for_others(path), Path(path).absolute().parent
+    return f"{parent.name}/{name}" if name == "model" and parent != Path.home() else name
 
 
 def _front_matter(base: str, tags: list[str], **settings: Any) -> str:

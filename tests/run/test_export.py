@@ -167,7 +167,9 @@ def test_numbers_of_the_card_agree_with_their_words_and_zero_has_no_sign(tmp_pat
     )
 
 
-def test_the_card_names_hub_ids_whole_and_of_local_paths_the_last_part(tmp_path: Path) -> None:
+def test_the_card_names_hub_ids_whole_and_of_local_paths_the_last_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = str(tmp_path)
     recipe = make_recipe(
         tmp_path,
@@ -188,6 +190,9 @@ def test_the_card_names_hub_ids_whole_and_of_local_paths_the_last_part(tmp_path:
     ):
         assert part in card, part
     recipe = make_recipe(tmp_path, data={"train": "org/pairs", "eval": {"fraction": 0.1}})
+    assert f"\n{tmp_path.name}/model fine-tuned with" in card_of(recipe)[1], "model alone says nothing"
+    monkeypatch.setenv("HOME", home)  # its name is the user's
+    assert "\nmodel fine-tuned with" in card_of(recipe)[1]
     assert "Held out: a fraction of 0.1 of" in card_of(recipe)[1]
 
 
