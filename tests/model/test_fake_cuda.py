@@ -94,7 +94,7 @@ def test_the_operator_of_attention_waits_for_nothing(gathers: bool) -> None:
     assert [grad.shape for grad in grads] == [queries.shape, keys.shape, keys.shape]
     assert all(each.is_cuda and each.dtype == torch.bfloat16 for each in (results[0], *grads))
     assert forward.names.total() == (3 if gathers else 1)
-    assert backward.names.total() == (10 if gathers else 2)
+    assert backward.names.total() == (12 if gathers else 2)
 
 
 LOSSES: dict[str, dict[str, Any]] = {"sigmoid": {}, "wpo": {"weighting": "wpo"}}
