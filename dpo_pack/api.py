@@ -247,6 +247,8 @@ def inspect_packing(
     data, shape, model = setup.data, setup.policy_facts.shape, loaded.model.path
     report = packing_report(source, data, shape, model=model, num_ranks=ranks or usual, budgets=budgets)
     render_packing(report, console)
+    if loaded.sharing_note:
+        console.print(f"Note: {loaded.sharing_note}")
     if memory is not None:
         plan = replace(source.first_plan, num_ranks=devices)
         report["memory"] = memory_report(setup, plan, device_bytes=memory, num_devices=devices)

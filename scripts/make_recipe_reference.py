@@ -127,6 +127,7 @@ Comments in the recipe say how each key was translated:
 - Translated: the comment at dpo-pack's key names the other project's key, and says if its value is the
   other project's default.
 - No counterpart: the list at the top of the recipe says what is different, or what to do instead.
+  A text where a number must be is an error, and a misspelt key is answered with the one that is meant.
 - Not needed: the list at the end of the recipe says why.
 
 Check five things in the new recipe first.

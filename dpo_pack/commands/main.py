@@ -440,6 +440,9 @@ def recipe_command(
 
         translated = translate(*peer)
         print(translated, end="")
+        listed = translated.replace("\n#   ", " ")
+        for line in re.findall(r"(?m)^# - (.*(?:; did you mean |: must be ).*)", listed):
+            complain(line)
         if NO_COUNTERPART in translated:
             complain("Some settings have no counterpart in dpo-pack; the recipe lists them at its top")
     elif defaults:
@@ -449,13 +452,15 @@ def recipe_command(
     elif check is not None:
         say(f"Checking {check}, the models' files and the first rows of the data ...")
         try:
-            wrong = api.check(_load(check, overrides))
+            wrong = api.check(loaded := _load(check, overrides))
         except RecipeError as error:
             wrong = list(error.problems or [str(error)])
         for line in wrong:
             complain(" ".join(f"error: {line}".split()))
         if wrong:
             raise typer.Exit(USER_CAN_MEND)
+        if loaded.sharing_note:
+            say(f"Note: {loaded.sharing_note}")
         say(f"{check} is in order")
 
 

@@ -253,8 +253,8 @@ FAULTS: dict[str, tuple[str, str]] = {
     ),
     "foreign_marks": (
         "prompts have the marks of another model's chat template, or of images, which are text for this one",
-        "give messages in place of texts with marks, and images with model.images: true, or take the model "
-        "that the texts were written for",
+        "give messages in place of texts with marks, and images with model.images: true if the model reads "
+        "them, or take the model that the texts were written for",
     ),
     "tools_not_written": (
         "the chat template leaves out names or descriptions of tools, so the model does not know them",

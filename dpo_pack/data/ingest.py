@@ -385,6 +385,8 @@ class Ingestion:
                 return other
         names = {"KEY": self.located.key, "TEMPLATE": "name another template in tokenizer.chat_template"}
         reason = "media_read" if bad.reason == "media" and self.images is not None else bad.reason
+        if reason == "empty_completion" and bad.detail.endswith(" is empty"):  # whatever writes it
+            return "give it text"
         return re.sub("KEY|TEMPLATE", lambda word: names[word[0]], _REMEDIES.get(reason, ""))
 
     def _other_columns(self) -> str:
@@ -442,7 +444,7 @@ _REMEDIES = {
     "no_json_type": "store it as text, or name files of JSON lines in KEY.path",
     "tie": "remove such rows",
     "nothing_scored": "write the role assistant, or score all roles with data.scored_turns: all",
-    "media": "set model.images: true to train on images of prompts, or remove them if the text is enough",
+    "media": "set model.images: true if the model reads images of prompts, or remove them if text is enough",
     "image_count": "give the row all images of its prompt in one column, one for each place in the prompt",
     "media_read": "name the column of the prompt's images as image in KEY.columns, set KEY.format (pictured: "
     "texts and images), or remove them if the text is enough",  # with model.images

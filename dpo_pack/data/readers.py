@@ -328,10 +328,15 @@ def _json_row(line: bytes) -> Any:
         detail = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at position {error.start + 1})"
     except json.JSONDecodeError as error:
         reason, what = "invalid_json", error.msg.removesuffix(" at")
-        detail = f"invalid JSON ({what} at column {error.colno})"
+        detail = f"invalid JSON ({what} at column {error.colno}{_comma_remedy(error)})"
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
         reason, detail = "invalid_json", f"invalid JSON ({first_line(error)})"
     return BadRow(reason, detail, line.decode(errors="backslashreplace").strip())
+
+
+def _comma_remedy(error: json.JSONDecodeError) -> str:
+    comma = len(error.doc[: error.pos + 1].rstrip(" \t\r\n}]")) - 1  # Python 3.13 is at it, others behind it
+    return "; remove the comma before } or ]" if re.match(r",\s*[}\]]", error.doc[comma:]) else ""
 
 
 def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRow:
@@ -354,8 +359,9 @@ def _read_json_array(path: Path, label: str) -> Iterator[tuple[int, Any]]:
     """Decodes the values of an array one by one from a buffer that holds only a part of the file."""
     separators = re.compile(r"[\s,]*")
     with io.TextIOWrapper(_open_binary(path), encoding="utf-8-sig") as text:
-        while text.read(1) != "[":  # `_has_json_lines` has found a "[" already
-            pass
+        line = 1  # of the file, where the buffer begins
+        while (character := text.read(1)) != "[":  # `_has_json_lines` has found a "[" already
+            line += character == "\n"
         buffer, position, number, num_read = "", 0, 1, 0  # num_read: characters read since the last row
         commas = 0  # since the last row
         while True:
@@ -382,6 +388,8 @@ def _read_json_array(path: Path, label: str) -> Iterator[tuple[int, Any]]:
                     problem = first_line(error)
                     if isinstance(error, json.JSONDecodeError):  # its line is of the buffer
                         problem = f"{error.msg.removesuffix(' at')} at character {error.pos - position + 1}"
+                        problem += f", on line {line + buffer.count(chr(10), 0, error.pos)} of the file"
+                        problem += _comma_remedy(error)
             # A long row is decoded again after each read. The buffer doubles, so this costs linear time.
             more = text.read(max(_JSON_CHUNK_CHARS, len(buffer) - position))
             num_read += len(more)
@@ -391,6 +399,7 @@ def _read_json_array(path: Path, label: str) -> Iterator[tuple[int, Any]]:
                 raise DataError(
                     f"{label} row {number}: invalid JSON ({problem}), so no later row can be read"
                 )
+            line += buffer.count("\n", 0, position)
             buffer, position = buffer[position:] + more, 0
 
 

@@ -20,6 +20,9 @@ Tracker = Literal[
 ]
 
 
+UNSHARED = "prompts are not shared, because model.lora.dropout is above 0; model.lora.dropout: 0 shares them"
+
+
 class LoraRecipe(types.Section):
     """Low-rank adapters instead of full training (Hu et al. 2021, arXiv 2106.09685)."""
 
@@ -211,6 +214,11 @@ class Recipe(types.Section):
     def shares_prompts(self) -> bool:
         """Whether a row computes a pair's common prefix only once; LoRA dropout differs for each sequence."""
         return self.packing.share_prompt and (self.model.lora is None or self.model.lora.dropout == 0.0)
+
+    @property
+    def sharing_note(self) -> str:
+        """What keeps prompts from being shared although packing.share_prompt is true; "": nothing."""
+        return UNSHARED if self.packing.share_prompt and not self.shares_prompts else ""
 
     def token_budgets(
         self, device_type: str, longest_beginning: int = 0, fits: Callable[[int], bool] = bool

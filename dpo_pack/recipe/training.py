@@ -59,7 +59,7 @@ def _loss_name(value: object) -> object:
     raise PydanticCustomError("loss_name", "neither a loss type nor module:function")
 
 
-_LOSS_NAMES = f"one of {', '.join(LOSSES)}, module:function of your own"
+_LOSS_NAMES = f"one of {', '.join(LOSSES)}, module:function of your own (DPO's loss is sigmoid)"
 LossName = Annotated[
     str,
     BeforeValidator(_loss_name),
@@ -218,7 +218,7 @@ class EarlyStoppingRecipe(types.Section):
 class TrainRecipe(types.Section):
     """How long to train, and when to evaluate."""
 
-    epochs: types.Count = 1
+    epochs: Annotated[types.Count, "a whole number >= 1 (a part of an epoch: train.max_steps)"] = 1
     """Passes over the training pairs."""
     max_steps: types.Count | None = None
     """Stop after this many steps, even before the end of the epochs; null: no limit."""

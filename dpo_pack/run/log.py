@@ -417,8 +417,8 @@ def describe_training(setup: Setup, planned: OfflineSource | None) -> None:
             "  checkpoints: only if interrupted, and of the last step until the model is verified; after a "
             "crash before that the run begins anew (checkpoint.every_steps)"
         )
-    if packing.share_prompt and not recipe.shares_prompts:
-        console.print("Note: prompts are not shared, because model.lora.dropout is above 0")
+    if recipe.sharing_note:
+        console.print(f"Note: {recipe.sharing_note}")
     if planned is not None and recipe.shares_prompts and setup.policy_facts.is_packed:
         plan = planned.first_plan
         unshared = int(pair_lengths(setup.data.train).row_tokens()[plan.order].sum())

@@ -505,6 +505,12 @@ def test_recipe_prints_defaults_that_it_accepts(recipe: Path, dpopack: Dpopack) 
     here = (f"data.train={recipe.parent}/pairs.jsonl", f"model.path={recipe.parent}/model")
     checked = dpopack("recipe", "--check", own, *here)
     assert (checked.status, checked.out.splitlines()[-1]) == (0, f"{own} is in order")
+    for command in (["recipe", "--check"], ["inspect-packing"]):
+        lora = dpopack(*command, own, *here, "model.lora={r: 4, alpha: 8, dropout: 0.1}")
+        assert lora.status == 0 and "model.lora.dropout: 0 shares them" in " ".join(lora.out.split())
+    (own.parent / "trl.yaml").write_text("learnig_rate: 1.0e-6\nbeta: -1\n")
+    told = dpopack("recipe", "--from", "trl", own.parent / "trl.yaml").err
+    assert "did you mean learning_rate?" in told and "beta - loss.beta: must be a number > 0" in told
     assert_refused(dpopack("recipe", "--check", own, *here, "seed=-1"), r"seed: ")
     assert_refused(dpopack("recipe", "--check", own, here[0], "model.path=./no"), r"model\.path: .*/no")
 

@@ -220,7 +220,21 @@ NOT_UTF_8 = "not UTF-8: byte 0xff.*; save it as UTF-8"
     [
         ("a.json", b'[{"prompt": "q"}', r"row 2: invalid JSON \(the array is not closed\)"),
         ("a.json", b'[{"prompt": "q"}, {"prompt" "r"}]', "row 2: invalid JSON .Expecting ':' delimiter"),
-        ("a.json", b'[{"prompt": "q"},\n {"prompt" "r"}]', r"row 2: invalid JSON \(.* at character 11\)"),
+        (
+            "a.json",
+            b'[{"prompt": "q"},\n {"prompt" "r"}]',
+            r"row 2: invalid JSON \(.* at character 11, on line 2 of the file\), so",
+        ),
+        (
+            "b.json",
+            b'\n[{"prompt": "q"},\n {"prompt": "r",\n }]',
+            r"row 2: .*, on line 4 of the file; remove the comma",
+        ),
+        (
+            "c.json",
+            b'[{"prompt": [1, ]}]',
+            r"row 1: .*, on line 1 of the file; remove the comma before \} or \]",
+        ),
         ("a.json", b'[{"prompt": "q"}] [{"prompt": "r"}]', "text after the end of the array"),
         ("a.json", b'["\xff"]', NOT_UTF_8),
         ("a.csv", CSV + b"q,a,\xff\n", NOT_UTF_8),

@@ -17,6 +17,7 @@ import dpo_pack
 from dpo_pack.recipe.load import REMOVED_LOSSES, Recipe, load_recipe, parse_recipe, recipe_fields
 from dpo_pack.recipe.peers.peer_tables import PEERS, READERS, find_row, rows_of
 from dpo_pack.recipe.peers.translate import recipe_from, translate
+from dpo_pack.recipe.schema import UNSHARED
 from dpo_pack.recipe.training import LOSSES
 from dpo_pack.system.errors import RecipeError
 
@@ -422,7 +423,7 @@ def test_keys_of_data_sets_that_are_not_read_are_listed(tmp_path: Path) -> None:
 
 def test_values_that_a_recipe_may_not_have_are_listed_and_left_out(tmp_path: Path) -> None:
     content = {
-        **BASE["trl"], "learning_rate": "fast", "warmup_steps": "some", "beta": -1, "no_such_key": 3,
+        **BASE["trl"], "learning_rate": -1, "beta": -1, "no_such_key": 3,
         "optim": "lion", "simpo_gamma": 1.3, "lr_scheduler_kwargs": {"num_cycles": 2},
         "loss_type": ["aot", "sft"],
     }  # fmt: skip
@@ -430,7 +431,7 @@ def test_values_that_a_recipe_may_not_have_are_listed_and_left_out(tmp_path: Pat
     assert recipe.loss.type == "sigmoid" and recipe.loss.beta == 0.1
     assert recipe.optim.lr == 5e-7 and recipe.optim.name == "adamw"
     for line in (
-        "beta - loss.beta: must be", "no_such_key: 3", "warmup_steps: some", "num_cycles",
+        "beta - loss.beta: must be", "no_such_key: 3", "num_cycles",
         "[aot, sft] - aot is not here; set loss.type", "learning_rate - optim.lr: must be",
         "optim - optim.name: must be one of adamw,",
     ):  # fmt: skip
@@ -466,6 +467,17 @@ def test_values_that_a_recipe_may_not_have_are_listed_and_left_out(tmp_path: Pat
             {"datasets": [{"path": "json", "data_files": {"train": "u.jsonl"}, "split": "train[5:]"}]},
             "set max_pairs",
         ),
+        ("trl", {"learning_rate": "fast"}, "learning_rate: .*must be a number > 0, not 'fast'"),
+        ("trl", {"max_steps": "many", "num_train_epochs": 2}, "max_steps: .*must be a whole number"),
+        ("trl", {"warmup_steps": "some"}, "warmup_steps: some: cannot be read; .* must be a whole number"),
+        (
+            "trl",
+            {"per_device_train_batch_size": "four"},
+            "per_device_train_batch_size .*must be .*, not 'four'",
+        ),
+        ("trl", {"use_peft": True, "lora_dropout": "high"}, "lora_dropout: high: .*must be a number"),
+        ("axolotl", {**BASE["axolotl"], "learning_rate": "fast"}, "learning_rate: .*must be a number > 0"),
+        ("llamafactory", {"stage": "dpo", "pref_beta": "low"}, "pref_beta: .*must be a number > 0"),
         ("trl", "- a list", "no mapping"),
         ("trl", "beta: 1\nbeta: 2\n", "line 2.*'beta' is given twice"),
     ],
@@ -476,6 +488,20 @@ def test_settings_of_other_training_are_refused(
     with pytest.raises(RecipeError, match=message) as refused:
         translated(tmp_path, peer, content)
     assert str(refused.value).count("peer.yaml") == 1 and "\n" not in str(refused.value)
+
+
+def test_a_misspelt_key_is_answered_with_the_one_that_is_meant(tmp_path: Path) -> None:
+    text, _ = translated(tmp_path, "trl", {**BASE["trl"], "learnig_rate": 1e-6, "zebra": 1})
+    assert re.search(r"(?m)^# - learnig_rate: .*; did you mean learning_rate\?$", text)
+    assert re.search(r"(?m)^# - zebra: 1 - dpo-pack does not know this key$", text)
+
+
+def test_adapters_with_dropout_are_said_to_share_no_prompts(tmp_path: Path) -> None:
+    lora = {**BASE["trl"], "use_peft": True}
+    text, recipe = translated(tmp_path, "trl", lora)
+    assert UNSHARED in text and recipe.sharing_note == UNSHARED
+    text, recipe = translated(tmp_path, "trl", {**lora, "lora_dropout": 0.0})
+    assert UNSHARED not in text and not recipe.sharing_note
 
 
 def test_a_trainer_is_named_in_capitals_too_and_an_unknown_one_is_refused(tmp_path: Path) -> None:

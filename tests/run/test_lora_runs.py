@@ -154,7 +154,7 @@ def test_dropout_unshares_prompts_says_so_and_is_off_where_nothing_is_learned(
 ) -> None:
     lora = "model.lora={r: 4, alpha: 8, dropout: 0.3}"
     train(recipe_in(copy, lora, at(tmp_path / "run"), "train.max_steps=1"), console)
-    assert "prompts are not shared" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "model.lora.dropout: 0 shares them" in console.file.getvalue()  # type: ignore[attr-defined]
     with_dropout, without = timeless(tmp_path / "run"), timeless(copy / "run")
     for name in ("rewards/margins", "kl/chosen", "kl/rejected"):  # evaluated at step 0
         assert with_dropout[0][name] == pytest.approx(0.0, abs=1e-5)

@@ -4,6 +4,7 @@ The tables are YAML files; transformers.yaml explains them. A table names READER
 its key and all settings, and returns the value of its row's first recipe key, or an Outcome.
 """
 
+import difflib
 import functools
 import json
 import math
@@ -66,8 +67,11 @@ def rows_of(peer: str) -> Mapping[str, PeerKey]:
 def find_row(peer: str, name: str) -> PeerKey:
     """Returns the row of a key, else of the first pattern that fits it, else one that says it is unknown."""
     fitting = (row for key, row in rows_of(peer).items() if "*" in key and fnmatchcase(name, key))
-    unknown = PeerKey(name=name, kind="no counterpart", ours=(), remark="dpo-pack does not know this key")
-    return rows_of(peer).get(name) or next(fitting, unknown)
+    if found := rows_of(peer).get(name) or next(fitting, None):
+        return found
+    close = difflib.get_close_matches(name, rows_of(peer), n=1, cutoff=0.8)
+    remark = "dpo-pack does not know this key" + "".join(f"; did you mean {other}?" for other in close)
+    return PeerKey(name=name, kind="no counterpart", ours=(), remark=remark)
 
 
 def as_word(value: object) -> str:

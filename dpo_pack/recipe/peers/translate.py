@@ -13,7 +13,9 @@ from dpo_pack.recipe.load import parse_recipe, recipe_fields
 from dpo_pack.recipe.online import field_with_secret
 from dpo_pack.recipe.peers import peer_tables as tables
 from dpo_pack.recipe.peers.peer_tables import Outcome
+from dpo_pack.recipe.schema import UNSHARED
 from dpo_pack.recipe.text import Tree, put, read_yaml, to_yaml
+from dpo_pack.recipe.types import allowed_values
 from dpo_pack.system.errors import RecipeError
 
 _PLACEHOLDERS = {"model.path": "FILL-IN/model", "data.train": "FILL-IN.jsonl"}
@@ -106,6 +108,7 @@ class _Draft:
             self.comments["data.continue_final_message"] = ["TRL does so if prompts end with an answer"]
         self.unneeded: defaultdict[str, list[str]] = defaultdict(list)  # by the reason
         self.absent: defaultdict[str, list[str]] = defaultdict(list)  # by what differs
+        self.unread: list[str] = []  # errors of values that no reader takes
 
     def translate(self, given: dict[str, Any], folder: Path) -> str:
         """Returns the recipe as YAML with comments. `folder`: where relative paths in `given` start."""
@@ -134,6 +137,10 @@ class _Draft:
                 self.comments[key].append("fill this in: the settings do not give it")
         while self._drops_a_mistake():
             pass
+        if self.unread:
+            raise RecipeError("; ".join(self.unread))
+        if (self.values.get("model.lora") or {}).get("dropout"):
+            self.comments["model.lora"].append(UNSHARED)
         return self._written()
 
     def _apply(self, name: str, theirs: Any, settings: tables.Settings, whose: str) -> None:
@@ -154,7 +161,11 @@ class _Draft:
         except RecipeError as error:
             raise RecipeError(f"{shown}: {error}") from None
         except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError):
-            outcome = Outcome(absent="a value of another kind than expected; set it by hand")
+            outcome = Outcome()
+            if not whose:
+                field = recipe_fields()[row.ours[0]]
+                allowed = allowed_values(field.annotation, field.metadata)
+                self.unread.append(f"{shown}: cannot be read; {row.ours[0]} must be {allowed}")
         remark = f" ({outcome.remark or row.remark})" if outcome.remark or row.remark else ""
         if not whose:
             self.unneeded[outcome.unneeded].append(shown)
@@ -180,6 +191,8 @@ class _Draft:
             key = next((key for key in self.values if f"{broken}.".startswith(f"{key}.")), "loss.type")
             if key in ("loss.type", *_PLACEHOLDERS):
                 raise
+        if re.search(r": must be (?!one of).*, not ['\"\[{]", message):  # no value of the peer's either
+            raise RecipeError(f"{'; '.join(self.comments[key])}: {message}")
         value, part = self.values[key], broken.removeprefix(f"{key}.")
         self.absent[message] = self.comments[key]
         if isinstance(value, dict) and part in value:
