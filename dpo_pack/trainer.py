@@ -45,7 +45,14 @@ A run can resume after any step that has a checkpoint: `prepare_run` takes the n
 the state from it, and what an earlier process wrote after it is removed before the first step. A stop signal
 (Ctrl-C, SIGTERM) acts at once while a run is prepared. From the first step on it acts at the next `poll`,
 which all ranks reach together, or at once where nothing can be lost (`ending_at_once`). A second one acts at
-once everywhere, and nothing is saved. Legend: P pairs of a row.
+once everywhere (`is_urgent`), and nothing is saved. The checkpoint of the last step is kept until the model
+is verified: after an error in `finish` the same command goes on from it and trains nothing again.
+
+Legend: P pairs of a row; [P] a number of each. `setup`: the recipe, data and facts of models, no weights.
+`inputs`: that and what is loaded. `state`: what changes while the run trains, as in a checkpoint; its
+`standing` is the evaluations so far, by which the `criterion` stops early. *Resume point*: the state and the
+ends of the run's files, to which a checkpoint of now would go back. `frozen`: the run's own copy of cached
+reference log-probs. `planned`: the plan of an offline run.
 """
 
 from __future__ import annotations
