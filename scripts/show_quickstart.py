@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 PREFERENCES = {  # held-out set -> what its pairs prefer
-    "tone": "a courteous answer to a dismissive one",
-    "topic": "an answer to the question to an answer to another one",
+    "tone": "prefers a courteous answer to a dismissive one",
+    "topic": "prefers an answer to the question over an answer to another one",
 }
 EXPECTED_ACCURACY = 0.9
 NEXT = """\
