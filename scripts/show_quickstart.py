@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-PREFERENCES = {  # held-out set -> what its pairs prefer
+PREFERENCES = {  # held-out set -> what the trained model does
     "tone": "prefers a courteous answer to a dismissive one",
     "topic": "prefers an answer to the question over an answer to another one",
 }
