@@ -12,6 +12,7 @@ rules. Results are kept after every measurement: run the same command again and 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import sys
 import tempfile
@@ -49,14 +50,13 @@ from benchmarking.process import (
 from benchmarking.report import Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, machine, other_work
 from benchmarking.shapes import SHAPES, Work, flops_shape, forward_parts, shape_config, work_of
-from benchmarking.workloads import HH_VOCABULARY, WORKLOADS, Workload, make_workload
+from benchmarking.workloads import HH_VOCABULARY, HH_WORKLOADS, WORKLOADS, Workload, make_workload
 
 from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, PairLengths
 from dpo_pack.system.files import write_text_atomically
 from dpo_pack.system.machine import git_commit
 
-FEWEST_STEPS = 4  # timed steps of every run that ranks settings
-NUM_FINALISTS = 2  # so many of TRL's fastest settings of the sweep take turns with ours
+FEWEST_STEPS = 4  # timed steps of every run that ranks settings, unless --fewest-steps says otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,24 +73,36 @@ class Plan:
     reference_batches: Sequence[int]  # batch sizes for TRL's precomputed reference
     with_ablations: bool
     also: Sequence[str]  # more settings of dpo-pack to measure
+    fewest_steps: int = FEWEST_STEPS
+    finalists: int = 2  # so many of TRL's fastest settings of the sweep take turns with ours
     # Little time: ours and its profile come first, and each part takes at most half of the time that is left.
     quick: bool = False
     stop_at: float = float("inf")  # time.monotonic(): no measurement goes on after it
     compiled_seconds: float = COMPILED_LIMIT_SECONDS  # the most for a setting of TRL's that compiles
 
     def __post_init__(self) -> None:
-        step = self.setting.pairs_per_step
-        uneven = [count for count in (self.setting.num_pairs, self.sweep_pairs) if count % step]
+        steps = self.setting, self.of_sweep
+        uneven = [one for one in steps if one.num_pairs % one.pairs_per_step]
         if uneven:
-            raise SystemExit(f"--num-pairs, --sweep-pairs: {uneven[0]} is no multiple of {step} pairs a step")
-        timed = min(self.setting.num_pairs, self.sweep_pairs) // step - self.setting.warmup_steps
-        if timed < FEWEST_STEPS:
+            raise SystemExit(
+                f"--num-pairs, --sweep-pairs: {uneven[0].num_pairs} is no multiple of "
+                f"{uneven[0].pairs_per_step} pairs a step"
+            )
+        timed = min(one.num_pairs // one.pairs_per_step for one in steps) - self.setting.warmup_steps
+        if timed < self.fewest_steps:
             raise SystemExit(
                 f"--num-pairs, --sweep-pairs: {timed} timed steps are too few to rank by; at least "
-                f"{step * (FEWEST_STEPS + self.setting.warmup_steps)} pairs make {FEWEST_STEPS}"
+                f"{self.setting.pairs_per_step * (self.fewest_steps + self.setting.warmup_steps)} pairs make "
+                f"{self.fewest_steps}, or set --fewest-steps"
             )
-        if wrong := [size for size in self.microbatches if step % size]:
-            raise SystemExit(f"--microbatches: {wrong[0]} does not divide {step} pairs a step")
+        if wrong := [size for size in self.microbatches if any(one.pairs_per_step % size for one in steps)]:
+            raise SystemExit(f"--microbatches: {wrong[0]} does not divide the pairs of a step")
+
+    @property
+    def of_sweep(self) -> Setting:
+        """The setting of a run that ranks: fewer pairs than a step has are one step."""
+        pairs_per_step = min(self.setting.pairs_per_step, self.sweep_pairs)
+        return replace(self.setting, num_pairs=self.sweep_pairs, pairs_per_step=pairs_per_step)
 
     def counts(self) -> dict[str, object]:
         """What is fixed before the start: with other counts it is another benchmark."""
@@ -100,18 +112,22 @@ class Plan:
     @property
     def compute_dtype(self) -> str:
         """What matrix products are in."""
-        return "bfloat16" if self.setting.device == "cuda" else self.setting.parameters
+        in_bf16 = self.setting.device == "cuda" or self.setting.autocast
+        return "bfloat16" if in_bf16 else self.setting.parameters
 
 
 def main(
     output: Annotated[Path, typer.Option(help="Writes OUTPUT.json and OUTPUT.md.")],
     workload: Annotated[str, typer.Option(help=", ".join(WORKLOADS))] = "hh-like",
-    pairs: Annotated[Path | None, typer.Option(help="HH-RLHF's transcript rows, for --workload hh.")] = None,
+    pairs: Annotated[Path | None, typer.Option(help="HH-RLHF's transcript rows, for hh and hh-chat.")] = None,
     model: Annotated[
         str, typer.Option(help=f"{', '.join(SHAPES)}, or a directory with a model and its tokenizer.")
     ] = "7m",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     parameters: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    autocast: Annotated[
+        bool, typer.Option("--autocast", help="On a CPU, too: products in bf16, parameters as they are.")
+    ] = False,
     lora: Annotated[bool, typer.Option(help="Train adapters of rank 16 on all linear layers.")] = False,
     gradient_checkpointing: Annotated[bool, typer.Option(help="In every contender.")] = False,
     num_pairs: Annotated[int, typer.Option(help="Pairs of each measurement.")] = 256,
@@ -124,6 +140,12 @@ def main(
     reference_batches: Annotated[
         str, typer.Option(help="Sweep of the batch size of TRL's precomputed reference, pairs.")
     ] = "1,2,4,8",
+    finalists: Annotated[
+        int, typer.Option(min=1, help="So many of TRL's fastest settings take turns with ours.")
+    ] = 2,
+    fewest_steps: Annotated[
+        int, typer.Option(min=1, help="Timed steps of a run that ranks settings; fewer are refused.")
+    ] = FEWEST_STEPS,
     token_budgets: Annotated[str, typer.Option(help="Ours; the best of several is used.")] = "8192",
     warmup_steps: Annotated[
         int, typer.Option(help="Steps at the start that are not timed; with 0, nothing of TRL's is compiled.")
@@ -145,6 +167,13 @@ def main(
             help="Little time: ours and its profile come first, and TRL's sweep has half of the rest.",
         ),
     ] = False,
+    prediction: Annotated[
+        Path | None, typer.Option(help="A text for the page: what was expected, committed beforehand.")
+    ] = None,
+    beside: Annotated[
+        Path | None,
+        typer.Option(help="OUTPUT.json of the same pairs in fp32, whose losses stand beside these."),
+    ] = None,
     with_profile: Annotated[bool, typer.Option("--profile/--no-profile")] = True,
     work: Annotated[Path | None, typer.Option(help="Keep pairs and models here for other runs.")] = None,
 ) -> None:
@@ -174,6 +203,7 @@ def main(
             max_length=pairs_made.max_length,
             device=device,
             parameters=parameters,
+            autocast=autocast,
             lora=lora,
             gradient_checkpointing=gradient_checkpointing,
             warmup_steps=warmup_steps,
@@ -189,6 +219,8 @@ def main(
             reference_batches=_numbers(reference_batches),
             with_ablations=with_ablations,
             also=also or [],
+            fewest_steps=fewest_steps,
+            finalists=finalists,
             quick=quick,
             stop_at=stop_at,
             compiled_seconds=compiled_seconds,
@@ -199,7 +231,14 @@ def main(
         def write(report: Report) -> None:
             write_text_atomically(output.with_suffix(".md"), markdown(report))
 
-        report = run_plan(plan, model, with_profile=with_profile, show=write)
+        report = run_plan(
+            plan,
+            model,
+            with_profile=with_profile,
+            show=write,
+            prediction=prediction.read_text(encoding="utf-8") if prediction else "",
+            beside=losses_of(beside, pairs_made) if beside else {},
+        )
     write(report)
     print(markdown(report))
     lines = [*report.disagreements, *(f"not measured: {name}" for name in report.missing)]
@@ -207,14 +246,31 @@ def main(
         raise SystemExit("\n".join(lines))
 
 
+def losses_of(path: Path, workload: Workload) -> dict[str, Measurement]:
+    """By contender: its first turn in an earlier benchmark. Exits if that was of other pairs."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content["setting"]["digest"] != workload.digest:
+        raise SystemExit(f"--beside: {path} has measurements of other pairs; take one of the same pairs")
+    first = "run/0/"
+    runs = {key: Measurement(**run) for key, run in content["entries"].items() if key.startswith(first)}
+    return {key.removeprefix(first): run for key, run in runs.items() if not run.failure}
+
+
 def run_plan(
-    plan: Plan, model: str, *, with_profile: bool, show: Callable[[Report], object] = lambda _: None
+    plan: Plan,
+    model: str,
+    *,
+    with_profile: bool,
+    show: Callable[[Report], object] = lambda _: None,
+    prediction: str = "",
+    beside: dict[str, Measurement] | None = None,
 ) -> Report:
     """Measure what the results lack, and put the report together.
 
     From the first run of ours on, `show` gets the report after each result.
     """
     facts = Facts.of(plan, model)
+    facts.fields.update(prediction=prediction, beside=beside or {})
     _peak(plan, 0)
     best_budget = best_own_budget(plan)
     own = [ours(best_budget), *(ablations(best_budget) if plan.with_ablations else ())]
@@ -256,9 +312,8 @@ class Facts:
     @classmethod
     def of(cls, plan: Plan, model: str) -> Facts:
         setting = plan.setting
-        lengths = plan.workload.lengths().select(np.arange(setting.num_pairs))
-        shape = flops_shape(model)
-        work = work_of(shape, lengths, lora=setting.lora)
+        lengths, shape = plan.workload.lengths(setting.num_pairs), flops_shape(model)
+        work = work_of(shape, lengths, pairs_per_step=setting.pairs_per_step, lora=setting.lora)
         fields = {
             "title": f"{plan.workload.name}, {Path(model).name} model, {setting.device}",
             "command": " ".join(["python", *sys.argv]),
@@ -332,12 +387,13 @@ def profile_of(plan: Plan, facts: Facts, found: dict[str, Any] | None) -> Profil
     if not found:
         return None
     step = plan.setting.pairs_per_step
-    lengths = facts.lengths.select(np.arange(found["first"] * step, found["end"] * step))
+    steps = [np.arange(step * number, step * (number + 1)) for number in range(found["first"], found["end"])]
+    parts = forward_parts(facts.shape, facts.lengths, steps)
     passes = ADAPTER_PASSES if plan.setting.lora else TRAINING_PASSES
     return Profile(
         num_steps=found["end"] - found["first"],
         seconds=found["seconds"],
-        flops={part: passes * flops for part, flops in forward_parts(facts.shape, lengths).items()},
+        flops={part: passes * flops for part, flops in parts.items()},
         table=found["table"],
     )
 
@@ -394,7 +450,7 @@ def fastest_of_trl(plan: Plan) -> tuple[list[Contender], list[str]]:
     variants = list(trl_variants(fastest, failed, device=plan.setting.device, compiled=compiled))
     rates |= _sweep(plan, variants)
     untried = [one.name for one in (*sweep, *variants) if f"sweep/{one.name}" not in plan.results.entries]
-    return sorted(rates, key=lambda contender: -rates[contender])[:NUM_FINALISTS], untried
+    return sorted(rates, key=lambda contender: -rates[contender])[: plan.finalists], untried
 
 
 def compare_work(
@@ -419,7 +475,7 @@ def compare_work(
 
 def _sweep(plan: Plan, contenders: Sequence[Contender]) -> dict[Contender, float]:
     """Pairs a second of a short run of each; those that failed, or had no time, are left out."""
-    setting = replace(plan.setting, num_pairs=plan.sweep_pairs)
+    setting = plan.of_sweep
     _measure_missing(plan, {f"sweep/{contender.name}": contender for contender in contenders}, setting)
     rates = {}
     for contender in contenders:
@@ -488,8 +544,12 @@ def _check_choices(workload: str, pairs: Path | None, model: str, device: str, p
     for option, (value, allowed) in choices.items():
         if value not in allowed:
             raise SystemExit(f"{option}: {value!r} is none of {', '.join(allowed)}")
-    if (workload == "hh") != (pairs is not None):
-        raise SystemExit("--pairs: --workload hh needs HH-RLHF's rows, and no other workload takes any")
+    if (workload in HH_WORKLOADS) != (pairs is not None):
+        raise SystemExit("--pairs: hh and hh-chat need HH-RLHF's rows, and no other workload takes any")
+    if workload == "hh-chat" and model in SHAPES:
+        raise SystemExit(
+            "--model: hh-chat needs a chat template; give a directory with a model and its tokenizer"
+        )
     if workload == "hh" and model in SHAPES and SHAPES[model]["vocab_size"] < HH_VOCABULARY:
         raise SystemExit(
             f"--model: {model} has fewer tokens than HH's ids; --workload hh-like has ids for it"

@@ -61,6 +61,7 @@ class Setting:
     max_length: int
     device: str  # "cpu" or "cuda"
     parameters: str  # dtype
+    autocast: bool  # products in bf16; on CUDA they always are
     lora: bool
     gradient_checkpointing: bool  # only dpo-pack's; TRL's is in its contender
     warmup_steps: int  # left out of the times: they compile kernels and grow memory pools

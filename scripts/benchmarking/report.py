@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarking.contenders import Measurement
@@ -48,6 +48,8 @@ class Report:
     profile: Profile | None
     missing: Sequence[str]  # what is yet to be measured
     is_quick: bool  # whether dpo-pack was measured before TRL's sweep
+    prediction: str = ""  # what was expected
+    beside: dict[str, Measurement] = field(default_factory=dict)  # contender -> its first turn in fp32
 
     @property
     def warmup_steps(self) -> int:
@@ -93,11 +95,13 @@ def markdown(report: Report) -> str:
     """The page."""
     sections = [
         _heading(report),
+        _prediction(report),
         _missing(report),
         _disagreements(report),
         _table(report),
         _turns(report),
         _same_work(report),
+        _losses(report) if report.beside else "",
         _profile(report) if report.profile else "",
         _sweep(report),
     ]
@@ -114,18 +118,22 @@ def _heading(report: Report) -> str:
             f" The first {report.warmup_steps} steps of each run are not timed, and taken to be as fast, "
             "token by token, as the others."
         )
+    common = ""
+    if work.least_tokens < work.shared_tokens:
+        common = f"{work.least_tokens:,.0f} with what prompts of a step begin with in common once, too, "
+    in_bf16 = setting["autocast"] or (setting["device"] == "cuda" and setting["parameters"] == "float32")
     return (
         f"# {report.title}\n\n<!-- Written by scripts/benchmark.py. -->\n\n"
         f"`{report.command}`, {report.date}, commit {machine['git_commit']}, {hardware(machine)}; "
         f"{versions}.\n\n"
         f"{setting['num_pairs']} pairs in steps of {setting['pairs_per_step']}, {trained} trained, "
         f"{setting['parameters']} parameters"
-        f"{', bf16 autocast' if setting['device'] == 'cuda' and setting['parameters'] == 'float32' else ''}. "
+        f"{', bf16 autocast' if in_bf16 else ''}. "
         f"A pair has {work.unshared_tokens:,.0f} tokens, {work.shared_tokens:,.0f} with its prompt once, "
-        f"{work.scored_tokens:,.0f} of them scored: {work.flops / 1e9:,.2f} GFLOPs, of which the reference "
-        f"{work.reference_flops / work.flops:.0%}.{warmup} Pairs: {report.origin}.\n\n"
-        f"Square matrix products on this machine, measured in the same run: "
-        f"{report.peak_flops / 1e12:,.3g} TFLOP/s (median of {len(report.peaks)}, "
+        f"{common}{work.scored_tokens:,.0f} of them scored: {work.flops / 1e9:,.2f} GFLOPs, of which the "
+        f"reference {work.reference_flops / work.flops:.0%}.{warmup} Pairs: {report.origin}.\n\n"
+        f"Square matrix products {'in bf16 ' if setting['autocast'] else ''}on this machine, measured in the "
+        f"same run: {report.peak_flops / 1e12:,.3g} TFLOP/s (median of {len(report.peaks)}, "
         f"{min(peak['best'] for peak in report.peaks) / 1e12:,.3g} to "
         f"{max(peak['best'] for peak in report.peaks) / 1e12:,.3g}). MFU is the FLOPs above over time and "
         "this peak, for every contender the same FLOPs: what it computes beyond them earns nothing.\n"
@@ -141,6 +149,31 @@ def _unlike(report: Report) -> str:
     if setting["device"] == "cuda" and "flash-attn" not in report.machine["versions"]:
         notes.append("TRL runs without FlashAttention: the package flash-attn is not installed.")
     return "".join(f"\n{note}\n" for note in notes)
+
+
+def _prediction(report: Report) -> str:
+    if not report.prediction:
+        return ""
+    lines = (f"> {line}".rstrip() for line in report.prediction.strip().splitlines())
+    return "\n".join(["Written and committed before anything was measured:", "", *lines, ""])
+
+
+def _losses(report: Report) -> str:
+    """Of the first turn, step by step, beside those of the same pairs in fp32."""
+    lines = [
+        "Losses of the steps (nats), in bf16 here and in fp32 where the same pairs were measured so:",
+        "",
+    ]
+    for dtype, runs in (
+        ("bf16", {name: runs[0] for name, runs in report.runs.items()}),
+        ("fp32", report.beside),
+    ):
+        lines += [
+            f"- {name}, {dtype}: {', '.join(f'{loss:.4f}' for loss in run.losses)}"
+            for name, run in runs.items()
+            if "grouped by length" not in name and not run.failure  # grouped, steps hold other pairs
+        ]
+    return "\n".join([*lines, ""])
 
 
 def _disagreements(report: Report) -> str:
@@ -160,7 +193,7 @@ def _missing(report: Report) -> str:
 
 def _table(report: Report) -> str:
     lines = [
-        "| | pairs/s, median | spread | against TRL's best, run by run | tokens/s, prompts once | "
+        "| | pairs/s, median | spread | against TRL's best, run by run | tokens/s, none twice | "
         "tokens/s computed | MFU | MFU of the steps | reference | peak GiB | start-up s |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -178,7 +211,7 @@ def _table(report: Report) -> str:
         startup = f"{statistics.median(seconds):.1f}" if seconds else ""
         lines.append(
             f"| {name} | {rate:.2f} | {min(rates):.2f} to {max(rates):.2f} | {_ratio(report, name)} | "
-            f"{rate * report.work.shared_tokens:,.0f} | {computed:,.0f} | {report.mfu(name):.1%} | "
+            f"{rate * report.work.least_tokens:,.0f} | {computed:,.0f} | {report.mfu(name):.1%} | "
             f"{of_steps} | {f'{share:.0%}' if share else 'in the steps'} | "
             f"{max(run.peak_memory_bytes for run in runs) / GIB:.2f} | {startup} |"
         )

@@ -137,7 +137,7 @@ def make_recipe(contender: Contender, setting: Setting, scratch: Path) -> Recipe
         "gradient_checkpointing": setting.gradient_checkpointing,
         "compile": False,  # the contender's settings may switch it on
     }
-    if setting.device == "cuda":  # like TRL's bf16=True, also with bf16 parameters
+    if setting.device == "cuda" or setting.autocast:  # like TRL's bf16=True, also with bf16 parameters
         model["autocast"] = "bfloat16"
     if setting.lora:
         model["lora"] = {"r": LORA_RANK, "alpha": float(LORA_ALPHA)}

@@ -177,7 +177,7 @@ def trl_config(contender: Contender, setting: Setting, scratch: Path) -> Any:
         gradient_checkpointing=contender.gradient_checkpointing,
         use_liger_kernel=contender.liger,
         torch_compile=contender.compiled,
-        bf16=on_cuda,
+        bf16=on_cuda or setting.autocast,
         use_cpu=not on_cuda,
         dataloader_num_workers=2 if on_cuda else 0,
         learning_rate=LEARNING_RATE,

@@ -4,12 +4,22 @@ benchmark's pairs cost, the same for every contender: tokens and FLOPs."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarking.workloads import BOS_ID, EOS_ID, FIRST_ORDINARY_ID, PAD_ID
-from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, ModelShape, PairLengths, pair_flops
+from dpo_pack.packing.lengths import (
+    ADAPTER_PASSES,
+    TRAINING_PASSES,
+    IntArray,
+    ModelShape,
+    PairLengths,
+    pair_sizes,
+)
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 32768}
 _QWEN: dict[str, Any] = {
@@ -81,13 +91,14 @@ def numbered_tokenizer(vocabulary: int) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Means over the pairs."""
+    """Means over the pairs. What pairs of a step have in common counts once in the step."""
 
+    least_tokens: float  # of a pair: prompts once, and what prompts begin with in common
     shared_tokens: float  # of a pair, with its common prefix once
     unshared_tokens: float  # of a pair, with both sequences whole
     scored_tokens: float
-    training_flops: float  # of a pair: common prefix once, the head only at completion positions
-    reference_flops: float
+    training_flops: float  # of a pair: `least_tokens`, the head only at completion positions
+    reference_flops: float  # what all pairs have in common once
 
     @property
     def flops(self) -> float:
@@ -95,25 +106,36 @@ class Work:
         return self.training_flops + self.reference_flops
 
 
-def work_of(shape: ModelShape, lengths: PairLengths, *, lora: bool) -> Work:
-    """What DPO on these pairs has to compute at the least."""
-    passes = ADAPTER_PASSES if lora else TRAINING_PASSES
-    forward = pair_flops(shape, lengths, share_prompt=True, passes=1.0)
+def work_of(shape: ModelShape, lengths: PairLengths, *, pairs_per_step: int, lora: bool) -> Work:
+    """What DPO on these pairs has to compute at the least, whatever a contender's rows and batches are."""
+    passes, num_pairs = ADAPTER_PASSES if lora else TRAINING_PASSES, len(lengths.prompt)
+    steps = [
+        np.arange(num_pairs)[first : first + pairs_per_step] for first in range(0, num_pairs, pairs_per_step)
+    ]
+    tokens, flops = least_work(shape, lengths, steps)
     return Work(
+        least_tokens=tokens / num_pairs,
         shared_tokens=float(lengths.row_tokens(share_prompt=True).mean()),
         unshared_tokens=float(lengths.row_tokens(share_prompt=False).mean()),
         scored_tokens=float(lengths.completion_tokens().mean()),
-        training_flops=float(forward.mean()) * passes,
-        reference_flops=float(forward.mean()),
+        training_flops=passes * flops / num_pairs,
+        reference_flops=least_work(shape, lengths, [np.arange(num_pairs)])[1] / num_pairs,
     )
 
 
-def forward_parts(shape: ModelShape, lengths: PairLengths) -> dict[str, float]:
-    """FLOPs of one forward pass over all of these packed pairs, by where they are spent."""
+def least_work(shape: ModelShape, lengths: PairLengths, steps: Sequence[IntArray]) -> tuple[int, float]:
+    """(tokens, FLOPs) of one forward pass over the pairs of each step, as if they were in one row."""
+    sizes = pair_sizes(lengths, shape, share_prompt=True, passes=1.0)
+    rows = [sizes.of_row(pairs) for pairs in steps]
+    return sum(row.tokens for row in rows), sum(row.cost for row in rows)
+
+
+def forward_parts(shape: ModelShape, lengths: PairLengths, steps: Sequence[IntArray]) -> dict[str, float]:
+    """FLOPs of one forward pass over the pairs of these steps, by where they are spent."""
     none = replace(shape, token_weights=0.0, head_weights=0, last_block_weights=0.0, state_products=0.0)
 
     def flops(of: ModelShape) -> float:
-        return float(pair_flops(of, lengths, share_prompt=True, passes=1.0).sum())
+        return least_work(of, lengths, steps)[1]
 
     head, attention = flops(replace(none, head_weights=shape.head_weights, attention=())), flops(none)
     return {"layers": flops(shape) - head - attention, "head": head, "attention": attention}

@@ -6,6 +6,7 @@ which no kernel's time depends on. Legend: P pairs; lengths in tokens.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -18,9 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dpo_pack.data.formats import FORMATS
+from dpo_pack.data.beginnings import find_beginnings
+from dpo_pack.data.formats import FORMATS, TRANSCRIPT_TURNS, Format, Pair
+from dpo_pack.data.tokenizer import apply_chat_template
 from dpo_pack.data.values import BadRow
-from dpo_pack.packing.lengths import PairLengths
+from dpo_pack.packing.lengths import AnyIntArray, PairLengths, common_prefix_length
 from dpo_pack.system.files import write_json_atomically, write_text_atomically
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
@@ -103,7 +106,10 @@ MIXES = {
         origin="made up: a long tail of dialogues and answers up to 16,384 tokens",
     ),
 }
-WORKLOADS = ("hh", *MIXES)
+HH_WORKLOADS = ("hh", "hh-chat")  # these need HH-RLHF's rows
+WORKLOADS = (*HH_WORKLOADS, "agents", *MIXES)
+AGENTS_COMMON = 2000  # tokens that each prompt of `agents` begins with
+AGENTS_TURN, AGENTS_ANSWER = (20, 80), (100, 300)  # tokens: at least, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +132,20 @@ class Workload:
         with self.pairs.open(encoding="utf-8") as lines:
             return [json.loads(line) for line, _ in zip(lines, range(num_pairs), strict=False)]
 
-    def lengths(self) -> PairLengths:
-        """Of every pair; `shared` counts the tokens both sequences begin with."""
-        rows = self.rows(self.num_pairs)
+    def lengths(self, num_pairs: int) -> PairLengths:
+        """Of the first `num_pairs`; `shared` counts the tokens both sequences begin with, `common` those that
+        prompts of several pairs begin with."""
+        rows = self.rows(num_pairs)
+        prompts: list[AnyIntArray] = [np.array(row["prompt_ids"]) for row in rows]
+        found = find_beginnings(prompts.__getitem__, np.array([len(prompt) for prompt in prompts]))
         both = [[row["prompt_ids"] + row[side] for side in ("chosen_ids", "rejected_ids")] for row in rows]
         return PairLengths(
             prompt=np.array([len(row["prompt_ids"]) for row in rows]),
             chosen=np.array([len(row["chosen_ids"]) for row in rows]),
             rejected=np.array([len(row["rejected_ids"]) for row in rows]),
             shared=np.array([len(os.path.commonprefix(sequences)) for sequences in both]),
+            beginning=found["key"].astype(np.int64),
+            common=found["length"],
         )
 
 
@@ -158,11 +169,26 @@ def make_workload(
         made = json.loads((directory / "workload.json").read_text(encoding="utf-8"))
         if made.pop("request") == request:
             return Workload(directory=directory, **made)
-    if name == "hh":
+    if name in HH_WORKLOADS:
         assert hh_pairs is not None
-        pairs = hh_token_ids(hh_pairs, num_pairs, tokenizer)
         own = "the model's tokenizer" if tokenizer else "a byte-level BPE of their own text"
+        if name == "hh-chat":
+            pairs, own = (
+                hh_chat_token_ids(hh_pairs, num_pairs, tokenizer),
+                f"messages of the chat template of {own}",
+            )
+        else:
+            pairs = hh_token_ids(hh_pairs, num_pairs, tokenizer)
         max_length, origin = MIXES["hh-like"].max_length, f"{_hh_origin(hh_pairs)}, by {own}"
+    elif name == "agents":
+        pairs = agents_token_ids(num_pairs, vocabulary, seed=seed)
+        max_length = AGENTS_COMMON + AGENTS_TURN[1] + AGENTS_ANSWER[1]
+        (shortest, longest), (least, most) = AGENTS_TURN, AGENTS_ANSWER
+        origin = (
+            f"random ids, which this script makes: each prompt is the same {AGENTS_COMMON:,} tokens, in "
+            f"place of a system prompt with definitions of tools, and a turn of {shortest} to {longest} tokens; "
+            f"answers have {least} to {most}"
+        )
     else:
         pairs = list(synthetic_token_ids(MIXES[name].draw(num_pairs, seed=seed), vocabulary, seed=seed))
         max_length = MIXES[name].max_length
@@ -195,20 +221,57 @@ def synthetic_token_ids(lengths: PairLengths, vocabulary: int, *, seed: int) -> 
         yield ids(int(prompt)), [*ids(int(chosen) - 1), EOS_ID], [*ids(int(rejected) - 1), EOS_ID]
 
 
+def agents_token_ids(num_pairs: int, vocabulary: int, *, seed: int) -> list[TokenIds]:
+    """Random ordinary ids; every prompt begins with the same ones."""
+    random = np.random.default_rng(seed)
+    turn, chosen, rejected = (
+        random.integers(least, most + 1, num_pairs)
+        for least, most in (AGENTS_TURN, AGENTS_ANSWER, AGENTS_ANSWER)
+    )
+    common = random.integers(FIRST_ORDINARY_ID, vocabulary, AGENTS_COMMON).tolist()
+    lengths = PairLengths(prompt=turn, chosen=chosen, rejected=rejected, shared=turn)
+    pairs = synthetic_token_ids(lengths, vocabulary, seed=seed)
+    return [([*common, *prompt], chosen, rejected) for prompt, chosen, rejected in pairs]
+
+
+def _hh_pairs(path: Path, reader: Format, num_pairs: int) -> Iterator[Pair]:
+    """The first usable HH-RLHF rows, twice as many as needed: some of them are too long."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+        rows = (json.loads(line) for line in lines)
+        count = 0
+        for row in rows:
+            with contextlib.suppress(BadRow):
+                yield reader.pair(row)
+                count += 1
+            if count == 2 * num_pairs:
+                return
+
+
+def hh_chat_token_ids(path: Path, num_pairs: int, tokenizer_directory: str) -> list[TokenIds]:
+    """The same rows as messages, by the chat template in the directory, as a run with `turns: messages`."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory)
+    pairs: list[TokenIds] = []
+    for pair in _hh_pairs(path, TRANSCRIPT_TURNS, num_pairs):
+        texts = apply_chat_template(pair, (pair.chosen, pair.rejected), tokenizer)
+        encoded = [np.array(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+        prompt = common_prefix_length(encoded)  # completions begin where the three first differ
+        ids = [encoded[0][:prompt].tolist(), *(whole[prompt:].tolist() for whole in encoded[1:])]
+        if max(map(len, encoded)) <= MIXES["hh-like"].max_length and all(ids):
+            pairs.append((ids[0], ids[1], ids[2]))
+    return _enough(pairs, num_pairs, path)
+
+
 def hh_token_ids(path: Path, num_pairs: int, tokenizer_directory: str = "") -> list[TokenIds]:
     """The first usable HH-RLHF rows of at most the workload's length, by the tokenizer in a directory, or by
     one that is trained on them.
     """
-    limit, rows = MIXES["hh-like"].max_length, []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                pair = FORMATS["transcript"].pair(json.loads(line))
-            except BadRow:
-                continue
-            rows.append((str(pair.prompt), str(pair.chosen), str(pair.rejected)))
-            if len(rows) == 2 * num_pairs:  # some of them are too long
-                break
+    limit = MIXES["hh-like"].max_length
+    rows = [
+        (str(pair.prompt), str(pair.chosen), str(pair.rejected))
+        for pair in _hh_pairs(path, FORMATS["transcript"], num_pairs)
+    ]
     if tokenizer_directory:
         from transformers import AutoTokenizer
 
@@ -219,11 +282,15 @@ def hh_token_ids(path: Path, num_pairs: int, tokenizer_directory: str = "") -> l
     pairs: list[TokenIds] = []
     for row in rows:
         prompt, chosen, rejected = (tokenizer.encode(text, add_special_tokens=False).ids for text in row)
-        if len(prompt) + max(len(chosen), len(rejected)) < limit and len(pairs) < num_pairs:
+        if len(prompt) + max(len(chosen), len(rejected)) < limit:
             pairs.append((prompt, [*chosen, eos], [*rejected, eos]))
+    return _enough(pairs, num_pairs, path)
+
+
+def _enough(pairs: list[TokenIds], num_pairs: int, path: Path) -> list[TokenIds]:
     if len(pairs) < num_pairs:
         raise SystemExit(f"--pairs: {path} has {len(pairs)} usable rows, not {num_pairs}; set --num-pairs")
-    return pairs
+    return pairs[:num_pairs]
 
 
 def _hh_origin(path: Path) -> str:
