@@ -186,8 +186,8 @@ def make_workload(
         (shortest, longest), (least, most) = AGENTS_TURN, AGENTS_ANSWER
         origin = (
             f"random ids, which this script makes: each prompt is the same {AGENTS_COMMON:,} tokens, in "
-            f"place of a system prompt with definitions of tools, and a turn of {shortest} to {longest} tokens; "
-            f"answers have {least} to {most}"
+            f"place of a system prompt with definitions of tools, and a turn of {shortest} to {longest} "
+            f"tokens; answers have {least} to {most}"
         )
     else:
         pairs = list(synthetic_token_ids(MIXES[name].draw(num_pairs, seed=seed), vocabulary, seed=seed))

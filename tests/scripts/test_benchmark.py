@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import benchmark
+import numpy as np
 import pytest
 from benchmark import Plan, run_plan
-from benchmarking.contenders import MALLOCS, Contender, Measurement, Setting, trl_variants
+from benchmarking.contenders import MALLOCS, Contender, Measurement, Setting, ours, trl, trl_variants
 from benchmarking.report import NOT_COMPARABLE, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, other_work
-from benchmarking.shapes import SHAPES, Work, flops_shape, save_model
-from benchmarking.workloads import Workload, make_workload
+from benchmarking.run_dpo_pack import make_recipe
+from benchmarking.run_trl import trl_config
+from benchmarking.shapes import SHAPES, Work, flops_shape, forward_parts, save_model, work_of
+from benchmarking.workloads import (
+    AGENTS_ANSWER,
+    AGENTS_COMMON,
+    AGENTS_TURN,
+    HH_WORKLOADS,
+    Workload,
+    make_workload,
+)
+
+from dpo_pack.packing.lengths import causal_area
+from tests.support.tiny_tokenizer import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +47,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Setting:
         max_length=workload.max_length,
         device="cpu",
         parameters="float32",
+        autocast=False,
         lora=False,
         gradient_checkpointing=False,
         warmup_steps=0,
@@ -55,7 +71,80 @@ def test_time_a_pair_has_the_reference_in_it_and_warm_up_steps_are_left_out() ->
     assert run.reference_share(warmup_steps=0) == pytest.approx(4 / 21)
 
 
+def test_fewer_pairs_than_a_step_has_are_one_step_of_the_sweep(tiny: Setting, tmp_path: Path) -> None:
+    plan = plan_of(tiny, tmp_path, sweep_pairs=1, microbatches=[1], fewest_steps=1)
+    assert (plan.of_sweep.num_pairs, plan.of_sweep.pairs_per_step) == (1, 1)
+    with pytest.raises(SystemExit, match="1 timed steps are too few to rank by"):
+        plan_of(tiny, tmp_path, sweep_pairs=1, microbatches=[1])
+    with pytest.raises(SystemExit, match="--microbatches: 2 does not divide"):
+        plan_of(tiny, tmp_path, sweep_pairs=1, microbatches=[2], fewest_steps=1)
+
+
+def test_bf16_on_a_cpu_is_in_the_recipe_and_in_the_peak(tiny: Setting, tmp_path: Path) -> None:
+    for autocast, dtype in ((False, "float32"), (True, "bfloat16")):
+        setting = replace(tiny, autocast=autocast)
+        recipe = make_recipe(ours(1024), setting, tmp_path)
+        assert (recipe.model.autocast == "bfloat16") is autocast and recipe.model.dtype == "float32"
+        assert plan_of(setting, tmp_path).compute_dtype == dtype
+
+
 # ---- Work, agreement, results
+
+
+def test_agents_pairs_begin_alike_and_the_least_work_has_that_once_in_a_step(tmp_path: Path) -> None:
+    workload = make_workload("agents", tmp_path, num_pairs=4, vocabulary=512, hh_pairs=None)
+    rows, lengths, shape = workload.rows(4), workload.lengths(4), flops_shape("tiny")
+    beginnings = {tuple(row["prompt_ids"][:AGENTS_COMMON]) for row in rows}
+    assert len(beginnings) == 1 and lengths.common.tolist() == [AGENTS_COMMON] * 4
+    turns = lengths.prompt - AGENTS_COMMON
+    for drawn, (least, most) in (
+        (turns, AGENTS_TURN), (lengths.chosen, AGENTS_ANSWER), (lengths.rejected, AGENTS_ANSWER)
+    ):  # fmt: skip
+        assert least <= drawn.min() < drawn.max() <= most
+    # By hand: layers for new tokens, the head at scored ones, attention from each token to all before it; the
+    # last feed-forward block where a token of an answer is predicted.
+    ends = np.stack((lengths.prompt + lengths.chosen, lengths.prompt + lengths.rejected))
+    own = int((ends.sum(axis=0) - lengths.shared).sum()) - 4 * AGENTS_COMMON
+    scored = int((lengths.chosen + lengths.rejected).sum())
+    (kind,), tokens = shape.attention, own + AGENTS_COMMON
+    area = (causal_area(ends, None).sum() - causal_area(lengths.shared, None).sum()) - 3 * causal_area(
+        np.array([AGENTS_COMMON]), None
+    )[0]
+    predicting = scored - 4 - int((lengths.shared - lengths.prompt).sum())
+    flops = 2 * shape.token_weights * tokens + 2 * shape.head_weights * scored
+    flops += 2 * kind.num_layers * kind.width * area
+    flops -= 2 * shape.last_block_weights * (tokens - predicting)
+    work = work_of(shape, lengths, pairs_per_step=4, lora=False)
+    assert work.least_tokens == tokens / 4
+    assert work.shared_tokens == own / 4 + AGENTS_COMMON
+    assert work.reference_flops == pytest.approx(flops / 4)
+    assert work.training_flops == pytest.approx(3 * flops / 4)
+    assert sum(forward_parts(shape, lengths, [np.arange(4)]).values()) == pytest.approx(flops)
+    # Two steps have it twice, the reference still once.
+    halves = work_of(shape, lengths, pairs_per_step=2, lora=False)
+    assert halves.least_tokens == (tokens + AGENTS_COMMON) / 4
+    assert halves.reference_flops == work.reference_flops < halves.training_flops / 3
+
+
+def test_hh_as_messages_of_a_chat_template_ends_turns_and_scores_the_last_answer(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer(chat_template=True)
+    tokenizer.save_pretrained(tmp_path / "model")
+    dialogue = "\n\nHuman: what is it\n\nAssistant:"
+    rows = [{"chosen": f"{dialogue} good {word}", "rejected": f"{dialogue} bad"} for word in ("a", "the")]
+    rows.insert(1, {"chosen": "no dialogue", "rejected": "no dialogue"})
+    path = tmp_path / "hh.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    workload = make_workload(
+        "hh-chat", tmp_path / "pairs", num_pairs=2, vocabulary=512, hh_pairs=path,
+        tokenizer=str(tmp_path / "model"),
+    )  # fmt: skip
+    messages = [{"role": "user", "content": "what is it"}]
+    answer = [*messages, {"role": "assistant", "content": "good a"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    whole = tokenizer.apply_chat_template(answer, return_dict=False)
+    first, _ = workload.rows(2)
+    assert first["prompt_ids"] == prompt and first["prompt_ids"] + first["chosen_ids"] == whole
+    assert workload.name in HH_WORKLOADS and "chat template" in workload.origin
 
 
 @pytest.mark.parametrize(("name", "millions"), [("7m", 7.3), ("0.5b", 494), ("8b", 8030)])
@@ -146,11 +235,11 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
         },
         setting={
             "num_pairs": 64, "pairs_per_step": 32, "lora": False, "parameters": "float32", "device": "cpu",
-            "warmup_steps": 0,
+            "autocast": False, "warmup_steps": 0,
         },
         origin="made up",
         work=Work(
-            shared_tokens=50.0, unshared_tokens=80.0, scored_tokens=30.0,
+            least_tokens=50.0, shared_tokens=50.0, unshared_tokens=80.0, scored_tokens=30.0,
             training_flops=3e9, reference_flops=1e9,
         ),
         peaks=[{"best": 1e11}, {"best": 1.2e11}, {"best": 1e11}],
@@ -168,6 +257,8 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
         profile=Profile(num_steps=2, seconds=7.0, flops={"layers": 1e11, "head": 4e10}, table="aten::mm 3"),
         missing=[],
         is_quick=False,
+        prediction="Twice as fast,\n\nat least.",
+        beside={"dpo-pack": steps([0.6931, 0.68]), grouped: steps([0.5, 0.4])},
     )  # fmt: skip
     text = markdown(report)
     for run, seconds in zip(
@@ -187,6 +278,9 @@ def test_the_page_has_medians_spread_paired_ratios_and_mfu() -> None:
     assert "loss, nats: 1.0e-06" in text and "- TRL, micro-batch 8: out of memory" in text
     assert "would take 700 ms (layers 500, head 200), so these steps have an MFU of 20.0%" in text
     assert "- dpo-pack: 16.00, 32.00, 8.00\n" in text  # every turn, in its order
+    assert "> Twice as fast,\n>\n> at least.\n" in text
+    # In fp32; grouped by length the steps hold other pairs.
+    assert "- dpo-pack, fp32: 0.6931, 0.6800\n" in text and f"- {grouped}, fp32" not in text
 
 
 @pytest.mark.parametrize("same_ids", [True, False])
@@ -220,6 +314,14 @@ def test_other_work_is_told_by_the_page_and_by_the_exit_status_when_all_is_measu
 
 
 # ---- End to end
+
+
+@pytest.mark.slow  # it imports TRL
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+def test_bf16_on_a_cpu_is_trls_too(tiny: Setting, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    for autocast in (False, True):
+        assert trl_config(trl(1), replace(tiny, autocast=autocast), tmp_path).bf16 is autocast
 
 
 @pytest.mark.slow
