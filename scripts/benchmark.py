@@ -74,6 +74,7 @@ class Plan:
     with_ablations: bool
     also: Sequence[str]  # more settings of dpo-pack to measure
     fewest_steps: int = FEWEST_STEPS
+    with_variants: bool = True
     finalists: int = 2  # so many of TRL's fastest settings of the sweep take turns with ours
     # Little time: ours and its profile come first, and each part takes at most half of the time that is left.
     quick: bool = False
@@ -143,6 +144,13 @@ def main(
     finalists: Annotated[
         int, typer.Option(min=1, help="So many of TRL's fastest settings take turns with ours.")
     ] = 2,
+    with_variants: Annotated[
+        bool,
+        typer.Option(
+            "--variants/--no-variants",
+            help="In TRL's sweep: eager attention, which takes memory, compiled, other kernels and malloc.",
+        ),
+    ] = True,
     fewest_steps: Annotated[
         int, typer.Option(min=1, help="Timed steps of a run that ranks settings; fewer are refused.")
     ] = FEWEST_STEPS,
@@ -220,6 +228,7 @@ def main(
             with_ablations=with_ablations,
             also=also or [],
             fewest_steps=fewest_steps,
+            with_variants=with_variants,
             finalists=finalists,
             quick=quick,
             stop_at=stop_at,
@@ -448,6 +457,7 @@ def fastest_of_trl(plan: Plan) -> tuple[list[Contender], list[str]]:
     # Compiling is no part of the work, so a compiled contender needs a step that is not timed.
     compiled = plan.setting.warmup_steps > 0
     variants = list(trl_variants(fastest, failed, device=plan.setting.device, compiled=compiled))
+    variants = variants if plan.with_variants else []
     rates |= _sweep(plan, variants)
     untried = [one.name for one in (*sweep, *variants) if f"sweep/{one.name}" not in plan.results.entries]
     return sorted(rates, key=lambda contender: -rates[contender])[: plan.finalists], untried
