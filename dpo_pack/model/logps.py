@@ -64,6 +64,7 @@ HEAD_BOUNDS = {
 ROUNDING = {torch.float16: 0.5, torch.bfloat16: 0.5, torch.float32: 2.0, torch.float64: 2.0}
 # Whether torch adds a product in low precision to an fp32 tensor: cuBLAS does.
 _ADDS_TO_FLOAT32 = torch.version.hip is None
+_ADDED_ROWS = 2048  # of a gradient, added at once: a few megabytes
 
 
 def token_logps(
@@ -166,7 +167,8 @@ class _ChunkedLogps(torch.autograd.Function):
         # Gradients of chunks add up in fp32: in bf16 a sum over many chunks would lose its small terms.
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         wide = torch.promote_types(dtype, torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        begin = torch.empty_like if len(targets) else torch.zeros_like
+        grad_weight = begin(weight, dtype=wide) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         for number, start in enumerate(range(0, len(targets), chunk_tokens)):
             chunk = slice(start, start + chunk_tokens)
@@ -185,14 +187,18 @@ class _ChunkedLogps(torch.autograd.Function):
             grad_hidden[chunk] = times_transposed(grad_logits, head_weight.T)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(dim=0, dtype=wide)
+            beta = min(number, 1)  # the first chunk overwrites
             if grad_weight is not None and wide == dtype:
-                grad_weight.addmm_(grad_logits.T, hidden[chunk])
+                grad_weight.addmm_(grad_logits.T, hidden[chunk], beta=beta)
             elif grad_weight is not None and _ADDS_TO_FLOAT32 and grad_weight.device.type == "cuda":
                 # One kernel, which also does not round the chunk's gradient.
                 product = grad_logits.T, hidden[chunk]
-                torch.addmm(grad_weight, *product, out_dtype=wide, out=grad_weight)
+                torch.addmm(grad_weight, *product, out_dtype=wide, beta=beta, out=grad_weight)
             elif grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[chunk]
+                # In blocks, because torch copies what it adds in another dtype.
+                parts = (grad_logits.T @ hidden[chunk]).split(_ADDED_ROWS)
+                for total, part in zip(grad_weight.split(_ADDED_ROWS), parts, strict=True):
+                    total.add_(part) if number else total.copy_(part)
             del grad_logits
         return (
             grad_hidden.to(ctx.hidden_dtype),

@@ -123,13 +123,13 @@ class _CpuSegments(torch.autograd.Function):
 
         @torch.no_grad()  # each thread has its own grad mode
         def attend(number: int) -> list[Tensor]:
-            k, v = (_of_segment(states, runs[number], num_groups) for states in (key, value))
+            k, v = (_of_segment(states, runs[number]) for states in (key, value))
             log_normalizers = []
             for queries, keys, mask in blocks[number]:
-                states = map(_heads_first, (query[queries], k[keys], v[keys]))
+                states = _by_key_head(num_groups, query[queries], k[keys], v[keys])
                 how = {"is_causal": mask is None, "attn_mask": mask, "scale": options.scale}
                 attended, log_normalizer = kernel[0](*states, **how)
-                _heads_first(out[queries]).copy_(attended)
+                _by_key_head(num_groups, out[queries])[0].copy_(attended)
                 log_normalizers.append(log_normalizer)
             return log_normalizers
 
@@ -153,21 +153,20 @@ class _CpuSegments(torch.autograd.Function):
         @torch.no_grad()
         def attend(number: int) -> list[Tensor]:
             """Returns the gradients of the segment's keys and values, [K, H_kv, D] each."""
-            k, v = (_of_segment(states, runs[number], num_groups) for states in (key, value))
+            k, v = (_of_segment(states, runs[number]) for states in (key, value))
             is_whole = len(ctx.blocks[number]) == 1
             totals = [] if is_whole else [torch.zeros_like(states, dtype=wide) for states in (k, v)]
             for place, (queries, keys, mask) in enumerate(ctx.blocks[number]):
                 of_block = (grad[queries], query[queries], k[keys], v[keys], out[queries])
-                states = (*map(_heads_first, of_block), saved[firsts[number] + place])
+                states = (*_by_key_head(num_groups, *of_block), saved[firsts[number] + place])
                 parts = ctx.kernel(*states, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
-                _heads_first(grad_query[queries]).copy_(parts[0])
-                of_keys = [part.squeeze(0).transpose(0, 1) for part in parts[1:]]
+                _by_key_head(num_groups, grad_query[queries])[0].copy_(parts[0])
+                of_keys = [  # [H_kv, K, D]
+                    part.sum(dim=1, dtype=wide) if num_groups > 1 else part[:, 0] for part in parts[1:]
+                ]
                 for total, part in zip(totals, of_keys, strict=False):
-                    total[keys] += part
-            totals = totals or of_keys
-            if num_groups > 1:
-                totals = [total.unflatten(1, (-1, num_groups)).sum(dim=2, dtype=wide) for total in totals]
-            return totals
+                    total[keys] += part.transpose(0, 1)
+            return totals or [part.transpose(0, 1) for part in of_keys]
 
         for of_segment, parts in zip(runs, _on_threads(attend, ctx.segments), strict=True):
             for total, part in zip((grad_key, grad_value), parts, strict=True):
@@ -177,11 +176,18 @@ class _CpuSegments(torch.autograd.Function):
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
-def _of_segment(states: Tensor, runs: Sequence[tuple[int, int]], num_groups: int) -> Tensor:
-    """Returns a segment's keys or values for all heads of queries: [T, H_kv, D] -> [K, H, D]."""
+def _of_segment(states: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Returns a segment's keys or values: [T, H_kv, D] -> [K, H_kv, D]."""
     parts = [states[start:end] for start, end in runs]
-    own = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return own.repeat_interleave(num_groups, dim=1) if num_groups > 1 else own
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _by_key_head(num_groups: int, *states: Tensor) -> list[Tensor]:
+    """Returns views [H_kv, G, L, D] of queries [L, H_kv * G, D], and of keys [L, H_kv, D], each of which G
+    heads of queries read. The first state is of queries."""
+    heads = states[0].shape[1] // num_groups
+    by_head = [one.unflatten(1, (heads, -1)).permute(1, 2, 0, 3) for one in states]
+    return [one.expand(-1, num_groups, -1, -1) for one in by_head]
 
 
 def _on_threads(attend: Callable[[int], Value], segments: RowSegments) -> Iterable[Value]:
