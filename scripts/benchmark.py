@@ -419,7 +419,8 @@ def best_own_budget(plan: Plan) -> int:
         if not rates:
             raise SystemExit("--token-budgets: none of them fits in memory; lower them")
         best = tried[max(rates, key=lambda contender: rates[contender])]
-    if plan.setting.device == "cpu" and plan.microbatches and not plan.quick:  # as TRL is
+    is_swept = plan.microbatches and plan.with_variants and not plan.quick  # as TRL is
+    if plan.setting.device == "cpu" and is_swept:
         names = {malloc: f", {malloc}" if malloc else ", malloc as it sets it" for malloc in MALLOCS}
         own = [replace(ours(best, name=f"dpo-pack{name}"), malloc=malloc) for malloc, name in names.items()]
         _sweep(plan, own)
