@@ -470,13 +470,15 @@ def compare_work(
     """(largest differences from ours, by contender; a line for each that only other work explains)."""
     own, found, disagreements = runs[contenders[0].name][0], {}, []
     tolerance = TOLERANCES["bf16" if plan.compute_dtype == "bfloat16" else "fp32"]
+    # Grouped pairs make other steps, unless one step has them all.
+    is_one_step = plan.setting.num_pairs == plan.setting.pairs_per_step
     for contender in contenders:
         run = runs[contender.name][0]
         if run.failure or own.failure:
             continue
         if run.digest != own.digest or run.pairs != plan.setting.num_pairs:
             disagreements.append(f"{contender.name} did not train on the same token ids as {own.contender}")
-        elif contender is not contenders[0] and not contender.grouped:  # grouped pairs make other steps
+        elif contender is not contenders[0] and (is_one_step or not contender.grouped):
             # Adapters begin at random; TRL's AdamW rounds updates of bf16 weights, ours does not.
             updates_differ = plan.setting.lora or plan.setting.parameters == "bfloat16"
             found[contender.name] = largest_differences(own, run, first_step_only=updates_differ)

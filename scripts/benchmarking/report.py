@@ -272,7 +272,8 @@ def _same_work(report: Report) -> str:
     lines += [
         f"- {name}: not compared; grouped by length its steps hold other pairs"
         for name, runs in list(report.runs.items())[1:]
-        if "grouped by length" in name and not any(run.failure for run in runs)
+        if "grouped by length" in name and name not in report.differences
+        if not any(run.failure for run in runs)
     ]
     return "\n".join([*lines, ""])
 

@@ -11,7 +11,7 @@ from typing import Any
 import benchmark
 import numpy as np
 import pytest
-from benchmark import Plan, run_plan
+from benchmark import Plan, compare_work, run_plan
 from benchmarking.contenders import MALLOCS, Contender, Measurement, Setting, ours, trl, trl_variants
 from benchmarking.report import NOT_COMPARABLE, Profile, Report, markdown
 from benchmarking.results import TOLERANCES, Results, largest_differences, other_work
@@ -206,6 +206,19 @@ def plan_of(tiny: Setting, tmp_path: Path, **changes: Any) -> Plan:
         "also": [],
     }
     return Plan(**{**fields, **changes})
+
+
+def test_grouped_pairs_are_compared_where_one_step_has_them_all(tiny: Setting, tmp_path: Path) -> None:
+    contenders = [ours(1024), trl(2, grouped=True)]
+    runs = {one.name: [steps([0.69])] for one in contenders}
+    for (run,) in runs.values():
+        run.pairs = tiny.num_pairs
+    for pairs_per_step, names in ((8, [contenders[1].name]), (4, [])):
+        setting = replace(tiny, pairs_per_step=pairs_per_step)
+        differences, disagreements = compare_work(
+            plan_of(setting, tmp_path, fewest_steps=1), contenders, runs
+        )
+        assert list(differences) == names and disagreements == []
 
 
 # ---- The page
