@@ -95,7 +95,7 @@ def test_agents_pairs_begin_alike_and_the_least_work_has_that_once_in_a_step(tmp
     workload = make_workload("agents", tmp_path, num_pairs=4, vocabulary=512, hh_pairs=None)
     rows, lengths, shape = workload.rows(4), workload.lengths(4), flops_shape("tiny")
     beginnings = {tuple(row["prompt_ids"][:AGENTS_COMMON]) for row in rows}
-    assert len(beginnings) == 1 and lengths.common.tolist() == [AGENTS_COMMON] * 4
+    assert len(beginnings) == 1 and np.asarray(lengths.common).tolist() == [AGENTS_COMMON] * 4
     turns = lengths.prompt - AGENTS_COMMON
     for drawn, (least, most) in (
         (turns, AGENTS_TURN), (lengths.chosen, AGENTS_ANSWER), (lengths.rejected, AGENTS_ANSWER)
@@ -210,7 +210,7 @@ def plan_of(tiny: Setting, tmp_path: Path, **changes: Any) -> Plan:
 
 def test_grouped_pairs_are_compared_where_one_step_has_them_all(tiny: Setting, tmp_path: Path) -> None:
     contenders = [ours(1024), trl(2, grouped=True)]
-    runs = {one.name: [steps([0.69])] for one in contenders}
+    runs: dict[str, Sequence[Measurement]] = {one.name: [steps([0.69])] for one in contenders}
     for (run,) in runs.values():
         run.pairs = tiny.num_pairs
     for pairs_per_step, names in ((8, [contenders[1].name]), (4, [])):
