@@ -11,6 +11,7 @@ from support.heads import CHUNK_TOKENS, PLAIN, TRANSFORMS, Head, N, V, chunked, 
 from support.live_bytes import LiveBytes
 from torch import Tensor
 
+import dpo_pack.model.logps
 from dpo_pack.model.logps import (
     HeadBounds,
     HeadPasses,
@@ -111,6 +112,21 @@ def test_bf16_weights_get_bf16_gradients_that_lose_nothing_over_many_chunks() ->
     for mine, other, truth in zip(gradients(head, ours), theirs, truths, strict=True):
         assert mine.dtype == torch.bfloat16
         assert mean_error(mine, truth) <= 1.1 * mean_error(other, truth)
+
+
+def test_the_blocks_in_which_a_bf16_gradient_is_added_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for rows in (10, 10_000):  # of 37
+        monkeypatch.setattr(dpo_pack.model.logps, "_ADDED_ROWS", rows)
+        head = make_head(dtype=torch.bfloat16)
+        found.append(gradients(head, chunked(head, PLAIN)[0]))
+    assert all(map(torch.equal, *found))
+
+
+def test_without_scored_tokens_the_head_s_gradient_is_zero() -> None:
+    head = make_head(num_tokens=0)
+    (_, weight, bias) = gradients(head, chunked(head, PLAIN)[0])
+    assert not weight.any() and not bias.any() and weight.shape == head.weight.shape
 
 
 @pytest.mark.parametrize("metrics", [False, True])
