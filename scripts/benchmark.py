@@ -324,7 +324,8 @@ class Facts:
         lengths, shape = plan.workload.lengths(setting.num_pairs), flops_shape(model)
         work = work_of(shape, lengths, pairs_per_step=setting.pairs_per_step, lora=setting.lora)
         fields = {
-            "title": f"{plan.workload.name}, {Path(model).name} model, {setting.device}",
+            "title": f"{plan.workload.name}, {Path(model).name} model, {setting.device}"
+            f"{', bf16' if setting.autocast else ''}",
             "command": " ".join(["python", *sys.argv]),
             "date": datetime.date.today().isoformat(),
             "machine": machine(),

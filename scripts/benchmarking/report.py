@@ -294,7 +294,7 @@ def _profile(report: Report) -> str:
         f"Steps of dpo-pack under torch's profiler, which slows them down, mean of {profile.num_steps}: "
         f"{ms(profile.seconds)} ms. At the measured peak, their products and attention would take "
         f"{ms(together)} ms ({parts}), so these steps have an MFU of {together / profile.seconds:.1%}. The "
-        f"{profile.num_steps} steps together by operator, and on a GPU by kernel:\n\n"
+        "profile by operator, and on a GPU by kernel:\n\n"
         f"```text\n{profile.table.strip()}\n```\n"
     )
 
