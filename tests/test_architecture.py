@@ -23,6 +23,7 @@ ROOMS = (
     "api",
     "trainer",
     "reports",
+    "verdict",
     "run",
     "online",
     "proofs",
