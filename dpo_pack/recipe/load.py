@@ -20,6 +20,7 @@ from dpo_pack.recipe.peers.peer_tables import PEERS, our_words, read_table, rows
 from dpo_pack.recipe.schema import EvalFraction, Recipe
 from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml, without_servers
 from dpo_pack.recipe.types import Problem, allowed_values, nested_sections
+from dpo_pack.recipe.verdict import VerdictRecipe
 from dpo_pack.system.hub import HUB_ID
 from dpo_pack.system.machine import install_command
 from dpo_pack.system.process import lone_half
@@ -131,7 +132,7 @@ def parse_recipe(
     except ValidationError as invalid:
         problems += _problems(invalid.errors(include_url=False), tree)
     if problems:
-        _refuse(problems)
+        refuse(problems)
     for key, (value, _) in removed.items():
         recipe.dropped.append(f"{key} {value}, which dpo-pack no longer has")
     return recipe
@@ -172,7 +173,7 @@ def _drop_removed(tree: Tree) -> dict[str, tuple[str, str]]:
     return removed
 
 
-def _refuse(problems: Sequence[Problem]) -> NoReturn:
+def refuse(problems: Sequence[Problem]) -> NoReturn:
     by_key: dict[str, str] = {}
     for key, message in problems:
         by_key.setdefault(key, message)
@@ -229,16 +230,6 @@ def default_in_yaml(field: FieldInfo) -> str:
 
 def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
     """Raises RecipeError if a path or package is not here; trackers count only where the recipe `trains`."""
-    problems: list[Problem] = []
-    for key, path in recipe.inputs.items():
-        if path is None or os.path.isfile(path) or os.path.isdir(path):
-            continue
-        is_file = (
-            os.path.exists(path) or key == "tokenizer.chat_template" or path.endswith(DATA_FILE_SUFFIXES)
-        )
-        if is_file or not HUB_ID.fullmatch(path):
-            hint = f"relative paths start at {os.getcwd()}; URLs and patterns are not read, and no pipes"
-            problems.append((key, f"no such file or directory, and not a hub id: {show(path)} ({hint})"))
     model, online = recipe.model, recipe.online
     generator, judges = ("", ()) if online is None else (online.generator.type, online.judges)
     needed = {
@@ -249,10 +240,8 @@ def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
         "online.generator": {"vllm": "vllm", "http": "openai"}.get(generator, ""),
         **{f"online.judges.{n}": "openai" if judge.type == "llm" else "" for n, judge in enumerate(judges)},
     }
-    for key, module in needed.items():
-        if module and importlib.util.find_spec(module) is None:
-            install = install_command("images" if module == "PIL" else module)
-            problems.append((key, f"needs the package {module}, which is not installed; {install}"))
+    problems = list(_missing(recipe.inputs, needed))
+    problems += verdict_problems(recipe.verdict) if trains and recipe.verdict is not None else ()
     for tracker in recipe.logging.trackers if trains else ():
         modules = ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]
         if not any(importlib.util.find_spec(module) for module in modules):
@@ -260,7 +249,34 @@ def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
             problems.append(("logging.trackers", f"{tracker} is not installed; {remedy}"))
     problems += _model_problems(recipe)
     if problems:
-        _refuse(problems)
+        refuse(problems)
+
+
+def verdict_problems(verdict: VerdictRecipe) -> Iterator[Problem]:
+    """Yields what a verdict needs and this machine does not have."""
+    files = {f"verdict.tasks.{n}": task for n, task in enumerate(verdict.tasks) if task.endswith(".yaml")}
+    files["verdict.lm_eval"] = None if verdict.lm_eval is None else str(verdict.lm_eval)
+    needed = {"verdict.tasks": "lm_eval" if verdict.tasks and verdict.lm_eval is None else ""}
+    for n, judge in enumerate(verdict.judges):
+        files[f"verdict.judges.{n}.path"] = judge.path
+        needed[f"verdict.judges.{n}"] = "openai" if judge.type == "llm" else ""
+    files |= {f"verdict.prompts.{n}.path": source.path for n, source in enumerate(verdict.prompts)}
+    yield from _missing(files, needed)
+
+
+def _missing(inputs: Mapping[str, str | None], packages: Mapping[str, str]) -> Iterator[Problem]:
+    """Yields the paths and packages, by their keys, that are not here."""
+    for key, path in inputs.items():
+        if path is None or os.path.isfile(path) or os.path.isdir(path):
+            continue
+        is_file = key.endswith(("chat_template", "lm_eval")) or path.endswith((*DATA_FILE_SUFFIXES, ".yaml"))
+        if is_file or os.path.exists(path) or not HUB_ID.fullmatch(path):
+            hint = f"relative paths start at {os.getcwd()}; URLs and patterns are not read, and no pipes"
+            yield key, f"no such file or directory, and not a hub id: {show(path)} ({hint})"
+    for key, module in packages.items():
+        if module and importlib.util.find_spec(module) is None:
+            install = install_command({"PIL": "images", "lm_eval": "verdict"}.get(module, module))
+            yield key, f"needs the package {module}, which is not installed; {install}"
 
 
 def _model_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -332,7 +348,8 @@ def _problem(error: ErrorDetails) -> Problem:
         instance = f", as in {parts[-1]}: {field.examples[0]}" if field.examples else ""
         return key, f"required, but not given{instance}"
     # A wrong value in place of a server, or around one, may hold a key.
-    is_private = "endpoint" in parts or (parts[0] == "online" and isinstance(error["input"], dict | list))
+    may_hold = parts[0] in ("online", "verdict") and isinstance(error["input"], dict | list)
+    is_private = "endpoint" in parts or may_hold
     given = "" if is_private else f", not {show(error['input'])}"
     return key, f"must be {allowed_values(field.annotation, field.metadata)}{given}"
 
@@ -380,6 +397,7 @@ NEUTRAL_KEYS: tuple[str, ...] = (
     "distributed.num_processes", "distributed.strategy", "distributed.hybrid", "distributed.cpu_offload",
     "distributed.accumulate_unsharded", "online.generator.token_budget",
     "online.generator.gpu_memory_utilization", "online.generator.endpoint", "online.offload_reference",
+    "verdict",
 )  # fmt: skip
 # With train.early_stopping these keys decide when the run ends, so they change training.
 EARLY_STOPPING_KEYS = ("checkpoint.metric", "checkpoint.eval_set", "train.eval_every_steps")
