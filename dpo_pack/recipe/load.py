@@ -260,7 +260,7 @@ def verdict_problems(verdict: VerdictRecipe) -> Iterator[Problem]:
     for n, judge in enumerate(verdict.judges):
         files[f"verdict.judges.{n}.path"] = judge.path
         needed[f"verdict.judges.{n}"] = "openai" if judge.type == "llm" else ""
-    files |= {f"verdict.prompts.{n}.path": source.path for n, source in enumerate(verdict.prompts)}
+    files["verdict.prompts.path"] = None if verdict.prompts is None else verdict.prompts.path
     yield from _missing(files, needed)
 
 
