@@ -11,7 +11,7 @@ from dpo_pack.online.endpoint import Endpoint, api_key
 from dpo_pack.online.http_generator import HttpGenerator
 from dpo_pack.online.interface import Generator, Judge, SamplingSettings
 from dpo_pack.online.judges import FunctionJudge, LlmJudge, WeightedJudges
-from dpo_pack.online.phases import RolloutLog, WinRate
+from dpo_pack.online.phases import RolloutLog
 from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model
 from dpo_pack.online.source import OnlineSource
 from dpo_pack.online.transformers_generator import TransformersGenerator
@@ -22,6 +22,7 @@ from dpo_pack.online.vllm_generator import (
     prove_agreement,
     start_engine,
 )
+from dpo_pack.online.win_rate import WinRate
 from dpo_pack.recipe.online import EndpointRecipe, OnlineRecipe
 from dpo_pack.run.models import Setup
 from dpo_pack.run.pairs import row_builder
