@@ -29,8 +29,8 @@ class Judged:
 def judge_answers(
     contest: Contest, rollouts: Sequence[Rollout], judges: Mapping[str, JudgeRecipe], directory: Path
 ) -> list[Judged]:
-    """Returns what each judge says of the answers of `answer_prompts`. judges: by the keys that error
-    messages name, as "verdict.judges.0". `directory` (output_dir/verdict) keeps judgements.jsonl. Prints,
+    """Returns what each judge says of the answers of `answer_prompts`. judges: in the order of
+    `verdict.judges`, by the names that their sources get. `directory` (output_dir/verdict) keeps judgements.jsonl. Prints,
     before a server is asked, how many requests it will get. Raises RecipeError, ModelError, RunError if a
     judge cannot be had or no request can succeed."""
     raise NotImplementedError

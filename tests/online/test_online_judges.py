@@ -162,7 +162,7 @@ def test_a_language_model_judges_all_that_a_prompt_says() -> None:
     settings = JudgeRecipe(type="llm", endpoint=EndpointRecipe(url="http://x", model="m"))
     judge = LlmJudge(endpoint=None, settings=settings, recipe_key="k")  # type: ignore[arg-type]
     one = rollout("warm?", " yes", " no", messages=messages, tools=TOOLS)
-    asked = judge._body(one, 0, 1)["messages"][1]["content"]
+    asked = judge.body(one)["messages"][1]["content"]
     expected = f"tools: {json.dumps(TOOLS)}\n\n"
     expected += f"user: warm?\nwet?\n\nassistant: {json.dumps(calls)}\n\ntool: 21 degrees\n\n[Answer A]"
     assert expected in asked
