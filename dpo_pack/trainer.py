@@ -59,14 +59,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from torch import Tensor
 
-from dpo_pack.recipe.load import Recipe, check_environment, dump_recipe
+from dpo_pack.recipe.load import INFO_FILE, Recipe, check_environment, dump_recipe
 from dpo_pack.reports.packing import packing_report
 from dpo_pack.reports.pages import write_run_page
 from dpo_pack.reports.run_files import print_ending, print_next
@@ -80,11 +84,13 @@ from dpo_pack.run.samples import Sampler
 from dpo_pack.run.state import ends_run
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_rate, format_seconds, keep_log, shown
+from dpo_pack.system.endings import VERDICT_STATUSES
 from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
-from dpo_pack.system.files import Json, write_json_atomically
+from dpo_pack.system.files import Json, read_json, write_json_atomically
 from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
-from dpo_pack.system.process import BEGUN, counted
+from dpo_pack.system.machine import release_memory
+from dpo_pack.system.process import BEGUN, counted, environment_alone
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.metrics import averages, column, join_values, pair_values
 from dpo_pack.training.optim import clip_gradients
@@ -416,6 +422,25 @@ def write_page(run: RunDir, console: Console) -> bool:
         )
         return False
     return True
+
+
+def begin_verdict(root: Path, console: Console) -> None:
+    """Runs the verdict of the finished run in `root` in a process of its own, if it has none yet. If that
+    fails, the run stays finished. Raises Interrupted."""
+    if "verdict" in (read_json(root / INFO_FILE) or {}):
+        return
+    release_memory()
+    again = ["verdict", str(root), "--trust-recipe"]
+    out = subprocess.DEVNULL if console.quiet else None
+    told = f"'{shlex.join(['dpopack', *again])}' gives it"
+    try:
+        command = [sys.executable, "-P", "-m", "dpo_pack", *again]
+        ended = subprocess.run(command, env=environment_alone(), stdout=out, check=False)
+    except Interrupted as stopped:
+        stopped.next_step = f"the run is finished and has no verdict; {told}"
+        raise
+    if ended.returncode not in VERDICT_STATUSES.values():
+        console.print(f"Warning: the run is finished and has no verdict; {told}")
 
 
 def push_model(

@@ -22,10 +22,10 @@ from typer.core import TyperGroup
 
 import dpo_pack
 from dpo_pack import api
-from dpo_pack.system.endings import USER_CAN_MEND, ending_of
+from dpo_pack.system.endings import USER_CAN_MEND, VERDICT_STATUSES, ending_of
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.system.interrupts import STOP_SIGNALS, interruptible
-from dpo_pack.system.process import BEGUN, complain, counted, placement, say
+from dpo_pack.system.process import BEGUN, complain, counted, many_imports, placement, say
 
 if TYPE_CHECKING:
     from dpo_pack.recipe.load import Recipe
@@ -296,6 +296,57 @@ def evaluate(
     found = api.evaluate(loaded, model, compare=compare, quiet=json_file == Path("-"), command=command)
     if _is_first():
         _write(json_file, _json(found))
+
+
+@app.command()
+def verdict(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN_OR_MODEL", help="A finished run's output_dir; a model or an adapter."),
+    ],
+    overrides: Overrides = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL_OR_RUN", help="Compare with this.", show_default="the run's start"),
+    ] = None,
+    judge: Annotated[
+        list[Path] | None,
+        typer.Option("--judge", metavar="FILE.yaml", help="As an item of verdict.judges; may be repeated."),
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(metavar="NAME,FILE.yaml", help="As verdict.tasks.")] = None,
+    command: Annotated[str | None, typer.Option(metavar="'CMD {model}'", help="As verdict.command.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="For the files of a verdict on what is no run.")
+    ] = None,
+    trust_recipe: Annotated[
+        bool, typer.Option("--trust-recipe", help="Run the code that the run's recipe names.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Say whether a model is better than its start.
+
+    Judges compare the answers of both models to held-out prompts; lm-eval or a command of yours measures
+    both. Exit status: 0 better, 3 worse or mixed, 4 cannot tell. See docs/verdict.md.
+    """
+    from dpo_pack.recipe.text import read_yaml
+
+    values: dict[str, Any] = {} if command is None else {"command": command}
+    values |= {} if tasks is None else {"tasks": tasks.split(",")}
+    for file in judge or ():
+        try:
+            read = read_yaml(file.read_text(encoding="utf-8"), where=str(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"--judge: cannot read {file}: {error}") from error
+        values.setdefault("judges", []).extend(read if isinstance(read, list) else [read])
+    texts = [*(overrides or ()), *(f"verdict.{key}={json.dumps(value)}" for key, value in values.items())]
+    with many_imports():
+        from dpo_pack.system.console import make_console
+        from dpo_pack.verdict.comparison import give_verdict
+
+    console = make_console(quiet=json_file == Path("-"))
+    found = give_verdict(run, texts, console, against=against, output=output, trusts_recipe=trust_recipe)
+    _write(json_file, _json(found))
+    raise typer.Exit(VERDICT_STATUSES[found["conclusion"]])
 
 
 @app.command()

@@ -41,7 +41,9 @@ class VerdictRecipe(types.Section):
     """Who compares the answers of both models; each judge is a source of evidence."""
     tasks: Annotated[tuple[types.PathText, ...], Strict(False), "a list of names and YAML files"] = ()
     """Tasks or groups of lm-eval, by name or as a YAML file; each is a source of evidence."""
-    command: Annotated[str, *types.IsPath, AfterValidator(lambda text: shlex.split(text) and text)] | None = None
+    command: Annotated[str, *types.IsPath, AfterValidator(lambda text: shlex.split(text) and text)] | None = (
+        None
+    )
     """A command of yours, run on each model in place of {model}; prints JSON lines with id and score."""
     lm_eval: types.LocalPath | None = None
     """The file lm-eval of another environment; null: that of this one, dpo-pack[verdict]."""

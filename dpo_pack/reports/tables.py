@@ -99,6 +99,30 @@ def render_evaluations(sets: Mapping[str, Json], console: Console, *, beta: floa
     console.print(f"{INTERVALS}. Rewards: beta {beta:g} x log-ratio to the recipe's reference")
 
 
+VERDICT_NOTE = (
+    "Judges: games that the new model wins, a tie counts half; else new minus start. In brackets: plain 95 % "
+    "intervals. p counts every source that was tried (Holm)"
+)
+
+
+def verdict_cells(verdict: Json) -> Cells:
+    """Returns a row for each source of evidence of a verdict."""
+
+    def told(record: Json) -> str:
+        value = record.get("rate", record.get("difference"))
+        return "" if value is None else with_interval(value, record["interval"])
+
+    rows = [
+        (
+            *(one["name"], one["kind"].replace("_", " "), f"{one['n']:,}", f"{one['num_failed']:,}"),
+            *(told(one), told(one.get("length_controlled") or {})),
+            *("" if one["p_holm"] is None else f"{one['p_holm']:.3g}", one["says"]),
+        )
+        for one in verdict["sources"]
+    ]
+    return Cells(("source", "kind", "items", "failed", "new model", "at equal length", "p", "says"), rows)
+
+
 def evaluation_cells(columns: Mapping[str, Json]) -> Cells:
     """Returns a column for each record, by its title, and a row for each metric that one of them has."""
     rows = [

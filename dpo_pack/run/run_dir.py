@@ -81,6 +81,7 @@ class RunDir:
     trackers: Path = Path("trackers")
     rollouts: Path = Path("rollouts.parquet")
     pairs: Path = Path("pairs.parquet")
+    verdict: Path = Path("verdict")
 
     def __post_init__(self) -> None:
         for name, part in PARTS.items():
@@ -250,6 +251,7 @@ def begin_run(run: RunDir, recipe_text: str, device: str, place: Path | None) ->
     write_text_atomically(run.root / RECIPE_FILE, recipe_text)
     if run.checkpoint is None or "status" not in run.info:  # else it goes on
         run.info["begun"] = datetime.now(UTC).isoformat(timespec="seconds")
+    run.info.pop("verdict", None)  # of an earlier end
     run.update(
         status="running",
         dpo_pack=dpo_pack.__version__,

@@ -1,4 +1,4 @@
-"""Runs benchmarks on both models: tasks of lm-eval, and a command of the user's. Each is a source of evidence.
+"""Runs benchmarks on both models: tasks of lm-eval and a command of the user's, each a source of evidence.
 
 A benchmark gives a line for each item: `item` (what pairs the two models' lines), `task`, `scores` (finite
 numbers by metric, higher is better), `prompt` and `answer` (texts). The lines are kept by what was run on
@@ -33,7 +33,6 @@ from dpo_pack.verdict.answers import Contest
 from dpo_pack.verdict.conclusion import Source
 
 _BATCH_SIZE = "8"  # of lm-eval; the same for both models, since rounding depends on it
-_AT_ITEM = "has a score of one model only"
 
 
 def run_benchmarks(
@@ -155,9 +154,9 @@ def read_samples(directory: Path) -> list[Json]:
                 for metric in sample["metrics"]
                 if isinstance(value := sample[metric], int | float) and math.isfinite(value)
             }
-            asked, answers = list(sample["arguments"].values()), sample["filtered_resps"]
+            asked, answers = list(sample["arguments"].values()), [one[0] for one in sample["resps"]]
             answer = str(answers[0])
-            if all(isinstance(one, list) and len(one) == 2 for one in answers):  # log-likelihoods of choices
+            if isinstance(answers[0], list):  # log-likelihoods of choices, and whether each is the likeliest text
                 likeliest = max(range(len(answers)), key=lambda number: float(answers[number][0]))
                 answer = str(asked[likeliest]["arg_1"])
             item = f"{task} {sample['filter']} {sample['doc_hash']} {sample['doc_id']}"
