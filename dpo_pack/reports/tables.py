@@ -100,27 +100,27 @@ def render_evaluations(sets: Mapping[str, Json], console: Console, *, beta: floa
 
 
 VERDICT_NOTE = (
-    "Judges: games that the new model wins, a tie counts half; else new minus start. In brackets: plain 95 % "
-    "intervals. p counts every source that was tried (Holm)"
+    "Judges: games that the new model wins, a tie counts half. Others: new minus start. In brackets: plain "
+    "95 % intervals. p counts all sources that were tried (Holm)"
 )
 
 
 def verdict_cells(verdict: Json) -> Cells:
-    """Returns a row for each source of evidence of a verdict."""
+    """Returns a row for each source of evidence, and for what is left of it between answers of one length."""
 
-    def told(record: Json) -> str:
-        value = record.get("rate", record.get("difference"))
-        return "" if value is None else with_interval(value, record["interval"])
+    def told(found: Json) -> str:
+        value = found.get("rate", found.get("difference"))
+        return "none" if value is None else with_interval(value, found["interval"])
 
-    rows = [
-        (
-            *(one["name"], one["kind"].replace("_", " "), f"{one['n']:,}", f"{one['num_failed']:,}"),
-            *(told(one), told(one.get("length_controlled") or {})),
-            *("" if one["p_holm"] is None else f"{one['p_holm']:.3g}", one["says"]),
-        )
-        for one in verdict["sources"]
-    ]
-    return Cells(("source", "kind", "items", "failed", "new model", "at equal length", "p", "says"), rows)
+    rows = []
+    for one in verdict["sources"]:
+        title, failed = f"{one['name']} ({one['kind'].replace('_', ' ')})", one["num_failed"]
+        items = f"{one['n']:,}" + f", {failed:,} failed" * (failed > 0)
+        p = "" if one["p_holm"] is None else f"{one['p_holm']:.3g}"
+        rows.append((title, items, told(one), p, one["says"]))
+        if controlled := one.get("length_controlled"):
+            rows.append(("at equal length", "", told(controlled), "", ""))
+    return Cells(("source", "items", "new model", "p", "says"), rows)
 
 
 def evaluation_cells(columns: Mapping[str, Json]) -> Cells:

@@ -133,8 +133,7 @@ def gather_evidence(contest: Contest, verdict: VerdictRecipe, directory: Path) -
         settings = SamplingSettings(completions_per_prompt=1, max_new_tokens=length, **sampling)
         rollouts = answer_prompts(contest, prompts, settings, directory)
         judges = dict(zip(verdict.judge_names, verdict.judges, strict=True))
-        judged = judge_answers(contest, rollouts, judges, directory)
-        evidence += [(one.source, one.items) for one in judged]
+        evidence += judge_answers(contest, rollouts, judges, directory)
     evidence += run_benchmarks(contest, verdict, directory)
     lines = ({"source": source.name, **item} for source, items in evidence for item in items)
     write_text_atomically(directory / "items.jsonl", "".join(map(_line, lines)))
