@@ -254,13 +254,15 @@ def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
 
 def verdict_problems(verdict: VerdictRecipe) -> Iterator[Problem]:
     """Yields what a verdict needs and this machine does not have."""
-    files = {f"verdict.tasks.{n}": task for n, task in enumerate(verdict.tasks) if task.endswith(".yaml")}
-    files["verdict.lm_eval"] = None if verdict.lm_eval is None else str(verdict.lm_eval)
+    files: dict[str, str | None] = {
+        "verdict.lm_eval": None if verdict.lm_eval is None else str(verdict.lm_eval),
+        "verdict.prompts.path": None if verdict.prompts is None else verdict.prompts.path,
+        **{f"verdict.tasks.{n}": task for n, task in enumerate(verdict.tasks) if task.endswith(".yaml")},
+    }
     needed = {"verdict.tasks": "lm_eval" if verdict.tasks and verdict.lm_eval is None else ""}
     for n, judge in enumerate(verdict.judges):
         files[f"verdict.judges.{n}.path"] = judge.path
         needed[f"verdict.judges.{n}"] = "openai" if judge.type == "llm" else ""
-    files["verdict.prompts.path"] = None if verdict.prompts is None else verdict.prompts.path
     yield from _missing(files, needed)
 
 

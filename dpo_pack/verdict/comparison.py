@@ -57,7 +57,9 @@ def give_verdict(
     is_run = (run.root / INFO_FILE).is_file()
     if is_run == (output is not None):
         told = (
-            "the verdict of a run is in RUN/verdict; leave it out" if is_run else f"{name} is no run; name it"
+            "a run has its verdict in RUN/verdict; leave it out"
+            if is_run
+            else f"{name} is no run; give a DIR"
         )
         raise RecipeError(f"--output: {told}")
     directory = output or run.verdict
@@ -73,14 +75,13 @@ def give_verdict(
             raise RecipeError(f"verdict: {NO_EVIDENCE}")
         if problems := list(load.verdict_problems(verdict)):
             load.refuse(problems)
-        contest = prepare_contest(
-            recipe, stack.enter_context(model_of(name, console)), console, against=start
-        )
+        new = stack.enter_context(model_of(name, console))
+        contest = prepare_contest(recipe, new, console, against=start)
         evidence = gather_evidence(contest, verdict, directory)
         result = conclude_anew(contest, evidence, verdict, directory)
         show(result, evidence, console)
         if is_run:
-            publish(run, result, name_for_others(str(contest.start.adapter or contest.start.settings.path)))
+            publish(run, {"against": name_for_others(start or recipe.model.path), **result})
     return result
 
 
@@ -89,37 +90,32 @@ def recipe_of_run(run: Path, overrides: Sequence[str], is_trusted: bool) -> Reci
     if (status := (read_json(run / INFO_FILE) or {}).get("status")) != "finished":
         raise RunError(f"{run}: this run is not finished ({status}); 'dpopack train {run}' goes on with it")
     recipe = load.load_recipe(run, overrides, lenient=True)
-    verdict = recipe.verdict or VerdictRecipe.model_construct()
-    given = {override.partition("=")[0].strip() for override in overrides}
+    if (verdict := recipe.verdict) is None or is_trusted:
+        return recipe
     code = {
-        "judges": [judge.function for judge in verdict.judges if judge.function],
-        "tasks": [task for task in verdict.tasks if task.endswith(".yaml")],  # they may name Python functions
-        "command": [verdict.command] * (verdict.command is not None),
-        "lm_eval": [str(verdict.lm_eval)] * (verdict.lm_eval is not None),
+        "judges": ", ".join(judge.function for judge in verdict.judges if judge.function),
+        "tasks": ", ".join(task for task in verdict.tasks if task.endswith(".yaml")),  # may name functions
+        "command": verdict.command,
+        "lm_eval": verdict.lm_eval,
     }
+    given = {override.partition("=")[0].strip() for override in overrides}
     named = [
-        f"verdict.{key} ({', '.join(values)})"
-        for key, values in code.items()
-        if values and given.isdisjoint({"verdict", f"verdict.{key}"})
+        f"verdict.{key} ({what})" for key, what in code.items() if what and f"verdict.{key}" not in given
     ]
-    if named and not is_trusted:
-        remedy = "--trust-recipe, or your own with --judge, --tasks, --command or verdict.lm_eval=PATH"
-        raise RecipeError(
-            f"{run}: its recipe would run code: {'; '.join(named)}; if you trust it, give {remedy}"
-        )
+    if named and "verdict" not in given:
+        ways = "give --trust-recipe, or your own --judge, --tasks, --command, verdict.lm_eval=PATH"
+        raise RecipeError(f"{run}: its recipe would run {', '.join(named)}; {ways}")
     return recipe
 
 
 def recipe_of_model(name: str, start: str | None, directory: Path, overrides: Sequence[str]) -> Recipe:
     """Returns a recipe whose model is the start of `name`: for an adapter, by default its base."""
     model: Json = {"path": start}
-    if start is None and load.is_adapter(name):
+    if start is None:
+        if not load.is_adapter(name):
+            raise RecipeError(f"{name} is no run, so its start is unknown; give it with --against MODEL")
         adapter = read_adapter(Path(name), name)
         model = {"path": adapter.base, "revision": adapter.base_revision}
-    elif start is None:
-        raise RecipeError(
-            f"--against: {name} is no run, so its start is unknown; name it with --against MODEL"
-        )
     tree = {"output_dir": str(directory), "model": model, "data": {"train": "unused"}}
     return load.parse_recipe(tree, ["packing.mode=padded", *overrides])
 
@@ -187,10 +183,10 @@ def show(result: Json, evidence: Evidence, console: Console) -> None:
     console.print(f"{result['sentence']}.")
 
 
-def publish(run: RunDir, result: Json, start: str) -> None:
+def publish(run: RunDir, result: Json) -> None:
     """Writes the result into run.json, the run's page and the model card."""
     run.info = read_json(run.root / INFO_FILE) or {}
-    run.update(verdict={"against": start, **result})
+    run.update(verdict=result)
     write_run_page([run.root], run.page)
     columns, rows, _ = verdict_cells(result)
     add_to_card(run.model / "README.md", f"{result['sentence']}. {VERDICT_NOTE}.", [columns, *rows])
