@@ -41,6 +41,7 @@ from dpo_pack.system.console import shown
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError, RunError, first_line
 from dpo_pack.system.files import Json, read_json, write_text_atomically
 from dpo_pack.system.machine import release_memory
+from dpo_pack.system.process import counted
 
 _BATCH_PROMPTS = 32  # answers are kept in batches of so many
 _MUCH = 0.2  # a warning is printed if more of a model's answers are cut off
@@ -98,35 +99,36 @@ def choose_prompts(
         console.print(f"Warning: nobody knows which prompts of {source.path} were trained on ({error})")
     trained = set(map(bytes, data.train.whole_prompt_keys)) if data else set()
     found = list(_candidates(contest, source, data))
-    others = {prompt.ids.tobytes(): prompt for _, prompt in found}
-    told = f"{len(others):,} different ones"
-    for _, prompt in (one for one in found if one[0] in trained):
-        others.pop(prompt.ids.tobytes(), None)
+    every = {prompt.ids.tobytes(): prompt for _, prompt in found}
+    seen = {prompt.ids.tobytes() for key, prompt in found if key in trained}
     salt = str(recipe.seed).encode()  # with a larger `num`, the same prompts and others
-    order = sorted(others, key=lambda ids: hashlib.blake2b(ids, key=salt).digest())
+    order = sorted(every.keys() - seen, key=lambda ids: hashlib.blake2b(ids, key=salt).digest())
     room = min(most_prompt_tokens(model.config, max_new_tokens) for model in (contest.start, contest.new))
-    prompts = [others[ids] for ids in order if len(others[ids].ids) <= room]
-    told += f" ({len(others):,} not trained on, {len(prompts):,} with room for {max_new_tokens:,} tokens)"
+    prompts = [every[ids] for ids in order if len(every[ids].ids) <= room]
+    left_out = {"trained on": len(seen), f"too long for {max_new_tokens:,} more": len(order) - len(prompts)}
+    told = f"{len(every):,} different ones" + "".join(f", {n:,} {why}" for why, n in left_out.items() if n)
     if not prompts:
-        raise RunError(f"verdict.prompts: none left of {told}; name others, or lower verdict.max_new_tokens")
-    console.print(f"Prompts: {min(num, len(prompts)):,} of {told}")
+        raise RunError(
+            f"verdict.prompts: none is left ({told}); name others, or lower verdict.max_new_tokens"
+        )
+    console.print(f"Prompts: {len(prompts[:num]):,} ({told})")
     return prompts[:num]
 
 
 def _data_of_run(contest: Contest, info: Json) -> Data:
-    """Raises RunError if a file of data is not as the run has read it."""
-    recipe, then = contest.recipe, info["inputs"]
-    now = input_fingerprints(recipe, [key for key in then if key.startswith("data.")])
-    changed = [recipe.inputs[key] for key in now if now[key] not in (None, then[key])]
-    if not changed:
-        with shown(contest.console, "Reading the data of the run"):
-            data = prepare_data(recipe, contest.tokenizer, Console(quiet=True), takes_prompts=True)
-        if info["fingerprints"]["data"] == data.fingerprint:
-            return data
-    what = (
-        f"verdict: {(changed or ['data.train'])[0]} has changed since the run, and what it held out with it"
-    )
-    raise RunError(f"{what}; put it back, or name another data source in verdict.prompts")
+    """Raises RunError if data are not as the run has read them."""
+    recipe, console = contest.recipe, contest.console
+    with shown(console, "Reading the data of the run"):
+        data = prepare_data(recipe, contest.tokenizer, Console(quiet=True), takes_prompts=True)
+    then = {key: value for key, value in info.get("inputs", {}).items() if key.startswith("data.")}
+    now = input_fingerprints(recipe, then)
+    changed = [str(recipe.inputs[key]) for key in now if now[key] != then[key]]
+    if info.get("fingerprints", {}).get("data") != data.fingerprint:  # of the hub, or read in another way
+        changed.append("the training data")
+    if changed:
+        what = f"verdict: {changed[0]} changed since the run, so nobody knows what was held out"
+        raise RunError(f"{what}; put the data back, or name other prompts in verdict.prompts")
+    return data
 
 
 def _candidates(
@@ -161,6 +163,8 @@ def _candidates(
             for batch in ingestion.batches(wanted) if rows.get(key, True) else ():
                 keys = batch.pairs.records["whole_prompt_key"]
                 yield from zip(map(bytes, keys), batch.prompts, strict=True)
+        if dropped := ingestion.dropped_counts.total():
+            contest.console.print(f"Warning: {one.path}: {counted(dropped, 'row')} without a prompt left out")
 
 
 # ------------------------------------------------------------------------------------------------ answers
