@@ -59,7 +59,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -425,22 +424,16 @@ def write_page(run: RunDir, console: Console) -> bool:
 
 
 def begin_verdict(root: Path, console: Console) -> None:
-    """Runs the verdict of the finished run in `root` in a process of its own, if it has none yet. If that
-    fails, the run stays finished. Raises Interrupted."""
+    """Gives the finished run in `root` a verdict, in another process, if it has none. The run's ending does
+    not depend on it."""
     if "verdict" in (read_json(root / INFO_FILE) or {}):
         return
     release_memory()
-    again = ["verdict", str(root), "--trust-recipe"]
+    command = [sys.executable, "-P", "-m", "dpo_pack", "verdict", str(root), "--trust-recipe"]
     out = subprocess.DEVNULL if console.quiet else None
-    told = f"'{shlex.join(['dpopack', *again])}' gives it"
-    try:
-        command = [sys.executable, "-P", "-m", "dpo_pack", *again]
-        ended = subprocess.run(command, env=environment_alone(), stdout=out, check=False)
-    except Interrupted as stopped:
-        stopped.next_step = f"the run is finished and has no verdict; {told}"
-        raise
+    ended = subprocess.run(command, env=environment_alone(), stdout=out, check=False)
     if ended.returncode not in VERDICT_STATUSES.values():
-        console.print(f"Warning: the run is finished and has no verdict; {told}")
+        console.print("Warning: the run is finished, but has no verdict; the same command tries again")
 
 
 def push_model(

@@ -329,14 +329,14 @@ def verdict(
     both. Exit status: 0 better, 3 worse or mixed, 4 cannot tell. See docs/verdict.md.
     """
     from dpo_pack.recipe.text import read_yaml
+    from dpo_pack.system.files import text_of
 
     values: dict[str, Any] = {} if command is None else {"command": command}
     values |= {} if tasks is None else {"tasks": tasks.split(",")}
     for file in judge or ():
-        try:
-            read = read_yaml(file.read_text(encoding="utf-8"), where=str(file))
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"--judge: cannot read {file}: {error}") from error
+        if not (text := text_of(file)):
+            raise RecipeError(f"--judge: {file} is no file that can be read; give one that holds a judge")
+        read = read_yaml(text, where=str(file))
         values.setdefault("judges", []).extend(read if isinstance(read, list) else [read])
     texts = [*(overrides or ()), *(f"verdict.{key}={json.dumps(value)}" for key, value in values.items())]
     with many_imports():
