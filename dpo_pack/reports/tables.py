@@ -114,10 +114,10 @@ def verdict_cells(verdict: Json) -> Cells:
 
     rows = []
     for one in verdict["sources"]:
-        title, failed = f"{one['name']} ({one['kind'].replace('_', ' ')})", one["num_failed"]
+        name, kind, failed = one["name"], one["kind"].replace("_", " "), one["num_failed"]
         items = f"{one['n']:,}" + f", {failed:,} failed" * (failed > 0)
         p = "" if one["p_holm"] is None else f"{one['p_holm']:.3g}"
-        rows.append((title, items, told(one), p, one["says"]))
+        rows.append((name if name == kind else f"{name} ({kind})", items, told(one), p, one["says"]))
         if controlled := one.get("length_controlled"):
             rows.append(("at equal length", "", told(controlled), "", ""))
     return Cells(("source", "items", "new model", "p", "says"), rows)

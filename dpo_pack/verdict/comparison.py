@@ -180,7 +180,7 @@ def show(result: Json, evidence: Evidence, console: Console) -> None:
         )
     console.print(terminal_table("Is the new model better?", verdict_cells(result), no_wrap=True))
     console.print(f"{VERDICT_NOTE}.")
-    console.print(f"{result['sentence']}.")
+    console.print(result["sentence"])
 
 
 def publish(run: RunDir, result: Json) -> None:
@@ -189,4 +189,4 @@ def publish(run: RunDir, result: Json) -> None:
     run.update(verdict=result)
     write_run_page([run.root], run.page)
     columns, rows, _ = verdict_cells(result)
-    add_to_card(run.model / "README.md", f"{result['sentence']}. {VERDICT_NOTE}.", [columns, *rows])
+    add_to_card(run.model / "README.md", f"{result['sentence']} {VERDICT_NOTE}.", [columns, *rows])
