@@ -25,6 +25,7 @@ from dpo_pack.online.judges import without_reasoning
 from dpo_pack.online.transformers_generator import TransformersGenerator
 from dpo_pack.recipe.data import SourceRecipe
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run.models import resolve_model
 from dpo_pack.run.setup import prepare_data
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError, RunError
 from dpo_pack.verdict import answers
@@ -244,9 +245,17 @@ def test_answers_that_are_cut_off_are_told_and_warned_of(directory: Path, tmp_pa
     )
 
 
-def test_an_adapter_answers_in_the_precision_of_its_base(directory: Path, tmp_path: Path) -> None:
+def test_an_adapter_answers_in_the_precision_of_its_base(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_autocast(*arguments: Any, **options: Any) -> Any:
+        facts = resolve_model(*arguments, **options)
+        autocast = None if facts.adapter is None else torch.bfloat16  # as on CUDA, for adapters only
+        return replace(facts, precision=replace(facts.precision, autocast=autocast))
+
+    monkeypatch.setattr(answers, "resolve_model", with_autocast)
     saved_adapter(tmp_path / "adapter", directory / "model")
-    contest = contest_in(directory, "model.dtype=bfloat16", new=str(tmp_path / "adapter"))
+    contest = contest_in(directory, new=str(tmp_path / "adapter"))
     assert contest.new.adapter is not None and contest.new.precision == contest.start.precision
     rollouts = answer_prompts(contest, asked("ask red one two"), DRAWN, tmp_path)
     assert len(set(texts(rollouts)[0])) == 2
