@@ -56,12 +56,10 @@ def give_verdict(
     run = RunDir(root=Path(name), checkpoint=None, is_finished=True)
     is_run = (run.root / INFO_FILE).is_file()
     if is_run == (output is not None):
-        told = (
-            "a run has its verdict in RUN/verdict; leave it out"
-            if is_run
-            else f"{name} is no run; give a DIR"
+        told = f"{name} is a run, whose verdict is in {run.verdict}" if is_run else f"{name} is no run"
+        raise RecipeError(
+            f"--output: {told}; {'leave it out' if is_run else 'name a directory for its verdict'}"
         )
-        raise RecipeError(f"--output: {told}")
     directory = output or run.verdict
     with contextlib.ExitStack() as stack:
         stack.enter_context(only_run(run.root if is_run else directory, f"{name}: its verdict"))
@@ -163,7 +161,7 @@ def _line(value: Json) -> str:
 
 
 def show(result: Json, evidence: Evidence, console: Console) -> None:
-    """Prints the items that changed most, half of them for the worse, then the table and the sentence."""
+    """Prints the items that changed most in either direction, then the table and the sentence."""
     changes: list[tuple[float, str, Json]] = []  # of each item: its part of its source's largest change
     for source, items in evidence:
         tie = 0.5 if source.kind in ("function", "reward_model", "llm") else 0.0
@@ -172,12 +170,10 @@ def show(result: Json, evidence: Evidence, console: Console) -> None:
         changes += [((item["value"] - tie) / largest, source.name, item) for item in known]
     changes.sort(key=lambda one: one[0])
     worst, best = changes[:_NUM_CHANGED], changes[: -_NUM_CHANGED - 1 : -1]
-    shown = [one for one in worst if one[0] < 0] + [one for one in best if one[0] > 0]
-    for change, name, item in shown:
+    for change, name, item in [one for one in worst if one[0] < 0] + [one for one in best if one[0] > 0]:
         texts = {"start": [item["start"][:_MOST_CHARACTERS]], "new model": [item["new"][:_MOST_CHARACTERS]]}
-        render_completions(
-            [(f"{'better' if change > 0 else 'worse'} by {name}", item["prompt"])], texts, console
-        )
+        title = f"{'better' if change > 0 else 'worse'} by {name}"
+        render_completions([(title, item["prompt"])], texts, console)
     console.print(terminal_table("Is the new model better?", verdict_cells(result), no_wrap=True))
     console.print(f"{VERDICT_NOTE}.")
     console.print(result["sentence"])

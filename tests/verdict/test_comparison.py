@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import pytest
 import yaml
 from rich.console import Console
 from support.dpopack import Dpopack
+from support.rows import write_rows
 from support.tiny_adapters import saved_adapter
-from support.tiny_run import tiny_checkpoint
+from support.tiny_run import tiny_checkpoint, tiny_pairs
 
 import dpo_pack.trainer as train_module
 from dpo_pack import api
@@ -219,15 +221,29 @@ def test_training_ends_with_a_verdict_in_another_process(
 
 
 @pytest.mark.slow
-def test_a_run_on_right_pairs_is_better_and_one_on_swapped_pairs_worse(recipe: Path) -> None:
-    """By its own measure: the pairs prefer answers that say yes."""
-    for name, columns in (("right", {}), ("swapped", {"chosen": "rejected", "rejected": "chosen"})):
-        verdict = {"judges": [{"type": "function", "function": "support.online_judges:says_yes"}]}
-        overrides: dict[str, Any] = {
-            "output_dir": recipe.parent / name,
-            "verdict": verdict,
-            "data.train.0.columns": columns,
-        }
-        run = api.train(recipe, quiet=True, **overrides)
-        found = read_json(run.path / "run.json")["verdict"]
-        assert found["conclusion"] == {"right": "better", "swapped": "worse"}[name], found
+def test_a_run_on_right_pairs_is_better_by_its_own_measure_and_one_on_swapped_pairs_worse(
+    recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The pairs prefer answers that say yes. The loss makes a random model write, too."""
+    rows = tiny_pairs(random.Random(1), 220)
+    write_rows(recipe.parent / "many.jsonl", rows[:120])
+    write_rows(recipe.parent / "others.jsonl", rows[120:])
+    overrides: dict[str, Any] = {
+        "data.train": str(recipe.parent / "many.jsonl"),
+        "loss.type": [{"type": "sigmoid"}, {"type": "sft", "weight": 1.0}],
+        "optim.lr": 2e-3,
+        "train.epochs": 6,
+        "verdict": {
+            "judges": [{"type": "function", "function": "support.online_judges:says_yes"}],
+            "prompts": str(recipe.parent / "others.jsonl"),
+            "max_new_tokens": 24,
+        },
+    }
+    for name, columns in (("better", {}), ("worse", {"chosen": "rejected", "rejected": "chosen"})):
+        overrides |= {"output_dir": str(recipe.parent / name), "data.train.columns": columns}
+        run = api.train(recipe, **overrides)
+        assert f"\n{name} by support.online_judges:says_yes" in capfd.readouterr().out
+        assert read_json(run.path / "run.json")["verdict"]["conclusion"] == name
+        assert (run.path / "verdict" / "answers.jsonl").is_file()
+        api.train(recipe, **overrides)
+        assert "nothing to do" in capfd.readouterr().out
