@@ -172,7 +172,7 @@ def _candidates(
 
 def read_kept(path: Path) -> dict[str, Json]:
     """Returns the lines of a file by their keys."""
-    return {line["key"]: line for line in read_samples(path)}
+    return {line["key"]: line for line in read_samples(path) if "key" in line}
 
 
 def keep(path: Path, kept: dict[str, Json], lines: Sequence[Json]) -> None:
@@ -237,19 +237,14 @@ def _answers_of(
                 for draw, answer in zip(batch, answers, strict=True):
                     assert not isinstance(answer, Failure)
                     said = _said(answer[0], draw.prompt, tokenizer, sampling.stop)
-                    line: Json = {
-                        "key": key_of[draw.number],
-                        "model": model.label,
-                        "prompt": draw.prompt.text,
-                    }
-                    line |= {"answer": said, "is_finished": answer[0].is_finished}
+                    line: Json = {"key": key_of[draw.number], "model": model.label, "answer": said}
+                    line |= {"prompt": draw.prompt.text, "is_finished": answer[0].is_finished}
                     lines.append({**line, "ids": answer[0].ids.tolist()})
                 keep(path, kept, lines)
                 bar.advance(len(batch))
-    known = [kept[key_of[draw.number]] for draw in draws]
     return [
-        Completion(ids=np.array(line["ids"], np.int32), text=line["answer"], is_finished=line["is_finished"])
-        for line in known
+        Completion(ids=np.array(one["ids"], np.int32), text=one["answer"], is_finished=one["is_finished"])
+        for one in (kept[key_of[draw.number]] for draw in draws)
     ]
 
 

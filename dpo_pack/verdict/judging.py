@@ -44,40 +44,46 @@ def judge_answers(
     path, judged = directory / "judgements.jsonl", []
     for number, (name, settings) in enumerate(judges.items()):
         release_memory()
-        judge = make_judge(
-            settings,
-            f"verdict.judges.{number}",
-            model=contest.start,
-            token_budget=contest.recipe.token_budgets(contest.device.type)[1],
-            device=contest.device,
-            console=contest.console,
-            is_chat=any(rollout.draw.prompt.messages is not None for rollout in rollouts),
-        )
-        decided = _what_decides(settings, contest)
-        games = [_games(rollout, judge, decided) for rollout in rollouts]
-        scores, reason = _play(contest, name, judge, {k: v for each in games for k, v in each.items()}, path)
-        items = []
-        for rollout, keys in zip(rollouts, games, strict=True):
-            start, new = (answer.text for answer in rollout.completions)
-            item: Json = {"prompt": rollout.draw.prompt.text, "start": start, "new": new, "value": None}
-            if all(key in scores for key in keys):
-                orders = [scores[key] if n == 0 else 1 - scores[key] for n, key in enumerate(keys)]
-                item["value"] = float(np.mean(orders or [0.5]))
-                item |= {"orders": orders} if len(keys) == 2 else {}
-            items.append(item)
+        items, reason = _items(contest, rollouts, name, settings, f"verdict.judges.{number}", path)
         done = [item for item in items if item["value"] is not None]
+        longer = [len(item["new"]) - len(item["start"]) for item in done]
         source = Source(
             name=name,
             kind=settings.type,
             values=np.array([item["value"] for item in done], dtype=np.float64),
-            more_characters=np.array(
-                [len(item["new"]) - len(item["start"]) for item in done], dtype=np.float64
-            ),
+            more_characters=np.array(longer, dtype=np.float64),
             num_failed=len(items) - len(done),
             failure=None if done else reason,
         )
         judged.append((source, items))
     return judged
+
+
+def _items(
+    contest: Contest, rollouts: Sequence[Rollout], name: str, settings: JudgeRecipe, key: str, path: Path
+) -> tuple[list[Json], str]:
+    """Returns the items of one judge, and why the first one failed, if one has."""
+    judge = make_judge(
+        settings,
+        key,
+        model=contest.start,
+        token_budget=contest.recipe.token_budgets(contest.device.type)[1],
+        device=contest.device,
+        console=contest.console,
+        is_chat=any(rollout.draw.prompt.messages is not None for rollout in rollouts),
+    )
+    decided, items = _what_decides(settings, contest), list[Json]()
+    games = [_games(rollout, judge, decided) for rollout in rollouts]
+    scores, reason = _play(contest, name, judge, {k: v for each in games for k, v in each.items()}, path)
+    for rollout, keys in zip(rollouts, games, strict=True):
+        start, new = (answer.text for answer in rollout.completions)
+        item: Json = {"prompt": rollout.draw.prompt.text, "start": start, "new": new, "value": None}
+        if all(one in scores for one in keys):
+            orders = [scores[one] if n == 0 else 1 - scores[one] for n, one in enumerate(keys)]
+            item["value"] = float(np.mean(orders or [0.5]))
+            item |= {"orders": orders} if len(keys) == 2 else {}
+        items.append(item)
+    return items, reason
 
 
 def _what_decides(settings: JudgeRecipe, contest: Contest) -> list[object]:

@@ -219,7 +219,7 @@ def test_each_judge_of_a_recipe_is_one_of_its_type_with_its_weight(tmp_path: Pat
         {"type": "llm", "endpoint": server, "weight": 0.5},
     ]
     types = set(get_args(JudgeRecipe.model_fields["type"].annotation))
-    assert {judge["type"] for judge in judges} == types, "build_judge, run/rollouts.py, and here"
+    assert {judge["type"] for judge in judges} == types, "make_judge, run/rollouts.py, and here"
     page = Path("docs/online.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in page for name in types), "a row in docs/online.md"
     recipe = online_recipe(tmp_path / "assets", tmp_path / "run", judges=judges)

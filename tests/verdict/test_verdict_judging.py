@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 import support.online_judges as online_judges
+import torch
 from rich.console import Console
 from support.rows import said, user
 from support.stub_server import Refusal, Stub, serving, verdicts
+from support.tiny_models import tiny_config
+from support.tiny_tokenizer import tiny_tokenizer
 from support.tiny_verdict import answered, contest_in
 from support.whole_runs import text
+from transformers import AutoModelForSequenceClassification
 
 from dpo_pack.online.interface import Rollout
+from dpo_pack.online.reward_model import RewardModelJudge
 from dpo_pack.recipe.online import JudgeRecipe
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.files import Json
@@ -186,3 +191,29 @@ def test_a_function_whose_file_has_changed_judges_anew(
         file.write("# another\n")
     judged(contest, settings, tmp_path)
     assert len((tmp_path / "judgements.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_reward_model_s_games_are_won_by_the_higher_score_and_its_weights_are_its_name(
+    contest: Contest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tiny_tokenizer()
+    config = tiny_config("llama", vocab_size=len(tokenizer), num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(config)
+    settings = JudgeRecipe(type="reward_model", path=str(tmp_path / "judge"))
+    tokenizer.save_pretrained(tmp_path / "judge")
+    scored, score = list[int](), RewardModelJudge.score
+
+    def counted(self: RewardModelJudge, rollouts: Any) -> Any:
+        scored.append(len(rollouts))
+        return score(self, rollouts)
+
+    monkeypatch.setattr(RewardModelJudge, "score", counted)
+    found = []
+    for sign in (1, 1, -1):
+        with torch.no_grad():
+            model.score.weight.mul_(sign)
+        model.save_pretrained(tmp_path / "judge")
+        found.append(judged(contest, settings, tmp_path)[0].values)
+    assert scored == [2, 2]  # the same weights are not asked twice; equal answers never
+    assert found[0].tolist() == found[1].tolist() == (1 - found[2]).tolist()
+    assert set(found[0][:2]) <= {0.0, 1.0} and found[0][2] == 0.5
