@@ -74,7 +74,7 @@ def covered(num: int, ties: float, num_sets: int) -> Iterator[tuple[bool, bool]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num", NUM_PROMPTS)
-@pytest.mark.parametrize("ties", [0.0, 0.5, 0.8, 0.96])
+@pytest.mark.parametrize("ties", [0.0, 0.8, 0.96])
 def test_intervals_cover_the_truth_in_93_of_100_sets(num: int, ties: float) -> None:
     rates, differences = np.mean(list(covered(num, ties, 2000)), axis=0)
     print(f"{num} prompts, {ties:.0%} ties: of rates {rates:.3f}, of differences {differences:.3f}")
@@ -109,31 +109,33 @@ def test_without_a_difference_few_claims_are_made(num_sources: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num", "ties"), [(60, 0.0), (60, 0.8), (200, 0.96)])
+@pytest.mark.parametrize(("num", "ties", "liking"), [(60, 0.0, 2.0), (60, 0.8, 4.0), (200, 0.96, 4.0)])
 def test_a_judge_of_length_alone_claims_in_6_of_100_sets(
-    num: int, ties: float, monkeypatch: pytest.MonkeyPatch
+    num: int, ties: float, liking: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(statistics, "NUM_RESAMPLES", 100)
     rng, rows = np.random.default_rng(num), []
     for _ in range(2000):
-        source = judged_by_length(rng, num, ties=ties, liking=2.0)
+        source = judged_by_length(rng, num, ties=ties, liking=liking)
         rows += conclude([source], earlier=[], number=1)["sources"]
     found = np.mean([row["says"] != "neither" for row in rows])
     controlled = [row["length_controlled"]["rate"] for row in rows if "rate" in row["length_controlled"]]
-    rates = [np.mean([row["rate"] for row in rows]), np.mean(controlled)]
-    print(f"{num} prompts, {ties:.0%} ties: {found:.4f}; raw and controlled rate {rates}, {len(controlled)}")
+    raw, without_length = np.mean([row["rate"] for row in rows]), np.mean(controlled)
+    print(
+        f"{num} prompts, {ties:.0%} ties: {found:.4f}, rate {raw:.3f}, at equal lengths {without_length:.3f}"
+    )
     assert found <= MOST_CLAIMED
-    assert rates[0] > 0.505 and rates[1] == pytest.approx(0.5, abs=0.01)
+    assert raw > 0.51 and without_length == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num", "ties", "quality"), [(60, 0.0, 0.0), (60, 0.6, 0.8), (200, 0.0, 0.8)])
+@pytest.mark.parametrize(("num", "ties", "quality"), [(60, 0.6, 0.8), (200, 0.0, 0.8)])
 def test_length_controlled_intervals_cover_the_truth_in_93_of_100_sets(
     num: int, ties: float, quality: float
 ) -> None:
     rng, found = np.random.default_rng(num), []
     truth = 0.5 + (1 - ties) * (1 / (1 + np.exp(-quality)) - 0.5)
-    for seed in range(500):
+    for seed in range(1000):
         source = judged_by_length(rng, num, ties=ties, liking=1.0, quality=quality)
         [row] = conclude([source], earlier=[], number=1, seed=seed)["sources"]
         if "interval" in row["length_controlled"]:

@@ -109,9 +109,9 @@ def test_a_judge_of_length_alone_is_corrected_to_a_half_where_lengths_overlap() 
     assert row["p"] > 0.05 and row["says"] == "neither"
 
 
-def judged(values: FloatArray, more_characters: FloatArray, **earlier: Any) -> Any:
+def judged(values: FloatArray, more_characters: FloatArray) -> Any:
     source = Source(name="judge", kind="llm", values=values, more_characters=more_characters)
-    return conclude([source], **{"earlier": [], "number": 1} | earlier)["sources"][0]
+    return conclude([source], earlier=[], number=1)["sources"][0]
 
 
 def test_a_judge_of_answers_counts_only_with_and_without_their_length() -> None:
