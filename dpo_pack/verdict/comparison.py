@@ -76,10 +76,12 @@ def give_verdict(
         new = stack.enter_context(model_of(name, console))
         contest = prepare_contest(recipe, new, console, against=start)
         evidence = gather_evidence(contest, verdict, directory)
-        result = conclude_anew(contest, evidence, verdict, directory)
+        result, looks = conclude_anew(contest, evidence, verdict, directory / "history.jsonl")
         show(result, evidence, console)
         if is_run:
             publish(run, {"against": name_for_others(start or recipe.model.path), **result})
+        # Last, so that a verdict that is stopped before is not counted.
+        write_text_atomically(directory / "history.jsonl", looks)
     return result
 
 
@@ -134,26 +136,23 @@ def gather_evidence(contest: Contest, verdict: VerdictRecipe, directory: Path) -
     return evidence
 
 
-def conclude_anew(contest: Contest, evidence: Evidence, verdict: VerdictRecipe, directory: Path) -> Json:
-    """Concludes, and adds this look to history.jsonl: whoever looks often finds something by chance. So all
-    sources of earlier looks at this start count, unless their values are those of a source of now."""
-    path, start = directory / "history.jsonl", contest.start.read_fingerprints()
-    every = [line for text in text_of(path).encode().splitlines() if (line := parse_json(text))]
+def conclude_anew(
+    contest: Contest, evidence: Evidence, verdict: VerdictRecipe, history: Path
+) -> tuple[Json, str]:
+    """Returns the conclusion, and the text of `history` with this look in it. Whoever looks often finds
+    something by chance: every source that was ever compared with this start counts, once for its values."""
+    start, sources = contest.start.read_fingerprints(), [source for source, _ in evidence]
+    every = [line for text in text_of(history).encode().splitlines() if (line := parse_json(text))]
     looks = [look for look in every if look["start"] == start]
-    now = {(source.name, hashlib.sha256(source.values.tobytes()).hexdigest()) for source, _ in evidence}
+    now = {(source.name, hashlib.sha256(source.values.tobytes()).hexdigest()) for source in sources}
     before = {(one["name"], one["values"]): one["p"] for look in looks for one in look["sources"]}
-    result = conclude(
-        [source for source, _ in evidence],
-        earlier=[p for key, p in before.items() if p is not None and key not in now],
-        number=len(looks) + 1,
-        primary=verdict.primary,
-        seed=contest.recipe.seed,
-    )
+    earlier = [p for key, p in before.items() if p is not None and key not in now]
+    number, seed = len(looks) + 1, contest.recipe.seed
+    result = conclude(sources, earlier=earlier, number=number, primary=verdict.primary, seed=seed)
     p_of = {one["name"]: one["p"] for one in result["sources"]}
-    tried = [{"name": name, "values": values, "p": p_of[name]} for name, values in sorted(now)]
-    look = {"start": start, "new": contest.new.read_fingerprints(), "conclusion": result["conclusion"]}
-    write_text_atomically(path, "".join(map(_line, [*every, {**look, "sources": tried}])))
-    return result
+    look: Json = {"start": start, "new": contest.new.read_fingerprints(), "conclusion": result["conclusion"]}
+    look["sources"] = [{"name": name, "values": values, "p": p_of[name]} for name, values in sorted(now)]
+    return result, "".join(map(_line, [*every, look]))
 
 
 def _line(value: Json) -> str:

@@ -23,7 +23,7 @@ import dpo_pack.trainer as train_module
 from dpo_pack import api
 from dpo_pack.system.files import read_json
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.verdict import comparison
+from dpo_pack.verdict import benchmarks, conclusion
 
 FUNCTION = {"type": "function", "function": "support.online_judges:count_e"}
 SHORT = "verdict.max_new_tokens=8"
@@ -93,13 +93,13 @@ def test_looking_again_counts_unless_the_evidence_is_the_same(
     run: Path, tmp_path: Path, dpopack: Dpopack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []
-    real = comparison.conclude
+    real = conclusion.conclude
 
     def noting(*sources: Any, **options: Any) -> Any:
         asked.append((options["number"], len(options["earlier"])))
         return real(*sources, **options)
 
-    monkeypatch.setattr(comparison, "conclude", noting)
+    monkeypatch.setattr("dpo_pack.verdict.comparison.conclude", noting)
     one, other = (command_in(tmp_path, gain, f"{gain}.py") for gain in (0.1, 0.2))
     for command in (one, one, other):
         ended = dpopack("verdict", run, "--command", command)
@@ -116,15 +116,15 @@ def test_a_verdict_that_was_stopped_goes_on_with_the_same_result(
     whole = Path(shutil.copytree(run, tmp_path / "whole" / "run"))
     words = ["--judge", judge_file(tmp_path), "--command", command_in(tmp_path, 0.3), SHORT]
     assert dpopack("verdict", whole, *words, "--json", tmp_path / "whole.json").status == 0
-    real = comparison.run_benchmarks
+    name, real = "dpo_pack.verdict.comparison.run_benchmarks", benchmarks.run_benchmarks
 
     def stopped(*arguments: Any) -> Any:
         raise Interrupted(15)
 
-    monkeypatch.setattr(comparison, "run_benchmarks", stopped)
+    monkeypatch.setattr(name, stopped)
     assert dpopack("verdict", run, *words).status == 143
     assert "verdict" not in read_json(run / "run.json") and not (run / "verdict" / "history.jsonl").exists()
-    monkeypatch.setattr(comparison, "run_benchmarks", real)
+    monkeypatch.setattr(name, real)
     again = dpopack("verdict", run, *words, "--json", tmp_path / "again.json")
     assert "Loading" not in again.out  # no model answers again
     assert (tmp_path / "again.json").read_text() == (tmp_path / "whole.json").read_text()
@@ -187,8 +187,13 @@ def test_a_model_or_an_adapter_that_is_no_run_has_a_verdict_in_a_directory_of_yo
     command = command_in(tmp_path, 0.3)
     plain, adapter = tiny_checkpoint(tmp_path / "plain"), tmp_path / "run" / "model"
     saved_adapter(adapter, plain)
-    for words in ([adapter], [straight / "model", "--against", plain], [plain, "--against", straight]):
-        output = tmp_path / f"verdict of {len(words)} {words[0].name}"
+    calls: list[list[str | Path]] = [
+        [adapter],
+        [straight / "model", "--against", plain],
+        [plain, "--against", straight],
+    ]
+    for number, words in enumerate(calls):
+        output = tmp_path / f"verdict {number}"
         ended = dpopack("verdict", *words, "--command", command, "--output", output)
         assert ended.status in (0, 3, 4), ended.err
         assert (output / "items.jsonl").exists() and (output / "history.jsonl").exists()
@@ -205,7 +210,7 @@ def test_training_ends_with_a_verdict_in_another_process(
         started.append((words, env))
         return subprocess.CompletedProcess(words, statuses[len(started) - 1])
 
-    monkeypatch.setattr(train_module.subprocess, "run", start)
+    monkeypatch.setattr("subprocess.run", start)
     monkeypatch.setenv("RANK", "0")
     for status in statuses:
         train_module.begin_verdict(run, console)
