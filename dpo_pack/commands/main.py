@@ -331,19 +331,22 @@ def verdict(
     from dpo_pack.recipe.text import read_yaml
     from dpo_pack.system.files import text_of
 
+    if (place := placement(os.environ)) is not None and place.num_ranks > 1:
+        raise RecipeError("verdict: it is one process; start it alone, not by torchrun, accelerate or srun")
     values: dict[str, Any] = {} if command is None else {"command": command}
-    values |= {} if tasks is None else {"tasks": tasks.split(",")}
+    values |= {} if tasks is None else {"tasks": [task.strip() for task in tasks.split(",")]}
     for file in judge or ():
         if not (text := text_of(file)):
             raise RecipeError(f"--judge: {file} is no file that can be read; give one that holds a judge")
         read = read_yaml(text, where=str(file))
         values.setdefault("judges", []).extend(read if isinstance(read, list) else [read])
-    texts = [*(overrides or ()), *(f"verdict.{key}={json.dumps(value)}" for key, value in values.items())]
+    texts = [f"verdict.{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     with many_imports():
         from dpo_pack.system.console import make_console
         from dpo_pack.verdict.comparison import give_verdict
 
     console = make_console(quiet=json_file == Path("-"))
+    texts = [*(overrides or ()), *texts]
     found = give_verdict(run, texts, console, against=against, output=output, trusts_recipe=trust_recipe)
     _write(json_file, _json(found))
     raise typer.Exit(VERDICT_STATUSES[found["conclusion"]])

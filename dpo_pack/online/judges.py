@@ -145,16 +145,18 @@ _HEADING = re.compile(rf"\s*#|\W*{_NAME}\W+\w\W*$", re.IGNORECASE)  # or an item
 _REASONING = re.compile(
     r"^.*(?:</(?:\w+:)?th(?:ink|inking|ought)>|\[/THINK\]|<\|channel\|>final<\|message\|>)", re.DOTALL
 )
-_UNFINISHED = re.compile(r"\s*(?:<(?:\w+:)?th(?:ink|inking|ought)>|\[THINK\]|<\|channel\|>analysis)")
+_UNFINISHED = re.compile(r"\s*(?:<(?:\w+:)?th(?:ink|inking|ought)>|\[THINK\]|<\|channel\|>)")
 _OPENED = re.compile(rf"{_UNFINISHED.pattern}\s*\Z")
 
 
-def without_reasoning(text: str, *, prompt: str = "") -> str:
+def without_reasoning(text: str, *, prompt: str | None = None) -> str:
     """Returns what a model says after its reasoning; "" if the reasoning has no end. `prompt`: what the model
-    goes on with; templates may end it with the mark that begins reasoning."""
+    goes on with, if that is known. Then reasoning begins at its end, or with the text."""
+    is_opened = prompt is not None and _OPENED.search(prompt)
+    if prompt is not None and not is_opened and not _UNFINISHED.match(text):
+        return text
     said, num_cut = _REASONING.subn("", text)
-    is_open = _UNFINISHED.match(said) or (not num_cut and _OPENED.search(prompt))
-    return "" if is_open else said
+    return "" if _UNFINISHED.match(said) or (is_opened and not num_cut) else said
 
 
 def read_verdict(text: str, pattern: re.Pattern[str] | None = None) -> float | None:

@@ -20,7 +20,6 @@ from dpo_pack.recipe.peers.peer_tables import PEERS, our_words, read_table, rows
 from dpo_pack.recipe.schema import EvalFraction, Recipe
 from dpo_pack.recipe.text import Tree, apply_override, fail, read_yaml, show, to_yaml, without_servers
 from dpo_pack.recipe.types import Problem, allowed_values, nested_sections
-from dpo_pack.recipe.verdict import VerdictRecipe
 from dpo_pack.system.hub import HUB_ID
 from dpo_pack.system.machine import install_command
 from dpo_pack.system.process import lone_half
@@ -132,7 +131,7 @@ def parse_recipe(
     except ValidationError as invalid:
         problems += _problems(invalid.errors(include_url=False), tree)
     if problems:
-        refuse(problems)
+        _refuse(problems)
     for key, (value, _) in removed.items():
         recipe.dropped.append(f"{key} {value}, which dpo-pack no longer has")
     return recipe
@@ -173,7 +172,7 @@ def _drop_removed(tree: Tree) -> dict[str, tuple[str, str]]:
     return removed
 
 
-def refuse(problems: Sequence[Problem]) -> NoReturn:
+def _refuse(problems: Sequence[Problem]) -> NoReturn:
     by_key: dict[str, str] = {}
     for key, message in problems:
         by_key.setdefault(key, message)
@@ -228,57 +227,44 @@ def default_in_yaml(field: FieldInfo) -> str:
 # ------------------------------------------------------------------------------- what this machine must have
 
 
-def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
-    """Raises RecipeError if a path or package is not here; trackers count only where the recipe `trains`."""
+def check_environment(recipe: Recipe, *, trains: bool = True, only: str = "") -> None:
+    """Raises RecipeError if a path or package is not here, of the keys that begin with `only`. Trackers and the
+    verdict count only where the recipe `trains`."""
+    problems: list[Problem] = []
     model, online = recipe.model, recipe.online
-    generator, judges = ("", ()) if online is None else (online.generator.type, online.judges)
+    verdict = recipe.verdict if trains else None
+    for key, path in (recipe.inputs | (verdict.inputs if verdict else {})).items():
+        if path is None or os.path.isfile(path) or os.path.isdir(path):
+            continue
+        is_file = key.endswith(("chat_template", "lm_eval")) or path.endswith((*DATA_FILE_SUFFIXES, ".yaml"))
+        if is_file or os.path.exists(path) or not HUB_ID.fullmatch(path):
+            hint = f"relative paths start at {os.getcwd()}; URLs and patterns are not read, and no pipes"
+            problems.append((key, f"no such file or directory, and not a hub id: {show(path)} ({hint})"))
     needed = {
         "model.lora": "peft" if model.lora else "",
         "model.images": "PIL" if model.images else "",
         "model.quantize": "bitsandbytes" if model.quantize else "",
         "optim.name": "bitsandbytes" if recipe.optim.name == "adamw_8bit" else "",
-        "online.generator": {"vllm": "vllm", "http": "openai"}.get(generator, ""),
-        **{f"online.judges.{n}": "openai" if judge.type == "llm" else "" for n, judge in enumerate(judges)},
+        "online.generator": {"vllm": "vllm", "http": "openai"}.get(online.generator.type, "")
+        if online
+        else "",
+        "verdict.tasks": "lm_eval" if verdict and verdict.tasks and verdict.lm_eval is None else "",
     }
-    problems = list(_missing(recipe.inputs, needed))
-    problems += verdict_problems(recipe.verdict) if trains and recipe.verdict is not None else ()
+    for name, judges in {"online": online, "verdict": verdict}.items():
+        for number, judge in enumerate(judges.judges if judges else ()):
+            needed[f"{name}.judges.{number}"] = "openai" if judge.type == "llm" else ""
+    for key, module in needed.items():
+        if module and importlib.util.find_spec(module) is None:
+            install = install_command({"PIL": "images", "lm_eval": "verdict"}.get(module, module))
+            problems.append((key, f"needs the package {module}, which is not installed; {install}"))
     for tracker in recipe.logging.trackers if trains else ():
         modules = ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]
         if not any(importlib.util.find_spec(module) for module in modules):
             remedy = f"pip install {tracker.replace('_', '-')}"
             problems.append(("logging.trackers", f"{tracker} is not installed; {remedy}"))
     problems += _model_problems(recipe)
-    if problems:
-        refuse(problems)
-
-
-def verdict_problems(verdict: VerdictRecipe) -> Iterator[Problem]:
-    """Yields what a verdict needs and this machine does not have."""
-    files: dict[str, str | None] = {
-        "verdict.lm_eval": None if verdict.lm_eval is None else str(verdict.lm_eval),
-        "verdict.prompts.path": None if verdict.prompts is None else verdict.prompts.path,
-        **{f"verdict.tasks.{n}": task for n, task in enumerate(verdict.tasks) if task.endswith(".yaml")},
-    }
-    needed = {"verdict.tasks": "lm_eval" if verdict.tasks and verdict.lm_eval is None else ""}
-    for n, judge in enumerate(verdict.judges):
-        files[f"verdict.judges.{n}.path"] = judge.path
-        needed[f"verdict.judges.{n}"] = "openai" if judge.type == "llm" else ""
-    yield from _missing(files, needed)
-
-
-def _missing(inputs: Mapping[str, str | None], packages: Mapping[str, str]) -> Iterator[Problem]:
-    """Yields the paths and packages, by their keys, that are not here."""
-    for key, path in inputs.items():
-        if path is None or os.path.isfile(path) or os.path.isdir(path):
-            continue
-        is_file = key.endswith(("chat_template", "lm_eval")) or path.endswith((*DATA_FILE_SUFFIXES, ".yaml"))
-        if is_file or os.path.exists(path) or not HUB_ID.fullmatch(path):
-            hint = f"relative paths start at {os.getcwd()}; URLs and patterns are not read, and no pipes"
-            yield key, f"no such file or directory, and not a hub id: {show(path)} ({hint})"
-    for key, module in packages.items():
-        if module and importlib.util.find_spec(module) is None:
-            install = install_command({"PIL": "images", "lm_eval": "verdict"}.get(module, module))
-            yield key, f"needs the package {module}, which is not installed; {install}"
+    if problems := [problem for problem in problems if problem[0].startswith(only)]:
+        _refuse(problems)
 
 
 def _model_problems(recipe: Recipe) -> Iterator[Problem]:

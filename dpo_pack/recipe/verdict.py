@@ -1,16 +1,17 @@
 """The `verdict` section of a recipe: what decides whether the new model is better than its start."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Gt, Le
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
 from dpo_pack.recipe import types
 from dpo_pack.recipe.data import SourceRecipe
-from dpo_pack.recipe.online import JudgeRecipe
+from dpo_pack.recipe.online import JudgeRecipe, SamplingSection
+from dpo_pack.recipe.text import show
 from dpo_pack.system.hub import name_for_others
 
 NO_EVIDENCE = (
@@ -19,19 +20,11 @@ NO_EVIDENCE = (
 )
 
 
-class VerdictSamplingRecipe(types.Section):
+class VerdictSamplingRecipe(SamplingSection):
     """How both models write the answers that judges compare."""
 
     temperature: types.NonNegativeNumber = 0.0
     """Temperature of sampling; 0: the likeliest token."""
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Sample only from the likeliest tokens that together have this probability."""
-    top_k: types.Count | None = None
-    """Sample only from this many likeliest tokens; null: all."""
-    min_p: types.PartBelowOne = 0.0
-    """Leave out tokens below this part of the likeliest token's probability."""
-    stop: Annotated[tuple[types.Name, ...], Strict(False), "a list of texts"] = ()
-    """Texts that end an answer, besides EOS."""
 
 
 class VerdictRecipe(types.Section):
@@ -41,9 +34,9 @@ class VerdictRecipe(types.Section):
     """Who compares the answers of both models; each judge is a source of evidence."""
     tasks: Annotated[tuple[types.PathText, ...], Strict(False), "a list of names and YAML files"] = ()
     """Tasks or groups of lm-eval, by name or as a YAML file; each is a source of evidence."""
-    command: Annotated[str, *types.IsPath, AfterValidator(lambda text: shlex.split(text) and text)] | None = (
-        None
-    )
+    command: (
+        Annotated[str, types.NamesOnly, AfterValidator(lambda text: shlex.split(text) and text)] | None
+    ) = None
     """A command of yours, run on each model in place of {model}; prints JSON lines with id and score."""
     lm_eval: types.LocalPath | None = None
     """The file lm-eval of another environment; null: that of this one, dpo-pack[verdict]."""
@@ -67,18 +60,26 @@ class VerdictRecipe(types.Section):
 
     @property
     def judge_names(self) -> list[str]:
-        """The function, the model's name, or the server's name of its model; with a number if it repeats."""
+        """The function, the model's name, or the server's name of its model."""
         own = (
-            j.function or (j.endpoint.model if j.endpoint else name_for_others(str(j.path)))
-            for j in self.judges
+            judge.function or judge.path or (judge.endpoint and judge.endpoint.model) for judge in self.judges
         )
-        names = list(own)
-        return [f"{name} ({n + 1})" if name in names[:n] else name for n, name in enumerate(names)]
+        return [name_for_others(str(name)) for name in own]
 
     @property
     def task_names(self) -> list[str]:
         """The tasks' names; of a file, its own without .yaml."""
         return [Path(task).stem if task.endswith(".yaml") else task for task in self.tasks]
+
+    @property
+    def inputs(self) -> dict[str, str | None]:
+        """The paths and hub ids that the section names, by the recipe's keys."""
+        return {
+            "verdict.lm_eval": str(self.lm_eval) if self.lm_eval else None,
+            "verdict.prompts.path": self.prompts.path if self.prompts else None,
+            **{f"verdict.judges.{number}.path": judge.path for number, judge in enumerate(self.judges)},
+            **{f"verdict.tasks.{n}": task for n, task in enumerate(self.tasks) if task.endswith(".yaml")},
+        }
 
     def broken_rules(self) -> Iterator[types.Problem]:
         names = [*self.judge_names, *self.task_names, *(["command"] if self.command else [])]
@@ -90,6 +91,9 @@ class VerdictRecipe(types.Section):
             yield "primary", f"no source has this name; they are {', '.join(names)}"
         if self.command is not None and "{model}" not in self.command:
             yield "command", "does not name the model; write {model} where its path belongs"
+        for number, task in enumerate(self.tasks):
+            if not (task.endswith(".yaml") or re.fullmatch(r"[\w.-]+", task)):  # lm-eval splits and reads it
+                yield f"tasks.{number}", f"{show(task)} is neither the name of one task nor a YAML file"
         for number, judge in enumerate(self.judges):
             if judge.is_changed("weight"):
                 yield f"judges.{number}.weight", "each judge is a source of its own; leave it out"

@@ -100,8 +100,8 @@ def render_evaluations(sets: Mapping[str, Json], console: Console, *, beta: floa
 
 
 VERDICT_NOTE = (
-    "Judges: games that the new model wins, a tie counts half. Others: new minus start. In brackets: plain "
-    "95 % intervals. p counts all sources that were tried (Holm)"
+    "Judges: part of the games that the new model wins, a tie counts half. Others: new minus start. In "
+    "brackets: plain 95 % intervals. p counts all sources that were tried (Holm)"
 )
 
 

@@ -59,7 +59,6 @@ READER = Path(dpo_pack.__file__).parent / "proofs" / "read_back.py"
 _LOOKED_AT = 64  # pairs, for the ends of answers
 _ROOM_TO_READ = 1.5  # free memory in weights of the model, for a second one
 _USAGE_TITLE = "## How to use it"
-_VERDICT_TITLE = "## Compared with its start"
 _NOT_FOR_4 = (
     "It needs transformers 5: older releases ignore `rope_parameters` in config.json, without an error."
 )
@@ -301,7 +300,7 @@ def model_card(
         pipeline_tag="image-text-to-text" if recipe.model.images else "text-generation",
         datasets=list(datasets) or None,
     )
-    adapter = "" if adapter_base is None else f"A LoRA adapter for {_card_name(adapter_base)}: "
+    adapter = "" if adapter_base is None else f"A LoRA adapter for {card_name(adapter_base)}: "
     trained = ", ".join(_linked(source.path) for source in recipe.data.train)
     held_out = ", ".join(_linked(source.path) for source in recipe.data.eval_sources)
     if isinstance(recipe.data.eval, EvalFraction):
@@ -309,7 +308,7 @@ def model_card(
     return f"""{head}
 # {recipe.logging.run_name or recipe.output_dir.name}
 
-{adapter}{_card_name(recipe.model.path)} fine-tuned with DPO (Rafailov et al. 2023, arXiv 2305.18290) \
+{adapter}{card_name(recipe.model.path)} fine-tuned with DPO (Rafailov et al. 2023, arXiv 2305.18290) \
 by dpo-pack {dpo_pack.__version__}.
 
 {usage}
@@ -328,16 +327,18 @@ Trained on: {trained}. Held out: {held_out or "nothing"}.
 """
 
 
-def add_to_card(card: Path, told: str, rows: Sequence[Sequence[str]]) -> None:
-    """Writes a verdict into a model card, above the recipe, in place of an earlier one. rows: of a table."""
+def add_to_card(card: Path, title: str, told: str, rows: Sequence[Sequence[str]]) -> None:
+    """Writes a section with a table into a model card, above the recipe, in place of one with this title."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    text = re.sub(rf"^{_VERDICT_TITLE}\n.*?(?=^## |\Z)", "", text_of(card), flags=re.MULTILINE | re.DOTALL)
+    table = "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines
+    )
+    text = re.sub(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", "", text_of(card), flags=re.M | re.DOTALL)
     above, recipe, below = text.partition("## Recipe\n")
-    write_text_atomically(card, f"{above}{_VERDICT_TITLE}\n\n{told}\n\n{table}\n\n{recipe}{below}")
+    write_text_atomically(card, f"{above}## {title}\n\n{told}\n\n{table}\n\n{recipe}{below}")
 
 
-def _card_name(path: str) -> str:
+def card_name(path: str) -> str:
     """`name_for_others`; of a path that ends in `model`, as that of a run's does, two parts."""
     name, parent = name_for_others(path), Path(path).absolute().parent
     return f"{parent.name}/{name}" if name == "model" and parent != Path.home() else name

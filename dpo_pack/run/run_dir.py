@@ -55,6 +55,8 @@ from dpo_pack.system.machine import git_commit, package_versions
 from dpo_pack.system.process import counted
 
 LOCK_FILE = "run.lock"
+LOOKS_FILE = "history.jsonl"  # in verdict/
+ITS_START = "its start"  # names it among the models with which a verdict has compared the run's
 _STATUSES = ("running", "interrupted", "failed", "finished")
 _MOST_TOLD = 193  # characters of what has changed; with `error: ` a line has 200
 
@@ -242,8 +244,10 @@ def begin_run(run: RunDir, recipe_text: str, device: str, place: Path | None) ->
         with writing(run.root):
             if place is not None and place.is_dir() and place.resolve() == run.model.resolve():
                 remove_directory(place.resolve())  # before the link to it, which shows whose it is
-            earlier = (run.root / part for part in PARTS.values())
-            for path in (*earlier, *run.root.glob("nonfinite-step-*.json")):
+            earlier = (run.root / part for part in PARTS.values() if part != PARTS["verdict"])
+            # Who trains again and looks again has looked more than once.
+            others = (path for path in run.verdict.glob("*") if path.name != LOOKS_FILE)
+            for path in (*earlier, *others, *run.root.glob("nonfinite-step-*.json")):
                 if path.is_dir():
                     remove_directory(path)
                 else:

@@ -128,7 +128,8 @@ def mean_intervals(
 ) -> FloatArray:
     """Returns 95 % intervals of means: [P, M] values of P pairs -> [M, 2], lower and upper bound, by the
     bootstrap (percentiles; Efron & Tibshirani 1993, chapter 13). A resample draws prompts, [P] numbers (None:
-    each pair has its own), each with all its pairs, because these resemble each other."""
+    each pair has its own), each with all its pairs, because these resemble each other. Of very many prompts
+    there are fewer resamples."""
     prompts = np.arange(len(values)) if prompts is None else prompts
     _, prompts, sizes = np.unique(prompts, return_inverse=True, return_counts=True)
     num_prompts, rng = len(sizes), np.random.default_rng(seed)

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,8 +71,10 @@ def prepare_contest(recipe: Recipe, new: str, console: Console, *, against: str 
         precision = models[0].precision if models else facts.precision
         models.append(replace(facts, settings=plain, precision=precision, is_packed=False))
         check_model(models[-1], device)
-    shared: dict[str, Any] = {"tokenizer": tokenizer, "device": device, "console": console}
-    return Contest(recipe=recipe, start=models[0], new=models[1], **shared)
+    start, new_model = models
+    return Contest(
+        recipe=recipe, start=start, new=new_model, tokenizer=tokenizer, device=device, console=console
+    )
 
 
 # ------------------------------------------------------------------------------------------------ prompts
@@ -96,7 +97,7 @@ def choose_prompts(
     except DpoPackError as error:
         if source is None:
             raise
-        console.print(f"Warning: nobody knows which prompts of {source.path} were trained on ({error})")
+        console.print(f"Warning: the prompts that were trained on are unknown, so all count ({error})")
     trained = set(map(bytes, data.train.whole_prompt_keys)) if data else set()
     found = list(_candidates(contest, source, data))
     every = {prompt.ids.tobytes(): prompt for _, prompt in found}
@@ -126,7 +127,7 @@ def _data_of_run(contest: Contest, info: Json) -> Data:
     if info.get("fingerprints", {}).get("data") != data.fingerprint:  # of the hub, or read in another way
         changed.append("the training data")
     if changed:
-        what = f"verdict: {changed[0]} changed since the run, so nobody knows what was held out"
+        what = f"verdict: {changed[0]} changed since the run, so the held-out prompts are unknown"
         raise RunError(f"{what}; put the data back, or name other prompts in verdict.prompts")
     return data
 
@@ -222,10 +223,14 @@ def _answers_of(
         release_memory()
         with shown(contest.console, f"Loading {model.label}"):
             scorer = load_model(model, device=device).scorer
-        budget = recipe.token_budgets(device.type)[1]
-        options: dict[str, Any] = {"token_budget": budget, "device": device, "console": Console(quiet=True)}
         generator = TransformersGenerator(
-            scorer=scorer, tokenizer=tokenizer, sampling=sampling, seed=recipe.seed, **options
+            scorer=scorer,
+            tokenizer=tokenizer,
+            sampling=sampling,
+            seed=recipe.seed,
+            token_budget=recipe.token_budgets(device.type)[1],
+            device=device,
+            console=Console(quiet=True),
         )
         with shown(contest.console, f"Answers of {model.label}", "prompts", sum(map(len, batches))) as bar:
             for batch in batches:
@@ -252,7 +257,7 @@ def _said(answer: Completion, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
     """Returns the answer's text without its reasoning, whose marks may be special tokens."""
     whole = str(tokenizer.decode(answer.ids.tolist(), skip_special_tokens=False))
     if (said := without_reasoning(whole, prompt=prompt.text)) == whole:
-        return answer.text
+        return answer.text.strip()
     for token in tokenizer.added_tokens_decoder.values():
         said = said.replace(token.content, "") if token.special else said
     return said[: min((at for string in stop if (at := said.find(string)) >= 0), default=len(said))].strip()

@@ -1,78 +1,55 @@
 """Runs benchmarks on both models: tasks of lm-eval and a command of the user's, each a source of evidence.
 
 A benchmark gives a line for each item: `item` (what pairs the two models' lines), `task`, `scores` (finite
-numbers by metric, higher is better), `prompt` and `answer` (texts). The lines are kept by what was run on
-which weights, so a verdict that is stopped goes on.
+numbers by metric, higher is better), `prompt` and `answer` (texts).
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
+from rich.console import Console
 
-from dpo_pack.data.store import content_key
 from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fingerprint import stored_dtype, weight_files
 from dpo_pack.recipe.text import show
 from dpo_pack.recipe.verdict import VerdictRecipe
 from dpo_pack.system.console import shown
 from dpo_pack.system.errors import RunError
-from dpo_pack.system.files import Json, parse_json, read_json, text_of, write_text_atomically
+from dpo_pack.system.files import Json, parse_json, read_json, text_of
 from dpo_pack.system.machine import release_memory
 from dpo_pack.verdict.answers import Contest
-from dpo_pack.verdict.conclusion import Source
+from dpo_pack.verdict.conclusion import Evidence, Source
 
 _BATCH_SIZE = "8"  # of lm-eval; the same for both models, since rounding depends on it
+_MOST_OUTPUT = 4000  # characters of lm-eval's that are printed if it fails
 
 
-def run_benchmarks(
-    contest: Contest, verdict: VerdictRecipe, directory: Path
-) -> list[tuple[Source, list[Json]]]:
+def run_benchmarks(contest: Contest, verdict: VerdictRecipe) -> Evidence:
     """Returns a source for each task and the command, with a line for each item: prompt, start and new (the
     answers), value (new minus start), item, metric. Raises RunError if the command or its lines are wrong."""
-    found: list[tuple[Source, list[Json]]] = []
+    release_memory()
+    evidence, models = Evidence(), (contest.start, contest.new)
     for name, task in zip(verdict.task_names, verdict.tasks, strict=True):
-        words = text_of(Path(task)) if task.endswith(".yaml") else task
-        run = partial(_run_lm_eval, contest, task, verdict.lm_eval)
         try:
-            found.append(pair_items(name, "task", *_lines_of_both(contest, directory, name, words, run)))
+            lines = [_run_lm_eval(contest, task, verdict.lm_eval, facts) for facts in models]
+            evidence.append(pair_items(name, "task", *lines))
         except RunError as error:
-            found.append((Source(name=name, kind="task", values=np.zeros(0), failure=str(error)), []))
-    if (command := verdict.command) is not None:
-        lines = _lines_of_both(contest, directory, "command", command, partial(_run_command, command))
-        found.append(pair_items("command", "command", *lines))
-    return found
-
-
-def _lines_of_both(
-    contest: Contest, directory: Path, name: str, words: str, run: Callable[[ModelFacts, Path], list[Json]]
-) -> list[list[Json]]:
-    """Returns the lines of the start and of the new model. `run` gets the path of a file for its words."""
-    found = []
-    for side, facts in (("start", contest.start), ("new model", contest.new)):
-        settings = [words, facts.read_fingerprints(), contest.recipe.seed, contest.tokenizer.chat_template]
-        stem = re.sub(r"[^\w.-]", "_", f"{name}-{side}")
-        path = directory / "items" / f"{stem}-{content_key(settings)[:12]}.jsonl"
-        if path.is_file():
-            contest.console.print(f"{name} of the {side}: kept in {path}")
-        else:
-            release_memory()
-            with shown(contest.console, f"{name} of the {side}"):
-                lines = run(facts, path.with_suffix(".log"))
-            write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
-        found.append([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
-    return found
+            contest.console.print(f"Warning: {name}: {error}")
+            evidence.append((Source(name=name, kind="task", values=np.zeros(0)), []))
+    if verdict.command is not None:
+        lines = [_run_command(verdict.command, facts, contest.console) for facts in models]
+        evidence.append(pair_items("command", "command", *lines))
+    return evidence
 
 
 def pair_items(
@@ -101,13 +78,15 @@ def pair_items(
     return Source(name=name, kind=kind, values=np.array([item["value"] for item in items], float)), items
 
 
+def _is_score(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max / 2  # so is a difference
+
+
 # ------------------------------------------------------------------------------------------------ lm-eval
 
 
-def _run_lm_eval(
-    contest: Contest, task: str, lm_eval: Path | None, facts: ModelFacts, log: Path
-) -> list[Json]:
-    """Runs a task or group on one model. Raises RunError if lm-eval fails; `log` then has its words."""
+def _run_lm_eval(contest: Contest, task: str, lm_eval: Path | None, facts: ModelFacts) -> list[Json]:
+    """Runs a task or group on one model. Raises RunError, and prints lm-eval's output, if it fails."""
     start, model, is_file = contest.start.settings, facts.settings, task.endswith(".yaml")
     # lm-eval reads no group from a file that is named: the file is included, and what it defines is named.
     defined = re.search(r"^(?:task|group): *[\"']?([\w.-]+)", text_of(Path(task)) if is_file else "", re.M)
@@ -126,12 +105,12 @@ def _run_lm_eval(
         command += ["--batch_size", _BATCH_SIZE, "--seed", str(contest.recipe.seed), "--log_samples"]
         command += ["--output_path", str(results)]
         command += ["--apply_chat_template"] if contest.tokenizer.chat_template is not None else []
-        ended = _run(command, "verdict.lm_eval", stderr=subprocess.STDOUT)
+        with shown(contest.console, f"{task} of {facts.label}"):
+            ended = _run(command, "verdict.lm_eval", stderr=subprocess.STDOUT)
         if ended.returncode == 0 and (lines := read_lm_eval(results)):
             return lines
-    write_text_atomically(log, ended.stdout)
-    last = (ended.stdout.strip().splitlines() or ["it printed nothing"])[-1]
-    raise RunError(f"lm-eval has no result ({last}); {log} has its words")
+    contest.console.print(ended.stdout[-_MOST_OUTPUT:])
+    raise RunError(f"lm-eval has no result for {facts.label}; see the end of its output above")
 
 
 def read_lm_eval(directory: Path) -> list[Json]:
@@ -148,13 +127,11 @@ def read_lm_eval(directory: Path) -> list[Json]:
                 # lm-eval's items of `perplexity` are log-likelihoods.
                 metric: -value if is_higher_better.get(metric) is False and metric != "perplexity" else value
                 for metric in sample["metrics"]
-                if isinstance(value := sample[metric], int | float) and math.isfinite(value)
+                if _is_score(value := sample[metric])
             }
             asked, answers = list(sample["arguments"].values()), [one[0] for one in sample["resps"]]
             answer = str(answers[0])
-            if isinstance(
-                answers[0], list
-            ):  # log-likelihoods of choices, and whether each is the likeliest text
+            if isinstance(answers[0], list):  # log-likelihoods of choices, and if each is the likeliest text
                 likeliest = max(range(len(answers)), key=lambda number: float(answers[number][0]))
                 answer = str(asked[likeliest]["arg_1"])
             item = f"{task} {sample['filter']} {sample['doc_hash']} {sample['doc_id']}"
@@ -166,23 +143,27 @@ def read_lm_eval(directory: Path) -> list[Json]:
 # -------------------------------------------------------------------------------------- the user's command
 
 
-def _run_command(command: str, facts: ModelFacts, log: Path) -> list[Json]:
+def _run_command(command: str, facts: ModelFacts, console: Console) -> list[Json]:
     """Runs the command on one model and reads the JSON lines of its standard output: id, score and, if there
     are such texts, prompt and answer."""
     path = str(facts.adapter or facts.settings.path)
     if facts.adapter is None and facts.settings.revision is not None:
         path = str(weight_files(path, facts.settings.revision)[0].parent)
     words = [word.replace("{model}", path) for word in shlex.split(command)]
-    ended, told = _run(words, "verdict.command"), f"verdict.command: {words[0]}, run on {path},"
+    with shown(console, f"The command on {facts.label}"):
+        ended = _run(words, "verdict.command")
+    told = f"verdict.command: {words[0]}, run on {path},"
     if ended.returncode != 0:
-        raise RunError(f"{told} ended with status {ended.returncode}; its words are above")
+        raise RunError(f"{told} ended with status {ended.returncode}; see its output above")
     lines: dict[str, Json] = {}
     for number, text in enumerate(ended.stdout.encode().splitlines(), start=1):
+        if not text.strip():
+            continue
         line = parse_json(text) or {}
         item, score = line.get("id"), line.get("score")
-        if not isinstance(item, str | int) or not isinstance(score, int | float) or not math.isfinite(score):
+        if not isinstance(item, str | int) or not _is_score(score):
             what = f"wrote a line without id and finite score (line {number}: {show(text.decode())})"
-            raise RunError(f'{told} {what}; write {{"id": ..., "score": ...}}, and other words to stderr')
+            raise RunError(f'{told} {what}; write {{"id": ..., "score": ...}}, and all else to stderr')
         if str(item) in lines:
             raise RunError(f"{told} wrote the id {item!r} again in line {number}; give each item its own")
         texts = {"prompt": str(line.get("prompt", item)), "answer": str(line.get("answer", ""))}
@@ -192,9 +173,15 @@ def _run_command(command: str, facts: ModelFacts, log: Path) -> list[Json]:
     return list(lines.values())
 
 
-def _run(words: Sequence[str], key: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, **options}
+def _run(words: Sequence[str], key: str, stderr: Any = None) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(words, text=True, errors="replace", check=False, **pipes)
+        return subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            errors="replace",
+        )
     except OSError as error:
         raise RunError(f"{key}: cannot start {words[0]}: {error.strerror}") from error

@@ -1,11 +1,7 @@
 """One verdict, top to bottom: is a model better than the one it began with?
 
-give_verdict -> recipe_of_run      what is compared, and by which sources of evidence
-             -> prepare_contest    the two models and their tokenizer (answers.py)
-             -> gather_evidence    both answer the same prompts and judges compare (answers.py, judging.py);
-                                   tasks of lm-eval and a command (benchmarks.py)
-             -> conclude_anew      better, worse, mixed, or one cannot tell (conclusion.py)
-             -> show, publish      sentence, table and changed items; run.json, page and model card
+Both models answer prompts, which judges compare; lm-eval and a command measure both. `conclude` says what it
+shows; run.json, the run's page and the model card get it.
 """
 
 from __future__ import annotations
@@ -13,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,18 +23,17 @@ from dpo_pack.recipe.verdict import NO_EVIDENCE, VerdictRecipe
 from dpo_pack.reports.pages import write_run_page
 from dpo_pack.reports.tables import VERDICT_NOTE, render_completions, terminal_table, verdict_cells
 from dpo_pack.run.checkpoint import model_of
-from dpo_pack.run.export import add_to_card
-from dpo_pack.run.run_dir import RunDir, only_run
+from dpo_pack.run.export import add_to_card, card_name
+from dpo_pack.run.run_dir import ITS_START, LOOKS_FILE, RunDir, input_fingerprints, only_run
 from dpo_pack.system.console import keep_log
 from dpo_pack.system.errors import RecipeError, RunError
 from dpo_pack.system.files import Json, parse_json, read_json, text_of, write_text_atomically
-from dpo_pack.system.hub import name_for_others
+from dpo_pack.system.process import counted
 from dpo_pack.verdict.answers import Contest, answer_prompts, choose_prompts, prepare_contest
 from dpo_pack.verdict.benchmarks import run_benchmarks
-from dpo_pack.verdict.conclusion import Source, conclude
+from dpo_pack.verdict.conclusion import Evidence, conclude
 from dpo_pack.verdict.judging import judge_answers
 
-Evidence = list[tuple[Source, list[Json]]]  # each source, and a line for each of its items
 _NUM_CHANGED, _MOST_CHARACTERS = 10, 600  # items that are shown, and of each of their texts
 
 
@@ -53,59 +49,76 @@ def give_verdict(
     """Prints and returns what `conclude` returns. name: a finished run, or a model or an adapter, whose files
     go to `output`. against: a model or a run; None: the run's start, or the adapter's base. trusts_recipe:
     whether code that the run's recipe names may run. Raises DpoPackError."""
-    run = RunDir(root=Path(name), checkpoint=None, is_finished=True)
-    is_run = (run.root / INFO_FILE).is_file()
-    if is_run == (output is not None):
-        told = f"{name} is a run, whose verdict is in {run.verdict}" if is_run else f"{name} is no run"
-        raise RecipeError(
-            f"--output: {told}; {'leave it out' if is_run else 'name a directory for its verdict'}"
-        )
+    run = RunDir(
+        root=Path(name), checkpoint=None, is_finished=True, info=read_json(Path(name, INFO_FILE)) or {}
+    )
+    if bool(run.info) == (output is not None):
+        told = f"is a run, whose verdict is in {run.verdict}; leave it out" if run.info else "is no run"
+        raise RecipeError(f"--output: {name} {told}" + "; name a directory for its verdict" * (not run.info))
     directory = output or run.verdict
     with contextlib.ExitStack() as stack:
-        stack.enter_context(only_run(run.root if is_run else directory, f"{name}: its verdict"))
+        stack.enter_context(only_run(run.root if run.info else directory, f"{name}: its verdict"))
         start = None if against is None else stack.enter_context(model_of(against, console))
-        if is_run:
-            recipe = recipe_of_run(run.root, overrides, trusts_recipe)
+        if run.info:
+            recipe = recipe_of_run(run, overrides, trusts_recipe)
             keep_log(console, run.console_log)
         else:
             recipe, start = recipe_of_model(name, start, directory, overrides), None
         if (verdict := recipe.verdict) is None:
             raise RecipeError(f"verdict: {NO_EVIDENCE}")
-        if problems := list(load.verdict_problems(verdict)):
-            load.refuse(problems)
+        load.check_environment(recipe, only="verdict")
         new = stack.enter_context(model_of(name, console))
         contest = prepare_contest(recipe, new, console, against=start)
+        if run.info and start is None:
+            refuse_another_start(run, recipe)
         evidence = gather_evidence(contest, verdict, directory)
-        result, looks = conclude_anew(contest, evidence, verdict, directory / "history.jsonl")
+        result, looks = conclude_anew(contest, evidence, verdict, directory / LOOKS_FILE)
+        other = card_name(against or recipe.model.path)
+        told = f"{ITS_START}, {other}" if against is None else other
+        result["sentence"] = f"{card_name(name)} compared with {told}: {result['sentence']}"
         show(result, evidence, console)
-        if is_run:
-            publish(run, {"against": name_for_others(start or recipe.model.path), **result})
+        if run.info:
+            publish(run, result, ITS_START if against is None else other)
         # Last, so that a verdict that is stopped before is not counted.
-        write_text_atomically(directory / "history.jsonl", looks)
+        write_text_atomically(directory / LOOKS_FILE, looks)
     return result
 
 
-def recipe_of_run(run: Path, overrides: Sequence[str], is_trusted: bool) -> Recipe:
-    """Returns the run's recipe with `overrides`. Raises RecipeError if it names code that is not trusted."""
-    if (status := (read_json(run / INFO_FILE) or {}).get("status")) != "finished":
-        raise RunError(f"{run}: this run is not finished ({status}); 'dpopack train {run}' goes on with it")
-    recipe = load.load_recipe(run, overrides, lenient=True)
+def recipe_of_run(run: RunDir, overrides: Sequence[str], is_trusted: bool) -> Recipe:
+    """Returns the run's recipe with `overrides`. Raises RecipeError if it is not trusted, but names code, or
+    servers, to which held-out prompts and the value of a variable would be sent."""
+    if (status := run.info.get("status")) != "finished":
+        told = f"this run is not finished ({status}); 'dpopack train {run.root}' goes on with it"
+        raise RunError(f"{run.root}: {told}")
+    recipe = load.load_recipe(run.root, overrides, lenient=True)
     if (verdict := recipe.verdict) is None or is_trusted:
         return recipe
-    code = {
-        "judges": ", ".join(judge.function for judge in verdict.judges if judge.function),
-        "tasks": ", ".join(task for task in verdict.tasks if task.endswith(".yaml")),  # may name functions
-        "command": verdict.command,
-        "lm_eval": verdict.lm_eval,
+    # lm-eval runs functions that a file names, and reads the files of a directory.
+    tasks = [task for task in verdict.tasks if task.endswith(".yaml") or os.path.exists(task)]
+    judges = [one.function or (one.endpoint.url if one.endpoint else None) for one in verdict.judges]
+    named = {
+        "verdict.judges": ", ".join(filter(None, judges)),
+        "verdict.tasks": ", ".join(tasks),
+        "verdict.command": verdict.command,
+        "verdict.lm_eval": verdict.lm_eval,
+        "model.trust_remote_code": recipe.model.trust_remote_code,
     }
     given = {override.partition("=")[0].strip() for override in overrides}
-    named = [
-        f"verdict.{key} ({what})" for key, what in code.items() if what and f"verdict.{key}" not in given
+    theirs = [
+        f"{key} ({what})" for key, what in named.items() if what and not given & {key, key.partition(".")[0]}
     ]
-    if named and "verdict" not in given:
-        ways = "give --trust-recipe, or your own --judge, --tasks, --command, verdict.lm_eval=PATH"
-        raise RecipeError(f"{run}: its recipe would run {', '.join(named)}; {ways}")
+    if theirs:
+        ways = "give --trust-recipe, or values of yours (--judge, --tasks, --command, KEY=VALUE)"
+        raise RecipeError(f"{run.root}: its recipe runs code or asks servers: {', '.join(theirs)}; {ways}")
     return recipe
+
+
+def refuse_another_start(run: RunDir, recipe: Recipe) -> None:
+    """Raises RunError if the weights at model.path are not those with which the run began."""
+    then = run.info.get("inputs", {}).get("model.path")
+    if then not in (None, input_fingerprints(recipe, ["model.path"])["model.path"]):
+        what = f"{recipe.model.path} is no longer the model with which this run began"
+        raise RunError(f"model.path: {what}; put that back, or name a model with --against")
 
 
 def recipe_of_model(name: str, start: str | None, directory: Path, overrides: Sequence[str]) -> Recipe:
@@ -130,7 +143,7 @@ def gather_evidence(contest: Contest, verdict: VerdictRecipe, directory: Path) -
         rollouts = answer_prompts(contest, prompts, settings, directory)
         judges = dict(zip(verdict.judge_names, verdict.judges, strict=True))
         evidence += judge_answers(contest, rollouts, judges, directory)
-    evidence += run_benchmarks(contest, verdict, directory)
+    evidence += run_benchmarks(contest, verdict)
     lines = ({"source": source.name, **item} for source, items in evidence for item in items)
     write_text_atomically(directory / "items.jsonl", "".join(map(_line, lines)))
     return evidence
@@ -142,7 +155,12 @@ def conclude_anew(
     """Returns the conclusion, and the text of `history` with this look in it. Whoever looks often finds
     something by chance: every source that was ever compared with this start counts, once for its values."""
     start, sources = contest.start.read_fingerprints(), [source for source, _ in evidence]
-    every = [line for text in text_of(history).encode().splitlines() if (line := parse_json(text))]
+    lines = text_of(history).splitlines()
+    every = [look for line in lines if (look := parse_json(line.encode()))]
+    if damaged := len(lines) - len(every):
+        contest.console.print(
+            f"Warning: {history}: {counted(damaged, 'line')} cannot be read and count nothing"
+        )
     looks = [look for look in every if look["start"] == start]
     now = {(source.name, hashlib.sha256(source.values.tobytes()).hexdigest()) for source in sources}
     before = {(one["name"], one["values"]): one["p"] for look in looks for one in look["sources"]}
@@ -150,9 +168,9 @@ def conclude_anew(
     number, seed = len(looks) + 1, contest.recipe.seed
     result = conclude(sources, earlier=earlier, number=number, primary=verdict.primary, seed=seed)
     p_of = {one["name"]: one["p"] for one in result["sources"]}
-    look: Json = {"start": start, "new": contest.new.read_fingerprints(), "conclusion": result["conclusion"]}
-    look["sources"] = [{"name": name, "values": values, "p": p_of[name]} for name, values in sorted(now)]
-    return result, "".join(map(_line, [*every, look]))
+    new: Json = {"start": start, "new": contest.new.read_fingerprints(), "conclusion": result["conclusion"]}
+    new["sources"] = [{"name": name, "values": values, "p": p_of[name]} for name, values in sorted(now)]
+    return result, "".join(f"{line}\n" for line in lines) + _line(new)
 
 
 def _line(value: Json) -> str:
@@ -163,14 +181,13 @@ def show(result: Json, evidence: Evidence, console: Console) -> None:
     """Prints the items that changed most in either direction, then the table and the sentence."""
     changes: list[tuple[float, str, Json]] = []  # of each item: its part of its source's largest change
     for source, items in evidence:
-        tie = 0.5 if source.kind in ("function", "reward_model", "llm") else 0.0
-        largest = max(abs(source.values - tie), default=0.0) or 1.0
+        largest = max(abs(source.values - source.middle), default=0.0) or 1.0
         known = (item for item in items if item["value"] is not None)
-        changes += [((item["value"] - tie) / largest, source.name, item) for item in known]
+        changes += [((item["value"] - source.middle) / largest, source.name, item) for item in known]
     changes.sort(key=lambda one: one[0])
     worst, best = changes[:_NUM_CHANGED], changes[: -_NUM_CHANGED - 1 : -1]
     for change, name, item in [one for one in worst if one[0] < 0] + [one for one in best if one[0] > 0]:
-        texts = {"start": [item["start"][:_MOST_CHARACTERS]], "new model": [item["new"][:_MOST_CHARACTERS]]}
+        texts = {title: [_beginning(item[key])] for title, key in (("start", "start"), ("new model", "new"))}
         title = f"{'better' if change > 0 else 'worse'} by {name}"
         render_completions([(title, item["prompt"])], texts, console)
     console.print(terminal_table("Is the new model better?", verdict_cells(result), no_wrap=True))
@@ -178,10 +195,14 @@ def show(result: Json, evidence: Evidence, console: Console) -> None:
     console.print(result["sentence"])
 
 
-def publish(run: RunDir, result: Json) -> None:
-    """Writes the result into run.json, the run's page and the model card."""
-    run.info = read_json(run.root / INFO_FILE) or {}
-    run.update(verdict=result)
+def _beginning(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
+
+
+def publish(run: RunDir, result: Json, against: str) -> None:
+    """Writes the result into run.json, the run's page and the model card, in place of an earlier one."""
+    run.update(verdict={**run.info.get("verdict", {}), against: result})
     write_run_page([run.root], run.page)
     columns, rows, _ = verdict_cells(result)
-    add_to_card(run.model / "README.md", f"{result['sentence']} {VERDICT_NOTE}.", [columns, *rows])
+    told = f"{result['sentence']} {VERDICT_NOTE}."
+    add_to_card(run.model / "README.md", f"Compared with {against}", told, [columns, *rows])

@@ -33,7 +33,18 @@ class Source:
     values: FloatArray
     more_characters: FloatArray | None = None  # [n] of the new answer; llm and reward_model
     num_failed: int = 0  # items without a result, not in `values`
-    failure: str | None = None  # why the source has no result at all; `values` is empty then
+
+    @property
+    def is_judge(self) -> bool:
+        return self.kind not in ("task", "command")
+
+    @property
+    def middle(self) -> float:
+        """The value of no difference."""
+        return 0.5 if self.is_judge else 0.0
+
+
+Evidence = list[tuple[Source, list[Json]]]  # each source, and a line for each of its items
 
 
 def conclude(
@@ -44,17 +55,9 @@ def conclude(
     primary: str | None = None,
     seed: int = 0,
 ) -> Json:
-    """Returns `conclusion` ("better", "worse", "mixed", "cannot tell"), `sentence`, and `sources`: for each
-    name, kind, n, num_failed; `says` ("above", "below", "neither", "no result"); `rate` (judges) or
-    `difference`, its `interval` [low, high], `ties`, `p`, `p_holm`, `largest_loss`: the points that the
-    interval leaves open (hundredths; units, if a difference is above 1), and `prompts_needed`: how many show
-    {"2", "5", "10"} points in 8 of 10 cases, all None without a result; `failure`, if there is none;
-    `length_controlled` (llm, reward_model): {rate, interval}, or {reason} why it is not possible (`p` is 1).
-
+    """Returns `conclusion` ("better", "worse", "mixed", "cannot tell"), `sentence`, and `sources`, a row each.
     earlier: `p` of every source in earlier verdicts against this start. number: this is the how-manieth.
-    primary: the name of the source without which neither `better` nor `worse` is said.
-    """
-    assert primary is None or primary in [source.name for source in sources], primary
+    primary: the name of the source without which neither `better` nor `worse` is said."""
     num_tests = len(earlier) + sum(len(source.values) > 0 for source in sources)
     rows = [_measured(source, num_tests, seed) for source in sources]
     tested = [row for row in rows if row["p"] is not None]
@@ -70,13 +73,15 @@ def conclude(
 
 
 def _measured(source: Source, num_tests: int, seed: int) -> Json:
-    """Returns a source's row, in which `says` is yet the side of its numbers, whether by chance or not."""
-    values, n, is_judge = source.values, len(source.values), source.kind not in ("task", "command")
+    """Returns a source's row, in which `says` is yet the side of its numbers, whether by chance or not.
+    `largest_loss`: points that the intervals leave open (hundredths; units, if a difference is above 1).
+    `prompts_needed`: how many items show {"2", "5", "10"} points in 8 of 10 cases."""
+    values, n, is_judge = source.values, len(source.values), source.is_judge
     row: Json = {"name": source.name, "kind": source.kind, "n": n, "num_failed": source.num_failed}
     row |= dict.fromkeys(("rate" if is_judge else "difference", *_OF_RESULTS))
     if not n:
-        return row | {"says": "no result", "failure": source.failure or "no prompt has one"}
-    middle, mean = (0.5 if is_judge else 0.0), float(values.mean())
+        return row | {"says": "no result"}
+    middle, mean = source.middle, float(values.mean())
     differences = values - middle
     largest = float(np.abs(differences).max()) or middle or 1.0
     # If most differences are 0, the few others do not say how rare those are that nobody has seen: one of the
@@ -112,11 +117,13 @@ def _measured(source: Source, num_tests: int, seed: int) -> Json:
 def _missing(row: Mapping[str, Any]) -> str | None:
     """Returns the sentence about a source's missing results, None if it has enough."""
     if row["says"] == "no result":
-        return f"{row['name']} has no result: {row['failure']}."
+        # The console says why. This is published, so it names no server and no path.
+        why = "lm-eval gave no usable scores" if row["kind"] == "task" else "no judgement succeeded"
+        return f"{row['name']} has no result: {why}."
     failed, every = row["num_failed"], row["n"] + row["num_failed"]
     if failed <= MOST_FAILED * every:
         return None
-    return f"{row['name']} has no result for {failed} of {every} prompts, which is too many."
+    return f"{row['name']} has no result for {failed} of {every} prompts, more than {MOST_FAILED:.0%}."
 
 
 def _sentences(
@@ -133,7 +140,7 @@ def _sentences(
     losses = [
         f"{row['name']} may have lost up to {row['largest_loss']:,.1f} points"
         for row in rows
-        if row["says"] in ("below", "neither") and row["largest_loss"] >= 0.05
+        if row["largest_loss"] is not None and row["largest_loss"] >= 0.05
     ]
     yield "; ".join([first, *losses]) + "."
     yield from filter(None, map(_missing, rows))
@@ -144,6 +151,6 @@ def _sentences(
     if conclusion == "cannot tell" and able:
         least = min(able, key=lambda row: row["prompts_needed"]["5"])
         two, five, ten = (f"{float(f'{n:.2g}'):,.0f}" for n in least["prompts_needed"].values())
-        yield f"{least['name']} needs about {two}, {five} or {ten} prompts to show 2, 5 or 10 points."
+        yield f"{least['name']} needs about {two}, {five} or {ten} items to show 2, 5 or 10 points."
     if number > 1:
         yield f"This is verdict number {number}: the more often one looks, the larger a difference must be."

@@ -26,25 +26,26 @@ from dpo_pack.system.files import Json
 from dpo_pack.system.machine import release_memory
 from dpo_pack.system.process import counted
 from dpo_pack.verdict.answers import Contest, keep, read_kept
-from dpo_pack.verdict.conclusion import Source
+from dpo_pack.verdict.conclusion import Evidence, Source
 
 _BATCH_JUDGEMENTS = 64  # are kept together
-_BESIDE = {"timeout_seconds", "retries", "concurrency", "api_key_env"}  # keys that decide no judgement
+_OF_SENDING = {"timeout_seconds", "retries", "concurrency", "api_key_env"}
+_BESIDE: Any = {"weight": True, "retries": True, "endpoint": _OF_SENDING}  # keys that decide no judgement
 
 
 def judge_answers(
     contest: Contest, rollouts: Sequence[Rollout], judges: Mapping[str, JudgeRecipe], directory: Path
-) -> list[tuple[Source, list[Json]]]:
+) -> Evidence:
     """Returns what each judge says of the answers of `answer_prompts`, with a line for each prompt: prompt
     (its text), start and new (the answers), value (None: failed), and of an LLM, orders: the new answer's
     value after the start's answer, and before it. judges: in the order of `verdict.judges`, by the names that
     their sources get. `directory` (output_dir/verdict) keeps judgements.jsonl. Prints, before a server is
     asked, how many requests it will get. Raises RecipeError, ModelError, RunError if a judge cannot be had or
     no request can succeed."""
-    path, judged = directory / "judgements.jsonl", []
+    judged = Evidence()
     for number, (name, settings) in enumerate(judges.items()):
         release_memory()
-        items, reason = _items(contest, rollouts, name, settings, f"verdict.judges.{number}", path)
+        items = _items(contest, rollouts, name, settings, f"verdict.judges.{number}", directory)
         done = [item for item in items if item["value"] is not None]
         longer = [len(item["new"]) - len(item["start"]) for item in done]
         source = Source(
@@ -53,16 +54,14 @@ def judge_answers(
             values=np.array([item["value"] for item in done], dtype=np.float64),
             more_characters=np.array(longer, dtype=np.float64),
             num_failed=len(items) - len(done),
-            failure=None if done else reason,
         )
         judged.append((source, items))
     return judged
 
 
 def _items(
-    contest: Contest, rollouts: Sequence[Rollout], name: str, settings: JudgeRecipe, key: str, path: Path
-) -> tuple[list[Json], str]:
-    """Returns the items of one judge, and why the first one failed, if one has."""
+    contest: Contest, rollouts: Sequence[Rollout], name: str, settings: JudgeRecipe, key: str, directory: Path
+) -> list[Json]:
     judge = make_judge(
         settings,
         key,
@@ -72,9 +71,17 @@ def _items(
         console=contest.console,
         is_chat=any(rollout.draw.prompt.messages is not None for rollout in rollouts),
     )
-    decided, items = _what_decides(settings, contest), list[Json]()
+    memo, content = contest.start.cache_dir, ""  # of what decides what the judge says
+    if settings.function is not None:
+        file = sys.modules[settings.function.partition(":")[0]].__file__
+        content = path_hash(Path(file), memo / "file_hashes.json") if file else ""
+    elif settings.path is not None:
+        content = weights_fingerprint(settings.path, None, memo / "model_hashes.json")
+        content += str(contest.start.precision)
+    decided: list[object] = [settings.model_dump(mode="json", exclude=_BESIDE), content]
     games = [_games(rollout, judge, decided) for rollout in rollouts]
-    scores, reason = _play(contest, name, judge, {k: v for each in games for k, v in each.items()}, path)
+    every = {key: game for each in games for key, game in each.items()}
+    scores, items = _play(contest, name, judge, every, directory / "judgements.jsonl"), list[Json]()
     for rollout, keys in zip(rollouts, games, strict=True):
         start, new = (answer.text for answer in rollout.completions)
         item: Json = {"prompt": rollout.draw.prompt.text, "start": start, "new": new, "value": None}
@@ -83,20 +90,7 @@ def _items(
             item["value"] = float(np.mean(orders or [0.5]))
             item |= {"orders": orders} if len(keys) == 2 else {}
         items.append(item)
-    return items, reason
-
-
-def _what_decides(settings: JudgeRecipe, contest: Contest) -> list[object]:
-    """Returns what decides what a judge says, besides prompt and answers."""
-    memo, content = contest.start.cache_dir, ""
-    if settings.function is not None:
-        file = sys.modules[settings.function.partition(":")[0]].__file__
-        content = path_hash(Path(file), memo / "file_hashes.json") if file else ""
-    elif settings.path is not None:
-        content = weights_fingerprint(settings.path, None, memo / "model_hashes.json")
-        content += str(contest.start.precision)
-    beside: Any = {"weight": True, "retries": True, "endpoint": _BESIDE}
-    return [settings.model_dump(mode="json", exclude=beside), content]
+    return items
 
 
 def _games(rollout: Rollout, judge: Judge, decided: list[object]) -> dict[str, Rollout]:
@@ -114,8 +108,8 @@ def _games(rollout: Rollout, judge: Judge, decided: list[object]) -> dict[str, R
 
 def _play(
     contest: Contest, name: str, judge: Judge, games: Mapping[str, Rollout], path: Path
-) -> tuple[dict[str, float], str]:
-    """Returns the scores of the second answers, without those that failed, and why the first one failed."""
+) -> dict[str, float]:
+    """Returns the scores of the second answers, without those that failed."""
     console, kept, failures = contest.console, read_kept(path), list[Failure]()
     left = [key for key in games if key not in kept]
     if isinstance(judge, LlmJudge) and left:
@@ -141,4 +135,4 @@ def _play(
     if failures:
         told = f"{len(failures):,} of {len(left):,} judgements failed; the first: {failures[0].reason}"
         console.print(f"Warning: {name}: {told}; the next verdict asks again")
-    return {key: kept[key]["second"] for key in games if key in kept}, failures[0].reason if failures else ""
+    return {key: kept[key]["second"] for key in games if key in kept}

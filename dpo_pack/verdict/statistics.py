@@ -51,10 +51,11 @@ def prompts_needed(effect: float, spread: float, largest: float, level: float) -
 def no_length_control(values: FloatArray, more_characters: FloatArray) -> str | None:
     """Returns why nobody can say how a judge decides between answers of the same length, None: one can."""
     if len(values) < FEWEST_PROMPTS:
-        return f"there are {len(values)} prompts, and it takes {FEWEST_PROMPTS}"
+        return f"only {len(values)} prompts; at least {FEWEST_PROMPTS} are needed"
     for side, on_side in (("longer", more_characters > 0), ("shorter", more_characters < 0)):
         if (number := int(on_side.sum())) < _FEWEST_ON_A_SIDE:
-            return f"{number} of the new answers are {side}, and it takes {_FEWEST_ON_A_SIDE}"
+            least = f"at least {_FEWEST_ON_A_SIDE} are needed"
+            return f"only {number} of the new answers are {side}; {least}"
         if (values[on_side] == 0.5).all():  # then the shape of the curve alone decides
             return f"where the new answer is {side}, every game is a tie"
     return None
