@@ -69,10 +69,9 @@ class VerdictRecipe(types.Section):
     def judge_names(self) -> list[str]:
         """The function, the model's name, or the server's name of its model; with a number if it repeats."""
         own = (
-            j.function or (j.endpoint.model if j.endpoint else name_for_others(str(j.path)))
-            for j in self.judges
+            judge.function or judge.path or (judge.endpoint and judge.endpoint.model) for judge in self.judges
         )
-        names = list(own)
+        names = [name_for_others(str(name)) for name in own]
         return [f"{name} ({n + 1})" if name in names[:n] else name for n, name in enumerate(names)]
 
     @property
