@@ -301,23 +301,19 @@ def evaluate(
 @app.command()
 def verdict(
     run: Annotated[
-        str,
-        typer.Argument(metavar="RUN_OR_MODEL", help="A finished run's output_dir; a model or an adapter."),
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="A finished run, a model or an adapter.")
     ],
     overrides: Overrides = None,
     against: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL_OR_RUN", help="Compare with this.", show_default="the run's start"),
+        str | None, typer.Option(metavar="MODEL_OR_RUN", help="Compare with it.", show_default="its start")
     ] = None,
     judge: Annotated[
         list[Path] | None,
-        typer.Option("--judge", metavar="FILE.yaml", help="As an item of verdict.judges; may be repeated."),
+        typer.Option(metavar="FILE.yaml", help="An item of verdict.judges; may be repeated."),
     ] = None,
     tasks: Annotated[str | None, typer.Option(metavar="NAME,FILE.yaml", help="As verdict.tasks.")] = None,
-    command: Annotated[str | None, typer.Option(metavar="'CMD {model}'", help="As verdict.command.")] = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="For the files of a verdict on what is no run.")
-    ] = None,
+    command: Annotated[str | None, typer.Option(metavar="CMD", help="As verdict.command.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="For the files, without a run.")] = None,
     trust_recipe: Annotated[
         bool, typer.Option("--trust-recipe", help="Run the code that the run's recipe names.")
     ] = False,
