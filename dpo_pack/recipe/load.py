@@ -228,7 +228,7 @@ def default_in_yaml(field: FieldInfo) -> str:
 
 
 def check_environment(recipe: Recipe, *, trains: bool = True, only: str = "") -> None:
-    """Raises RecipeError if a path or package is not here, of the keys that begin with `only`. Trackers and the
+    """Raises RecipeError if a path or package is not here, of keys that begin with `only`. Trackers and the
     verdict count only where the recipe `trains`."""
     problems: list[Problem] = []
     model, online = recipe.model, recipe.online

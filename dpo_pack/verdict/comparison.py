@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,8 @@ from dpo_pack.verdict.benchmarks import run_benchmarks
 from dpo_pack.verdict.conclusion import Evidence, conclude
 from dpo_pack.verdict.judging import judge_answers
 
-_NUM_CHANGED, _MOST_CHARACTERS = 10, 600  # items that are shown, and of each of their texts
+_NUM_CHANGED = 10  # items in each direction that are shown
+_LONG = re.compile(r"(.{600}).+", re.DOTALL)  # a text of which the beginning is shown
 
 
 def give_verdict(
@@ -155,13 +157,11 @@ def conclude_anew(
     """Returns the conclusion, and the text of `history` with this look in it. Whoever looks often finds
     something by chance: every source that was ever compared with this start counts, once for its values."""
     start, sources = contest.start.read_fingerprints(), [source for source, _ in evidence]
-    lines = text_of(history).splitlines()
-    every = [look for line in lines if (look := parse_json(line.encode()))]
-    if damaged := len(lines) - len(every):
-        contest.console.print(
-            f"Warning: {history}: {counted(damaged, 'line')} cannot be read and count nothing"
-        )
-    looks = [look for look in every if look["start"] == start]
+    text = text_of(history)
+    every = [parse_json(line) or {} for line in text.encode().splitlines()]
+    if damaged := every.count({}):
+        contest.console.print(f"Warning: {history}: {counted(damaged, 'line')} cannot be read, and no look")
+    looks = [look for look in every if look.get("start") == start]
     now = {(source.name, hashlib.sha256(source.values.tobytes()).hexdigest()) for source in sources}
     before = {(one["name"], one["values"]): one["p"] for look in looks for one in look["sources"]}
     earlier = [p for key, p in before.items() if p is not None and key not in now]
@@ -170,7 +170,7 @@ def conclude_anew(
     p_of = {one["name"]: one["p"] for one in result["sources"]}
     new: Json = {"start": start, "new": contest.new.read_fingerprints(), "conclusion": result["conclusion"]}
     new["sources"] = [{"name": name, "values": values, "p": p_of[name]} for name, values in sorted(now)]
-    return result, "".join(f"{line}\n" for line in lines) + _line(new)
+    return result, text + "\n" * (text[-1:] not in ("", "\n")) + _line(new)
 
 
 def _line(value: Json) -> str:
@@ -187,16 +187,13 @@ def show(result: Json, evidence: Evidence, console: Console) -> None:
     changes.sort(key=lambda one: one[0])
     worst, best = changes[:_NUM_CHANGED], changes[: -_NUM_CHANGED - 1 : -1]
     for change, name, item in [one for one in worst if one[0] < 0] + [one for one in best if one[0] > 0]:
-        texts = {title: [_beginning(item[key])] for title, key in (("start", "start"), ("new model", "new"))}
+        both = {"start": item["start"], "new model": item["new"]}
+        texts = {side: [_LONG.sub(r"\1…", text)] for side, text in both.items()}
         title = f"{'better' if change > 0 else 'worse'} by {name}"
         render_completions([(title, item["prompt"])], texts, console)
     console.print(terminal_table("Is the new model better?", verdict_cells(result), no_wrap=True))
     console.print(f"{VERDICT_NOTE}.")
     console.print(result["sentence"])
-
-
-def _beginning(text: str) -> str:
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
 
 
 def publish(run: RunDir, result: Json, against: str) -> None:

@@ -35,13 +35,9 @@ class Source:
     num_failed: int = 0  # items without a result, not in `values`
 
     @property
-    def is_judge(self) -> bool:
-        return self.kind not in ("task", "command")
-
-    @property
     def middle(self) -> float:
         """The value of no difference."""
-        return 0.5 if self.is_judge else 0.0
+        return 0.0 if self.kind in ("task", "command") else 0.5
 
 
 Evidence = list[tuple[Source, list[Json]]]  # each source, and a line for each of its items
@@ -55,7 +51,7 @@ def conclude(
     primary: str | None = None,
     seed: int = 0,
 ) -> Json:
-    """Returns `conclusion` ("better", "worse", "mixed", "cannot tell"), `sentence`, and `sources`, a row each.
+    """Returns `conclusion` ("better", "worse", "mixed", "cannot tell"), `sentence` and `sources`, a row each.
     earlier: `p` of every source in earlier verdicts against this start. number: this is the how-manieth.
     primary: the name of the source without which neither `better` nor `worse` is said."""
     num_tests = len(earlier) + sum(len(source.values) > 0 for source in sources)
@@ -76,7 +72,7 @@ def _measured(source: Source, num_tests: int, seed: int) -> Json:
     """Returns a source's row, in which `says` is yet the side of its numbers, whether by chance or not.
     `largest_loss`: points that the intervals leave open (hundredths; units, if a difference is above 1).
     `prompts_needed`: how many items show {"2", "5", "10"} points in 8 of 10 cases."""
-    values, n, is_judge = source.values, len(source.values), source.is_judge
+    values, n, is_judge = source.values, len(source.values), source.middle > 0
     row: Json = {"name": source.name, "kind": source.kind, "n": n, "num_failed": source.num_failed}
     row |= dict.fromkeys(("rate" if is_judge else "difference", *_OF_RESULTS))
     if not n:

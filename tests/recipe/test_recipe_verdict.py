@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.tiny_recipe import SMALLEST, changed_keys, load, message_of
 
-from dpo_pack.recipe.load import dump_recipe, verdict_problems
+from dpo_pack.recipe.load import check_environment, dump_recipe
 from dpo_pack.recipe.verdict import VerdictRecipe
+from dpo_pack.system.errors import RecipeError
 
 HELD_OUT = SMALLEST.replace("pairs.jsonl", "pairs.jsonl, eval: {fraction: 0.1}")
 FUNCTION = "{type: function, function: 'my.judges:score'}"
@@ -28,6 +31,9 @@ def section(values: str) -> VerdictRecipe:
         ("{}", "verdict.judges", "no source of evidence: name judges"),
         ("{num_prompts: 9}", "verdict.judges", "--tasks NAME,FILE.yaml"),
         ("{tasks: [a, x/a.yaml]}", "verdict.tasks", "two sources have one name; leave one out (a, a)"),
+        ("{tasks: [/my/tasks]}", "verdict.tasks.0", "neither the name of one task nor a YAML file"),
+        ('{tasks: ["/x/evil.yaml,arc_easy"]}', "verdict.tasks.0", "neither the name of one task"),
+        ("{tasks: [a, 'b*']}", "verdict.tasks.1", "neither the name of one task"),
         ("{tasks: [a], primary: b}", "verdict.primary", "no source has this name; they are a"),
         ("{command: my-score}", "verdict.command", "write {model} where its path belongs"),
         ('{command: "my-score \'{model}"}', "verdict.command", "No closing quotation"),
@@ -53,11 +59,16 @@ def test_judges_need_prompts_that_are_held_out() -> None:
 def test_sources_of_evidence_have_different_names() -> None:
     llm = f"{{type: llm, endpoint: {SERVER}}}"
     model = "{type: reward_model, path: /models/reward}"
-    verdict = section(
-        f"{{judges: [{llm}, {FUNCTION}, {model}, {llm}], tasks: [mmlu, own/task.yaml], primary: big}}"
-    )
-    assert verdict.judge_names == ["big", "my.judges:score", "reward", "big (4)"]
+    values = f"judges: [{llm}, {FUNCTION}, {model}], tasks: [mmlu, own/task.yaml], primary: big"
+    verdict = section(f"{{{values}}}")
+    assert verdict.judge_names == ["big", "my.judges:score", "reward"]
     assert verdict.task_names == ["mmlu", "task"]
+    assert "two sources have one name" in message_of(lambda: section(f"{{judges: [{llm}, {llm}]}}"))
+
+
+def test_a_command_may_hold_what_only_a_path_may_not() -> None:
+    command = """sh -c 'echo ${HOME} "$1"' sh {model}"""
+    assert load(f"verdict.command={json.dumps(command)}").verdict.command == command  # type: ignore[union-attr]
 
 
 def test_a_recipe_says_before_the_run_what_its_verdict_lacks(
@@ -65,15 +76,23 @@ def test_a_recipe_says_before_the_run_what_its_verdict_lacks(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     llm = f"{{type: llm, endpoint: {SERVER}}}"
-    found = dict(
-        verdict_problems(section(f"{{judges: [{llm}], tasks: [ifeval, ./no.yaml], prompts: ./no.jsonl}}"))
-    )
-    assert found.keys() == {"verdict.judges.0", "verdict.tasks", "verdict.tasks.1", "verdict.prompts.path"}
-    assert "pip install 'lm-eval[hf]" in found["verdict.tasks"]
-    elsewhere = section("{tasks: [ifeval], lm_eval: no-lm-eval}")
-    assert dict(verdict_problems(elsewhere)).keys() == {"verdict.lm_eval"}
+
+    def lacks(values: str, **options: Any) -> list[str]:
+        with pytest.raises(RecipeError) as caught:
+            check_environment(load(f"verdict={values}", text=HELD_OUT), **options)
+        return list(caught.value.problems)
+
+    values = f"{{judges: [{llm}], tasks: [ifeval, ./no.yaml], prompts: ./no.jsonl}}"
+    found = lacks(values, only="verdict")
+    keys = ["verdict.prompts.path", "verdict.tasks.1", "verdict.tasks", "verdict.judges.0"]
+    assert [line.partition(":")[0] for line in found] == keys
+    assert "pip install 'lm-eval[hf]" in found[2]
+    assert set(found) < set(lacks(values)) and not set(found) & set(lacks(values, trains=False))
+    (missing,) = lacks("{tasks: [ifeval], lm_eval: no-lm-eval}", only="verdict")
+    assert missing.startswith("verdict.lm_eval: ")
     (tmp_path / "lm-eval").touch()
-    assert not list(verdict_problems(section(f"{{tasks: [ifeval], lm_eval: '{tmp_path}/lm-eval'}}")))
+    there = load(f"verdict={{tasks: [ifeval], lm_eval: '{tmp_path}/lm-eval'}}", text=HELD_OUT)
+    check_environment(there, only="verdict")
 
 
 def test_a_run_may_go_on_with_another_verdict_and_others_see_no_server_and_no_path() -> None:

@@ -22,6 +22,7 @@ from dpo_pack.run.setup import prepare_tokenizer
 from dpo_pack.system.errors import RunError
 from dpo_pack.verdict.answers import Contest
 from dpo_pack.verdict.benchmarks import pair_items, read_lm_eval, run_benchmarks
+from dpo_pack.verdict.conclusion import conclude
 
 CPU = torch.device("cpu")
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -77,6 +78,7 @@ def test_a_metric_whose_lower_values_are_better_changes_its_sign_and_a_list_is_n
     (real,) = REAL_FILES.glob("samples_simple*")
     sample = json.loads(real.read_text().splitlines()[0])
     names = {"words": [1.0, 2.0], "perplexity": -3.5, "errors": 0.25, "broken": float("nan"), "right": True}
+    names["large"] = 10**400
     (tmp_path / real.name).write_text(json.dumps(sample | {"metrics": list(names)} | names))
     lower = {"simple_facts": {name: name == "right" for name in names}}
     (tmp_path / "results_x.json").write_text(json.dumps({"higher_is_better": lower}))
@@ -101,15 +103,15 @@ def test_a_group_is_pooled_and_a_metric_is_one_that_each_item_of_both_models_has
     assert message.endswith("t has no metric with one finite number an item")
 
 
-def test_lm_eval_gets_both_models_the_same_way_and_its_items_are_kept(
-    contest: Contest, models: tuple[Path, Path], tmp_path: Path, console: Console
+def test_lm_eval_gets_both_models_the_same_way(
+    contest: Contest, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     (tmp_path / "own").mkdir()
     task = tmp_path / "own" / "mine.yaml"
     task.write_text("group: both\ntask:\n  - simple_facts\n  - free_facts\n")
     contest.tokenizer.chat_template = TEMPLATE
     verdict = verdict_of(tasks=["simple_facts", str(task)], lm_eval=str(write_stand_in(tmp_path)))
-    (simple, items), (mine, pooled) = run_benchmarks(contest, verdict, tmp_path / "verdict")
+    (simple, items), (mine, pooled) = run_benchmarks(contest, verdict)
     assert (simple.name, simple.kind, simple.values.tolist()) == ("simple_facts", "task", [-1, 1, 1, 0])
     assert (mine.name, len(mine.values), len(pooled)) == ("mine", 8, 8)
     assert items[0]["metric"] == "acc" and items[0]["start"] == items[0]["new"] == "Paris"
@@ -124,20 +126,19 @@ def test_lm_eval_gets_both_models_the_same_way_and_its_items_are_kept(
     assert calls[0] == ["run", "--model", "hf", "--model_args", "--tasks", "simple_facts", *rest]
     including = ["--tasks", "both", "--include_path", str(task.parent)]
     assert calls[2] == ["run", "--model", "hf", "--model_args", *including, *rest]
-    again, _ = run_benchmarks(contest, verdict, tmp_path / "verdict")
-    assert again[0].values.tolist() == simple.values.tolist() and again[1] == items
-    assert len((tmp_path / CALLS).read_text().splitlines()) == 4 and "kept in" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_task_that_fails_is_a_source_without_a_result_and_says_why(
-    contest: Contest, tmp_path: Path
+def test_a_task_that_fails_is_a_source_without_a_result_and_the_console_says_why(
+    contest: Contest, tmp_path: Path, console: Console
 ) -> None:
     verdict = verdict_of(tasks=["broken", "simple_facts"], lm_eval=str(write_stand_in(tmp_path)))
-    (broken, items), (whole, _) = run_benchmarks(contest, verdict, tmp_path / "verdict")
-    assert not items and not len(broken.values) and whole.failure is None
-    assert "no result (ValueError: Tasks not found: broken.)" in str(broken.failure)
-    (log,) = (tmp_path / "verdict" / "items").glob("broken-start-*.log")
-    assert str(log) in str(broken.failure) and "ValueError" in log.read_text()
+    (broken, items), (whole, _) = run_benchmarks(contest, verdict)
+    assert not items and not len(broken.values) and len(whole.values)
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "ValueError: Tasks not found: broken." in told and "Warning: broken: lm-eval has no result" in told
+    published = json.dumps(conclude([broken, whole], earlier=[], number=1))
+    assert "broken has no result: lm-eval gave no usable scores." in published
+    assert "ValueError" not in published and str(tmp_path) not in published
 
 
 def command_that(writes: str, directory: Path) -> str:
@@ -148,9 +149,9 @@ def command_that(writes: str, directory: Path) -> str:
 
 
 def test_a_command_gives_a_score_for_each_id(contest: Contest, tmp_path: Path) -> None:
-    writes = """print('{"id": 7, "score": %s, "answer": "ok"}\\n{"id": "x", "score": 2}' % (0.5 + new))"""
+    writes = """print('{"id": 7, "score": %s, "answer": "ok"}\\n\\n{"id": "x", "score": 2}' % (0.5 + new))"""
     verdict = verdict_of(command=command_that(writes, tmp_path))
-    ((source, items),) = run_benchmarks(contest, verdict, tmp_path / "verdict")
+    ((source, items),) = run_benchmarks(contest, verdict)
     assert (source.name, source.kind, source.values.tolist()) == ("command", "command", [1.0, 0.0])
     assert items[0] == {
         "prompt": "7",
@@ -169,6 +170,7 @@ def test_a_command_gives_a_score_for_each_id(contest: Contest, tmp_path: Path) -
         ('print(\'{"id": 1, "score": 1}\\n\' * 2)', "wrote the id 1 again in line 2"),
         ("print('loading')", "wrote a line without id and finite score (line 1: 'loading')"),
         ('print(\'{"id": 1, "score": NaN}\')', "without id and finite score (line 1"),
+        ("""print('{"id": 1, "score": 1%s}' % ("0" * 400))""", "without id and finite score (line 1"),
         ('print(\'{"id": 1, "score": "1"}\')', "without id and finite score (line 1"),
         ('print(\'{"id": %d, "score": 1}\' % new)', "no score of the item '0' of the start (2 such items)"),
         ("pass", "wrote nothing to standard output"),
@@ -179,10 +181,12 @@ def test_lines_of_a_command_that_are_wrong_end_the_verdict_in_one_line(
     writes: str, what: str, contest: Contest, tmp_path: Path
 ) -> None:
     verdict = verdict_of(command=command_that(writes, tmp_path))
-    assert what in refusal(lambda: run_benchmarks(contest, verdict, tmp_path / "verdict"), RunError)
+    assert what in refusal(lambda: run_benchmarks(contest, verdict), RunError)
+    command_that("""print('{"id": 1, "score": 1}')""", tmp_path)
+    assert run_benchmarks(contest, verdict)[0][0].values.tolist() == [0.0]  # nothing wrong was kept
 
 
 def test_a_command_that_is_not_there_is_named(contest: Contest, tmp_path: Path) -> None:
     verdict = verdict_of(command="./no-such-program {model}")
-    message = refusal(lambda: run_benchmarks(contest, verdict, tmp_path / "verdict"), RunError)
+    message = refusal(lambda: run_benchmarks(contest, verdict), RunError)
     assert message == "verdict.command: cannot start ./no-such-program: No such file or directory"

@@ -287,6 +287,9 @@ def test_a_model_with_other_tokens_or_one_that_fails_is_refused(
         ("<think>Is it 4? Or 5", "", ""),
         ("It is 5.", "<think>\n\n</think>\n\n", "It is 5."),
         (" It is 5.", "", " It is 5."),
+        ("The mark </think> ends it.", "Which mark?", "The mark </think> ends it."),
+        ("<|channel|>analysis<|message|>4?<|end|><|channel|>final<|message|>It is 5.", "", "It is 5."),
+        ("<|channel|>final<|message|>It is 5.", "", "It is 5."),
     ],
 )
 def test_what_a_model_thinks_is_cut_from_its_answer(written: str, prompt: str, said: str) -> None:
@@ -301,7 +304,7 @@ def test_reasoning_between_special_tokens_is_cut_though_texts_have_no_special_to
     (prompt,) = asked("ask")
     assert answers._said(answer, prompt, tokenizer, ["STOP"]) == "five"
     plain = Completion(ids=ids[-1:], text=" as it is", is_finished=True)
-    assert answers._said(plain, prompt, tokenizer, []) == " as it is"
+    assert answers._said(plain, prompt, tokenizer, []) == "as it is"
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from dpo_pack.system.errors import RunError
 from dpo_pack.system.files import Json
 from dpo_pack.verdict import judging
 from dpo_pack.verdict.answers import Contest
-from dpo_pack.verdict.conclusion import Source
+from dpo_pack.verdict.conclusion import Source, conclude
 from dpo_pack.verdict.judging import judge_answers
 
 ROLLOUTS = [
@@ -97,7 +97,7 @@ def test_a_failed_request_is_asked_again_and_only_that_one(contest: Contest, tmp
 
     with serving(Stub(verdicts(says))) as stub:
         source, items = judged(contest, llm(stub), tmp_path)
-        assert source.values.tolist() == [1.0, 0.5] and source.num_failed == 1 and source.failure is None
+        assert source.values.tolist() == [1.0, 0.5] and source.num_failed == 1
         assert [item["value"] for item in items] == [1.0, None, 0.5]
         assert "Warning: the judge: 1 of 4 judgements failed; the first: " in text(contest.console)
         fails[0] = False
@@ -152,6 +152,16 @@ def test_nothing_of_a_server_is_written(
     assert not any(word in written for word in ("sesame", "whisper", "127.0.0.1", "JUDGE_KEY"))
 
 
+def test_a_server_that_is_down_is_named_on_the_console_only(contest: Contest, tmp_path: Path) -> None:
+    down = {"url": "http://127.0.0.1:9/v1/hidden", "model": "judge", "retries": 0}
+    settings = JudgeRecipe.model_validate({"type": "llm", "endpoint": down})
+    source, items = judged(contest, settings, tmp_path)
+    assert source.num_failed == 2 and "127.0.0.1:9" in text(contest.console)
+    found = conclude([replace(source, values=source.values[:0])], earlier=[], number=1)
+    assert "the judge has no result: no judgement succeeded." in found["sentence"]
+    assert not any(word in json.dumps([found, items]) for word in ("127.0.0.1", "hidden"))
+
+
 def test_messages_and_tools_reach_the_judge_as_written(contest: Contest, tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "weather"}}]
     messages = (said("system", "Be brief."), user("warm?"))
@@ -175,7 +185,7 @@ def test_a_function_wins_loses_and_ties_by_its_scores_and_failures_are_left_out(
     judged(contest, settings, tmp_path, [*ROLLOUTS, tie])
     assert online_judges.calls[num_calls:] == [["ask about bread"] * 2]
     source, _ = judged(contest, settings, tmp_path / "other", [ROLLOUTS[1]])
-    assert len(source.values) == 0 and source.num_failed == 1 and "no bread" in str(source.failure)
+    assert len(source.values) == 0 and source.num_failed == 1 and "no bread" in text(contest.console)
 
 
 def test_a_function_whose_file_has_changed_judges_anew(

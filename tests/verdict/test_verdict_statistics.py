@@ -133,9 +133,9 @@ def test_a_judge_of_answers_counts_only_with_and_without_their_length() -> None:
 @pytest.mark.parametrize(
     ("values", "more_characters", "reason"),
     [
-        ([1.0] * 49, [-1.0, 1.0] * 24 + [0.0], "there are 49 prompts, and it takes 50"),
-        ([1.0] * 60, [1.0] * 56 + [-1.0] * 4, "4 of the new answers are shorter, and it takes 5"),
-        ([1.0] * 60, [-1.0] * 56 + [0.0] * 4, "0 of the new answers are longer, and it takes 5"),
+        ([1.0] * 49, [-1.0, 1.0] * 24 + [0.0], "only 49 prompts; at least 50 are needed"),
+        ([1.0] * 60, [1.0] * 56 + [-1.0] * 4, "only 4 of the new answers are shorter; at least 5 are needed"),
+        ([1.0] * 60, [-1.0] * 56 + [0.0] * 4, "only 0 of the new answers are longer; at least 5 are needed"),
         (
             [1.0] * 54 + [0.5] * 6,
             [1.0] * 54 + [-1.0] * 6,
@@ -165,7 +165,7 @@ def task(name: str, ups: int, downs: int, ties: int = 100, **more: Any) -> Sourc
 
 
 UP, UP_TOO, DOWN = task("a", 20, 4), task("b", 30, 5), task("c", 4, 20)
-EVEN, NONE = task("d", 8, 8), task("e", 0, 0, 0, failure="the command failed")
+EVEN, NONE = task("d", 8, 8), task("e", 0, 0, 0)
 PATCHY, FULL = task("f", 30, 5, num_failed=8), task("f", 30, 5, num_failed=7)  # of 135 results
 
 
@@ -173,7 +173,9 @@ PATCHY, FULL = task("f", 30, 5, num_failed=8), task("f", 30, 5, num_failed=7)  #
     ("sources", "primary", "conclusion", "words"),
     [
         ([UP, EVEN], None, "better", "better by a; d may have lost up to"),
-        ([UP, UP_TOO], None, "better", "better by a and b."),
+        ([UP, UP_TOO], None, "better", "better by a and b"),
+        ([task("a", 90, 80, 0)], None, "cannot tell", "a may have lost up to"),
+        ([task("a", 60, 30, 0)], None, "better", "better by a; a may have lost up to"),
         ([DOWN, EVEN], None, "worse", "worse by c; c may have lost up to"),
         ([UP, DOWN], None, "mixed", "mixed: better by a, worse by c; c may"),
         ([EVEN], None, "cannot tell", "cannot tell: no source shows a difference; d may have lost up to"),
@@ -186,20 +188,20 @@ PATCHY, FULL = task("f", 30, 5, num_failed=8), task("f", 30, 5, num_failed=7)  #
             [UP, NONE],
             None,
             "cannot tell",
-            "cannot tell: better by a, but results are missing. e has no result: the command failed.",
+            "cannot tell: better by a, but results are missing; a may have lost up to",
         ),
         (
             [UP, NONE],
             "e",
             "cannot tell",
-            "cannot tell: better by a, but not by e. e has no result: the command failed.",
+            "cannot tell: better by a, but not by e. e has no result: lm-eval gave no usable scores.",
         ),
-        ([DOWN, NONE], None, "worse", "e has no result: the command failed."),
+        ([DOWN, NONE], None, "worse", "e has no result: lm-eval gave no usable scores."),
         (
             [PATCHY],
             None,
             "cannot tell",
-            "but results are missing. f has no result for 8 of 143 prompts, which is too many.",
+            "but results are missing. f has no result for 8 of 143 prompts, more than 5%.",
         ),
         ([FULL], None, "better", "better by f."),
         ([], None, "cannot tell", "cannot tell: no source shows a difference."),
@@ -244,7 +246,7 @@ def test_a_row_has_all_numbers_of_its_source_and_is_plain_json() -> None:
     assert low < -16 / 124 < high < 0
     assert rows[1]["largest_loss"] == pytest.approx(-100 * low)
     assert {rows[2][name] for name in ("difference", "interval", "p", "p_holm", "prompts_needed")} == {None}
-    assert (rows[2]["says"], rows[2]["failure"]) == ("no result", "the command failed")
+    assert rows[2]["says"] == "no result"
 
 
 def test_a_source_without_a_difference_leaves_a_loss_open_all_the_same() -> None:
