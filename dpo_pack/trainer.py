@@ -68,14 +68,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from torch import Tensor
 
-from dpo_pack.recipe.load import (
-    INFO_FILE,
-    RECIPE_FILE,
-    Recipe,
-    check_environment,
-    dump_recipe,
-    load_recipe,
-)
+from dpo_pack.recipe.load import INFO_FILE, RECIPE_FILE, Recipe, check_environment, dump_recipe, load_recipe
 from dpo_pack.reports.packing import packing_report
 from dpo_pack.reports.pages import write_run_page
 from dpo_pack.reports.run_files import print_ending, print_next

@@ -315,7 +315,7 @@ def verdict(
     command: Annotated[str | None, typer.Option(metavar="CMD", help="As verdict.command.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="For the files, without a run.")] = None,
     trust_recipe: Annotated[
-        bool, typer.Option("--trust-recipe", help="Run the code that the run's recipe names.")
+        bool, typer.Option("--trust-recipe", help="Run code and ask servers that the run's recipe names.")
     ] = False,
     json_file: JsonFile = None,
 ) -> None:

@@ -56,7 +56,7 @@ class VerdictRecipe(types.Section):
     sampling: VerdictSamplingRecipe = Field(default_factory=VerdictSamplingRecipe)
     """How answers are drawn; both models get the same random numbers."""
     primary: types.Name | None = None
-    """Name of the source of evidence that must be above for `better`; null: any of them."""
+    """Name of the source of evidence without which neither better nor worse is said; null: any will do."""
 
     @property
     def judge_names(self) -> list[str]:

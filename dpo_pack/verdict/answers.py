@@ -71,10 +71,8 @@ def prepare_contest(recipe: Recipe, new: str, console: Console, *, against: str 
         precision = models[0].precision if models else facts.precision
         models.append(replace(facts, settings=plain, precision=precision, is_packed=False))
         check_model(models[-1], device)
-    start, new_model = models
-    return Contest(
-        recipe=recipe, start=start, new=new_model, tokenizer=tokenizer, device=device, console=console
-    )
+    both = {"start": models[0], "new": models[1]}
+    return Contest(recipe=recipe, tokenizer=tokenizer, device=device, console=console, **both)
 
 
 # ------------------------------------------------------------------------------------------------ prompts

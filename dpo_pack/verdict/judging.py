@@ -38,10 +38,8 @@ def judge_answers(
 ) -> Evidence:
     """Returns what each judge says of the answers of `answer_prompts`, with a line for each prompt: prompt
     (its text), start and new (the answers), value (None: failed), and of an LLM, orders: the new answer's
-    value after the start's answer, and before it. judges: in the order of `verdict.judges`, by the names that
-    their sources get. `directory` (output_dir/verdict) keeps judgements.jsonl. Prints, before a server is
-    asked, how many requests it will get. Raises RecipeError, ModelError, RunError if a judge cannot be had or
-    no request can succeed."""
+    value after the start's answer, and before it. judges: `verdict.judges`, by the names of their sources.
+    `directory` keeps judgements.jsonl. Raises RecipeError, ModelError, RunError."""
     judged = Evidence()
     for number, (name, settings) in enumerate(judges.items()):
         release_memory()

@@ -96,7 +96,7 @@ def test_a_verdict_leaves_its_evidence_and_is_seen_in_the_run(
     other = tiny_checkpoint(tmp_path / "other", seed=3)
     for more in ([], ["--against", other]):
         ended = dpopack("verdict", run, *words, *more)
-    assert ended.out.splitlines()[-1].startswith("run compared with other: better by command; ")
+    assert ended.out.splitlines()[-1].startswith("run compared with other: better by command")
     card, page = ((run / name).read_text() for name in ("model/README.md", "report.html"))
     assert card.count("## Compared with its start\n") == card.count("## Compared with other\n") == 1
     assert "Better than its start?" in page and "Better than other?" in page

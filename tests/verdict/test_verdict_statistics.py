@@ -168,14 +168,15 @@ UP, UP_TOO, DOWN = task("a", 20, 4), task("b", 30, 5), task("c", 4, 20)
 EVEN, NONE = task("d", 8, 8), task("e", 0, 0, 0)
 PATCHY, FULL = task("f", 30, 5, num_failed=8), task("f", 30, 5, num_failed=7)  # of 135 results
 
+TIES = Source(name="g", kind="function", values=np.repeat([1.0, 0.5], [6, 100]))  # its interval is wide
+
 
 @pytest.mark.parametrize(
     ("sources", "primary", "conclusion", "words"),
     [
         ([UP, EVEN], None, "better", "better by a; d may have lost up to"),
         ([UP, UP_TOO], None, "better", "better by a and b"),
-        ([task("a", 90, 80, 0)], None, "cannot tell", "a may have lost up to"),
-        ([task("a", 60, 30, 0)], None, "better", "better by a; a may have lost up to"),
+        ([TIES], None, "better", "better by g; g may have lost up to 6.6 points."),
         ([DOWN, EVEN], None, "worse", "worse by c; c may have lost up to"),
         ([UP, DOWN], None, "mixed", "mixed: better by a, worse by c; c may"),
         ([EVEN], None, "cannot tell", "cannot tell: no source shows a difference; d may have lost up to"),
@@ -188,7 +189,7 @@ PATCHY, FULL = task("f", 30, 5, num_failed=8), task("f", 30, 5, num_failed=7)  #
             [UP, NONE],
             None,
             "cannot tell",
-            "cannot tell: better by a, but results are missing; a may have lost up to",
+            "cannot tell: better by a, but results are missing. e has no result: lm-eval",
         ),
         (
             [UP, NONE],
@@ -213,7 +214,7 @@ def test_a_conclusion_needs_a_source_on_one_side_and_none_on_the_other(
     found = conclude(sources, earlier=[], number=1, primary=primary)
     assert found["conclusion"] == conclusion
     assert words in found["sentence"]
-    assert ("prompts to show" in found["sentence"]) == (
+    assert ("items to show" in found["sentence"]) == (
         conclusion == "cannot tell" and any(len(each.values) for each in sources) and primary != "e"
     )
 
