@@ -102,7 +102,7 @@ def train(
         run_training(loaded, console, overwrite=overwrite)
         is_first = ranks.is_first()
     if is_first and loaded.verdict is not None:  # all ranks have left their devices, or end now
-        begin_verdict(loaded, console)
+        begin_verdict(loaded.output_dir, loaded.verdict, console)
     return Run(path=Path(loaded.output_dir))
 
 

@@ -64,11 +64,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from torch import Tensor
 
 from dpo_pack.recipe.load import INFO_FILE, RECIPE_FILE, Recipe, check_environment, dump_recipe, load_recipe
+from dpo_pack.recipe.verdict import VerdictRecipe
 from dpo_pack.reports.packing import packing_report
 from dpo_pack.reports.pages import write_run_page
 from dpo_pack.reports.run_files import print_ending, print_next
@@ -422,12 +424,12 @@ def write_page(run: RunDir, console: Console) -> bool:
     return True
 
 
-def begin_verdict(recipe: Recipe, console: Console) -> None:
-    """Gives the finished run of `recipe` a verdict, in another process, if it has none by this section. The
+def begin_verdict(root: Path, section: VerdictRecipe, console: Console) -> None:
+    """Gives the finished run in `root` a verdict, in another process, if it has none by this section. The
     run's ending does not depend on it."""
-    root, written = recipe.output_dir, load_recipe(recipe.output_dir, lenient=True)
-    if written.verdict != recipe.verdict:  # which may be new; the other process reads recipe.yaml
-        text = dump_recipe(written.model_copy(update={"verdict": recipe.verdict}))
+    written = load_recipe(root, lenient=True)
+    if written.verdict != section:  # which may be new; the other process reads recipe.yaml
+        text = dump_recipe(written.model_copy(update={"verdict": section}))
         write_text_atomically(root / RECIPE_FILE, text)
     elif ITS_START in (read_json(root / INFO_FILE) or {}).get("verdict", {}):
         return

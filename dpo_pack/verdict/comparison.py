@@ -71,8 +71,10 @@ def give_verdict(
         load.check_environment(recipe, only="verdict")
         new = stack.enter_context(model_of(name, console))
         contest = prepare_contest(recipe, new, console, against=start)
-        if run.info and start is None:
-            refuse_another_start(run, recipe)
+        then = run.info.get("inputs", {}).get("model.path")
+        if then and against is None and then not in input_fingerprints(recipe, ["model.path"]).values():
+            what = f"{recipe.model.path} is no longer the model with which this run began"
+            raise RunError(f"model.path: {what}; put that back, or name a model with --against")
         evidence = gather_evidence(contest, verdict, directory)
         result, looks = conclude_anew(contest, evidence, verdict, directory / LOOKS_FILE)
         other = card_name(against or recipe.model.path)
@@ -113,14 +115,6 @@ def recipe_of_run(run: RunDir, overrides: Sequence[str], is_trusted: bool) -> Re
         ways = "give --trust-recipe, or values of yours (--judge, --tasks, --command, KEY=VALUE)"
         raise RecipeError(f"{run.root}: its recipe runs code or asks servers: {', '.join(theirs)}; {ways}")
     return recipe
-
-
-def refuse_another_start(run: RunDir, recipe: Recipe) -> None:
-    """Raises RunError if the weights at model.path are not those with which the run began."""
-    then = run.info.get("inputs", {}).get("model.path")
-    if then not in (None, input_fingerprints(recipe, ["model.path"])["model.path"]):
-        what = f"{recipe.model.path} is no longer the model with which this run began"
-        raise RunError(f"model.path: {what}; put that back, or name a model with --against")
 
 
 def recipe_of_model(name: str, start: str | None, directory: Path, overrides: Sequence[str]) -> Recipe:

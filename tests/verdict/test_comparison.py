@@ -309,8 +309,9 @@ def test_training_ends_with_a_verdict_in_another_process(
         monkeypatch.setenv(name, "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     recipe = load_recipe(run, ["verdict.tasks=[ifeval]"])  # the section was added when the run was finished
+    assert recipe.verdict is not None
     for status in statuses[:4]:
-        train_module.begin_verdict(recipe, console)
+        train_module.begin_verdict(run, recipe.verdict, console)
         told = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("has no verdict; the same command tries again" in told) == (status == 2)
     words, environment = started[0]
@@ -320,10 +321,11 @@ def test_training_ends_with_a_verdict_in_another_process(
     info = read_json(run / "run.json")
     for against, number in (("other", 5), ("its start", 5)):
         (run / "run.json").write_text(json.dumps(info | {"verdict": {against: {}}}))
-        train_module.begin_verdict(recipe, console)
+        train_module.begin_verdict(run, recipe.verdict, console)
         assert len(started) == number
     changed = load_recipe(run, ["verdict.tasks=[mmlu]"])
-    train_module.begin_verdict(changed, console)
+    assert changed.verdict is not None
+    train_module.begin_verdict(run, changed.verdict, console)
     assert len(started) == 6 and load_recipe(run) == changed
 
 
@@ -353,4 +355,5 @@ def test_a_run_on_right_pairs_is_better_by_its_own_measure_and_one_on_swapped_pa
         assert read_json(run.path / "run.json")["verdict"]["its start"]["conclusion"] == name
         assert (run.path / "verdict" / "answers.jsonl").is_file()
         api.train(recipe, **overrides)
-        assert "nothing to do" in capfd.readouterr().out
+        told = capfd.readouterr().out
+        assert "nothing to do" in told and "compared with its start" not in told
