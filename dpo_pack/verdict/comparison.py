@@ -192,6 +192,7 @@ def show(result: Json, evidence: Evidence, console: Console) -> None:
 
 def publish(run: RunDir, result: Json, against: str) -> None:
     """Writes the result into run.json, the run's page and the model card, in place of an earlier one."""
+    run.info = read_json(run.root / INFO_FILE) or run.info  # as it is by now
     run.update(verdict={**run.info.get("verdict", {}), against: result})
     write_run_page([run.root], run.page)
     columns, rows, _ = verdict_cells(result)
