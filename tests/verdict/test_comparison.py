@@ -193,7 +193,7 @@ def test_what_is_no_verdict_is_refused_in_one_line(run: Path, tmp_path: Path, dp
         ([run], "verdict: no source of evidence: name judges of type function, reward_model or llm"),
         ([run, "--judge", "no.yaml"], "--judge: no.yaml is no file that can be read"),
         ([run, "--judge", empty], "--judge: "),
-        ([run, "--tasks", "no.yaml"], "verdict.tasks.0: no such file"),
+        ([run, "--tasks", "no.yaml", f"verdict.lm_eval={empty}"], "verdict.tasks.0: no such file"),
         ([run, "--command", command, "--output", tmp_path / "v"], "run, whose verdict is in"),
         ([run, "--command", command, "verdict.primary=x"], "verdict.primary: no source has this name"),
         ([unfinished, "--command", command], "this run is not finished (interrupted)"),
