@@ -94,10 +94,15 @@ def train(
     """Trains, or resumes the run in `output_dir`. Returns the run. An interrupt (in a notebook: the stop
     button) saves the state and then raises KeyboardInterrupt."""
     with _on_every_rank(recipe, overrides, command, trains=True, quiet=quiet, verbose=verbose) as found:
+        from dpo_pack.system import ranks
+        from dpo_pack.trainer import begin_verdict
         from dpo_pack.trainer import train as run_training
 
         loaded, console = found
         run_training(loaded, console, overwrite=overwrite)
+        is_first = ranks.is_first()
+    if is_first and loaded.verdict is not None:  # all ranks have left their devices, or end now
+        begin_verdict(loaded.output_dir, loaded.verdict, console)
     return Run(path=Path(loaded.output_dir))
 
 

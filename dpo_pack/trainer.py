@@ -59,14 +59,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from torch import Tensor
 
-from dpo_pack.recipe.load import Recipe, check_environment, dump_recipe
+from dpo_pack.recipe.load import INFO_FILE, RECIPE_FILE, Recipe, check_environment, dump_recipe, load_recipe
+from dpo_pack.recipe.verdict import VerdictRecipe
 from dpo_pack.reports.packing import packing_report
 from dpo_pack.reports.pages import write_run_page
 from dpo_pack.reports.run_files import print_ending, print_next
@@ -75,16 +79,18 @@ from dpo_pack.run.checkpoint_files import CheckpointWriter, drop_later_checkpoin
 from dpo_pack.run.evaluate import conclusions, evaluate_run
 from dpo_pack.run.export import prepare_verification, verify_model
 from dpo_pack.run.inputs import Inputs, prepare_run
-from dpo_pack.run.run_dir import RunDir, begin_run, find_run, input_fingerprints, only_run, way_on
+from dpo_pack.run.run_dir import ITS_START, RunDir, begin_run, find_run, input_fingerprints, only_run, way_on
 from dpo_pack.run.samples import Sampler
 from dpo_pack.run.state import ends_run
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_rate, format_seconds, keep_log, shown
+from dpo_pack.system.endings import VERDICT_STATUSES
 from dpo_pack.system.errors import CacheError, DpoPackError, RunError, first_line
-from dpo_pack.system.files import Json, write_json_atomically
+from dpo_pack.system.files import Json, read_json, write_json_atomically, write_text_atomically
 from dpo_pack.system.hub import push_command, upload_model, why_no_upload
 from dpo_pack.system.interrupts import Interrupted, Interruption, interruptible
-from dpo_pack.system.process import BEGUN, counted
+from dpo_pack.system.machine import release_memory
+from dpo_pack.system.process import BEGUN, counted, environment_alone, placement
 from dpo_pack.training.batches import GlobalBatch
 from dpo_pack.training.metrics import averages, column, join_values, pair_values
 from dpo_pack.training.optim import clip_gradients
@@ -416,6 +422,26 @@ def write_page(run: RunDir, console: Console) -> bool:
         )
         return False
     return True
+
+
+def begin_verdict(root: Path, section: VerdictRecipe, console: Console) -> None:
+    """Gives the finished run in `root` a verdict, in another process, if it has none by this section. The
+    run's ending does not depend on it."""
+    written = load_recipe(root, lenient=True)
+    if written.verdict != section:  # which may be new; the other process reads recipe.yaml
+        text = dump_recipe(written.model_copy(update={"verdict": section}))
+        write_text_atomically(root / RECIPE_FILE, text)
+    elif ITS_START in (read_json(root / INFO_FILE) or {}).get("verdict", {}):
+        return
+    release_memory()
+    alone = environment_alone()
+    if (place := placement(os.environ)) is not None and place.num_ranks > 1:
+        alone.pop("OMP_NUM_THREADS", None)  # a rank's part of the cores
+    command = [sys.executable, "-P", "-m", "dpo_pack", "verdict", str(root), "--trust-recipe"]
+    out = subprocess.DEVNULL if console.quiet else None
+    ended = subprocess.run(command, env=alone, stdout=out, check=False)
+    if ended.returncode not in VERDICT_STATUSES.values():
+        console.print("Warning: the run is finished, but has no verdict; the same command tries again")
 
 
 def push_model(

@@ -54,8 +54,8 @@ section of defaults.
 
 Relative paths start at the working directory. `${recipe_dir}` is the directory of the recipe file and `~`
 your home directory in `output_dir`, `model.path`, `tokenizer.path`, `tokenizer.chat_template`,
-`reference.path`, `reference.cache_dir`, `checkpoint.resume`, `export.path`, and the `path` of data
-sources and of judges (`online.judges.N.path`).
+`reference.path`, `reference.cache_dir`, `checkpoint.resume`, `export.path`, `verdict.tasks`,
+`verdict.command`, `verdict.lm_eval`, and the `path` of data sources and of judges (`online.judges.N.path`).
 
 A model's path is a hub id unless a directory of that name exists. A data source is a local file when it
 ends in a known suffix or begins with `.`, `/` or `~`; else a directory if there is one, else a hub id.

@@ -22,6 +22,7 @@ ROOMS = (
     "commands",
     "api",
     "trainer",
+    "verdict",
     "reports",
     "run",
     "online",

@@ -22,10 +22,10 @@ from typer.core import TyperGroup
 
 import dpo_pack
 from dpo_pack import api
-from dpo_pack.system.endings import USER_CAN_MEND, ending_of
+from dpo_pack.system.endings import USER_CAN_MEND, VERDICT_STATUSES, ending_of
 from dpo_pack.system.errors import RecipeError, UnsupportedModelError
 from dpo_pack.system.interrupts import STOP_SIGNALS, interruptible
-from dpo_pack.system.process import BEGUN, complain, counted, placement, say
+from dpo_pack.system.process import BEGUN, complain, counted, many_imports, placement, say
 
 if TYPE_CHECKING:
     from dpo_pack.recipe.load import Recipe
@@ -296,6 +296,56 @@ def evaluate(
     found = api.evaluate(loaded, model, compare=compare, quiet=json_file == Path("-"), command=command)
     if _is_first():
         _write(json_file, _json(found))
+
+
+@app.command()
+def verdict(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="A finished run, a model or an adapter.")
+    ],
+    overrides: Overrides = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="MODEL_OR_RUN", help="Compare with it.", show_default="its start")
+    ] = None,
+    judge: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE.yaml", help="An item of verdict.judges; may be repeated."),
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(metavar="NAME,FILE.yaml", help="As verdict.tasks.")] = None,
+    command: Annotated[str | None, typer.Option(metavar="CMD", help="As verdict.command.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="For the files, without a run.")] = None,
+    trust_recipe: Annotated[
+        bool, typer.Option("--trust-recipe", help="Run code and ask servers that the run's recipe names.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Say whether a model is better than its start.
+
+    Judges compare the answers of both models to held-out prompts; lm-eval or a command of yours measures
+    both. Exit status: 0 better, 3 worse or mixed, 4 cannot tell. See docs/verdict.md.
+    """
+    from dpo_pack.recipe.text import read_yaml
+    from dpo_pack.system.files import text_of
+
+    if (place := placement(os.environ)) is not None and place.num_ranks > 1:
+        raise RecipeError("verdict: it is one process; start it alone, not by torchrun, accelerate or srun")
+    values: dict[str, Any] = {} if command is None else {"command": command}
+    values |= {} if tasks is None else {"tasks": [task.strip() for task in tasks.split(",")]}
+    for file in judge or ():
+        if not (text := text_of(file)):
+            raise RecipeError(f"--judge: {file} is no file that can be read; give one that holds a judge")
+        read = read_yaml(text, where=str(file))
+        values.setdefault("judges", []).extend(read if isinstance(read, list) else [read])
+    texts = [f"verdict.{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    with many_imports():
+        from dpo_pack.system.console import make_console
+        from dpo_pack.verdict.comparison import give_verdict
+
+    console = make_console(quiet=json_file == Path("-"))
+    texts = [*(overrides or ()), *texts]
+    found = give_verdict(run, texts, console, against=against, output=output, trusts_recipe=trust_recipe)
+    _write(json_file, _json(found))
+    raise typer.Exit(VERDICT_STATUSES[found["conclusion"]])
 
 
 @app.command()

@@ -5,7 +5,7 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -145,7 +145,18 @@ _HEADING = re.compile(rf"\s*#|\W*{_NAME}\W+\w\W*$", re.IGNORECASE)  # or an item
 _REASONING = re.compile(
     r"^.*(?:</(?:\w+:)?th(?:ink|inking|ought)>|\[/THINK\]|<\|channel\|>final<\|message\|>)", re.DOTALL
 )
-_UNFINISHED = re.compile(r"\s*(?:<(?:\w+:)?th(?:ink|inking|ought)>|\[THINK\]|<\|channel\|>analysis)")
+_UNFINISHED = re.compile(r"\s*(?:<(?:\w+:)?th(?:ink|inking|ought)>|\[THINK\]|<\|channel\|>)")
+_OPENED = re.compile(rf"{_UNFINISHED.pattern}\s*\Z")
+
+
+def without_reasoning(text: str, *, prompt: str | None = None) -> str:
+    """Returns what a model says after its reasoning; "" if the reasoning has no end. `prompt`: what the model
+    goes on with, if that is known. Then reasoning begins at its end, or with the text."""
+    is_opened = prompt is not None and _OPENED.search(prompt)
+    if prompt is not None and not is_opened and not _UNFINISHED.match(text):
+        return text
+    said, num_cut = _REASONING.subn("", text)
+    return "" if _UNFINISHED.match(said) or (is_opened and not num_cut) else said
 
 
 def read_verdict(text: str, pattern: re.Pattern[str] | None = None) -> float | None:
@@ -196,17 +207,10 @@ class LlmJudge:
             if rollout.completions[one].text != rollout.completions[other].text
             for first, second in ((one, other), (other, one))
         ]
-        bodies = [self._body(rollouts[place], first, second) for place, first, second in comparisons]
-        optional = {"max_tokens": "max_completion_tokens"} | (
-            {} if self.settings.temperature else {"temperature": None}
+        answers = [rollout.completions for rollout in rollouts]
+        verdicts = self.compare(
+            [replace(rollouts[n], completions=(answers[n][i], answers[n][j])) for n, i, j in comparisons]
         )
-        verdicts = self.endpoint.ask_all("/chat/completions", bodies, self._read, optional=optional)
-        if unusable := [verdict for verdict in verdicts if isinstance(verdict, Failure)]:
-            self.endpoint.console.print(
-                f"  Warning: {self.recipe_key}: {len(unusable):,} of {len(verdicts):,} comparisons gave no "
-                f"verdict; the first: {unusable[0].reason}",
-                markup=False,
-            )
         wins = [np.full((len(r.completions), len(r.completions)), 0.5) for r in rollouts]  # of i against j
         failures: dict[int, Failure] = {}
         for (place, first, second), verdict in zip(comparisons, verdicts, strict=True):
@@ -220,8 +224,24 @@ class LlmJudge:
         means = [np.array([np.delete(line, i).mean() for i, line in enumerate(table)]) for table in wins]
         return [failures.get(place) or scores for place, scores in enumerate(means)]
 
-    def _body(self, rollout: Rollout, first: int, second: int) -> dict[str, Any]:
-        prompt = rollout.draw.prompt
+    def compare(self, pairs: Sequence[Rollout]) -> list[float | Failure]:
+        """Returns the score, 0, 0.5 or 1, of the first of each rollout's two completions, shown in order."""
+        optional = {"max_tokens": "max_completion_tokens"} | (
+            {} if self.settings.temperature else {"temperature": None}
+        )
+        bodies = list(map(self.body, pairs))
+        verdicts = self.endpoint.ask_all("/chat/completions", bodies, self._read, optional=optional)
+        if unusable := [verdict for verdict in verdicts if isinstance(verdict, Failure)]:
+            self.endpoint.console.print(
+                f"  Warning: {self.recipe_key}: {len(unusable):,} of {len(verdicts):,} comparisons gave no "
+                f"verdict; the first: {unusable[0].reason}",
+                markup=False,
+            )
+        return verdicts
+
+    def body(self, pair: Rollout) -> dict[str, Any]:
+        """Returns the request that compares a rollout's two completions."""
+        prompt, (first, second) = pair.draw.prompt, pair.completions
         text = prompt.text
         if prompt.messages is not None:
             turns = [f"tools: {json.dumps(prompt.tools, ensure_ascii=False)}"] if prompt.tools else []
@@ -230,9 +250,7 @@ class LlmJudge:
                 texts = (one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in said)
                 turns.append(f"{message['role']}: " + "\n".join(texts))
             text = "\n\n".join(turns)
-        question = _QUESTION.format(
-            prompt=text, first=rollout.completions[first].text, second=rollout.completions[second].text
-        )
+        question = _QUESTION.format(prompt=text, first=first.text, second=second.text)
         limits = {"temperature": self.settings.temperature, "max_tokens": self.settings.max_new_tokens}
         return {
             "messages": [
@@ -255,8 +273,9 @@ class LlmJudge:
                 content = "".join(str(part.get("text")) for part in content if part.get("type") == "text")
         except (KeyError, IndexError, TypeError, AttributeError):
             raise ValueError("the answer has no message") from None
-        text = _REASONING.sub("", content) if isinstance(content, str) else ""
-        if (reasoning and not text.strip()) or _UNFINISHED.match(text):
+        said = content if isinstance(content, str) else ""
+        text = without_reasoning(said)
+        if (reasoning or said.strip()) and not text.strip():
             raise ValueError(
                 f"the model gave its reasoning but no answer (finish_reason: {reason}); raise or "
                 f"leave out {self.recipe_key}.max_new_tokens, or use endpoint.extra_body to think less"

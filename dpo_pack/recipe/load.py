@@ -227,31 +227,35 @@ def default_in_yaml(field: FieldInfo) -> str:
 # ------------------------------------------------------------------------------- what this machine must have
 
 
-def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
-    """Raises RecipeError if a path or package is not here; trackers count only where the recipe `trains`."""
+def check_environment(recipe: Recipe, *, trains: bool = True, only: str = "") -> None:
+    """Raises RecipeError if a path or package is not here, of keys that begin with `only`. Trackers and the
+    verdict count only where the recipe `trains`."""
     problems: list[Problem] = []
-    for key, path in recipe.inputs.items():
+    model, online = recipe.model, recipe.online
+    verdict = recipe.verdict if trains else None
+    for key, path in (recipe.inputs | (verdict.inputs if verdict else {})).items():
         if path is None or os.path.isfile(path) or os.path.isdir(path):
             continue
-        is_file = (
-            os.path.exists(path) or key == "tokenizer.chat_template" or path.endswith(DATA_FILE_SUFFIXES)
-        )
-        if is_file or not HUB_ID.fullmatch(path):
+        is_file = key.endswith(("chat_template", "lm_eval")) or path.endswith((*DATA_FILE_SUFFIXES, ".yaml"))
+        if is_file or os.path.exists(path) or not HUB_ID.fullmatch(path):
             hint = f"relative paths start at {os.getcwd()}; URLs and patterns are not read, and no pipes"
             problems.append((key, f"no such file or directory, and not a hub id: {show(path)} ({hint})"))
-    model, online = recipe.model, recipe.online
-    generator, judges = ("", ()) if online is None else (online.generator.type, online.judges)
     needed = {
         "model.lora": "peft" if model.lora else "",
         "model.images": "PIL" if model.images else "",
         "model.quantize": "bitsandbytes" if model.quantize else "",
         "optim.name": "bitsandbytes" if recipe.optim.name == "adamw_8bit" else "",
-        "online.generator": {"vllm": "vllm", "http": "openai"}.get(generator, ""),
-        **{f"online.judges.{n}": "openai" if judge.type == "llm" else "" for n, judge in enumerate(judges)},
+        "online.generator": {"vllm": "vllm", "http": "openai"}.get(online.generator.type, "")
+        if online
+        else "",
+        "verdict.tasks": "lm_eval" if verdict and verdict.tasks and verdict.lm_eval is None else "",
     }
+    for name, judges in {"online": online, "verdict": verdict}.items():
+        for number, judge in enumerate(judges.judges if judges else ()):
+            needed[f"{name}.judges.{number}"] = "openai" if judge.type == "llm" else ""
     for key, module in needed.items():
         if module and importlib.util.find_spec(module) is None:
-            install = install_command("images" if module == "PIL" else module)
+            install = install_command({"PIL": "images", "lm_eval": "verdict"}.get(module, module))
             problems.append((key, f"needs the package {module}, which is not installed; {install}"))
     for tracker in recipe.logging.trackers if trains else ():
         modules = ["tensorboard", "tensorboardX"] if tracker == "tensorboard" else [tracker]
@@ -259,7 +263,7 @@ def check_environment(recipe: Recipe, *, trains: bool = True) -> None:
             remedy = f"pip install {tracker.replace('_', '-')}"
             problems.append(("logging.trackers", f"{tracker} is not installed; {remedy}"))
     problems += _model_problems(recipe)
-    if problems:
+    if problems := [problem for problem in problems if problem[0].startswith(only)]:
         _refuse(problems)
 
 
@@ -332,7 +336,8 @@ def _problem(error: ErrorDetails) -> Problem:
         instance = f", as in {parts[-1]}: {field.examples[0]}" if field.examples else ""
         return key, f"required, but not given{instance}"
     # A wrong value in place of a server, or around one, may hold a key.
-    is_private = "endpoint" in parts or (parts[0] == "online" and isinstance(error["input"], dict | list))
+    may_hold = parts[0] in ("online", "verdict") and isinstance(error["input"], dict | list)
+    is_private = "endpoint" in parts or may_hold
     given = "" if is_private else f", not {show(error['input'])}"
     return key, f"must be {allowed_values(field.annotation, field.metadata)}{given}"
 
@@ -380,6 +385,7 @@ NEUTRAL_KEYS: tuple[str, ...] = (
     "distributed.num_processes", "distributed.strategy", "distributed.hybrid", "distributed.cpu_offload",
     "distributed.accumulate_unsharded", "online.generator.token_budget",
     "online.generator.gpu_memory_utilization", "online.generator.endpoint", "online.offload_reference",
+    "verdict",
 )  # fmt: skip
 # With train.early_stopping these keys decide when the run ends, so they change training.
 EARLY_STOPPING_KEYS = ("checkpoint.metric", "checkpoint.eval_set", "train.eval_every_steps")

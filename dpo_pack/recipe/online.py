@@ -144,7 +144,20 @@ class PairingRecipe(types.Section):
     """Is subtracted from the score of a completion that max_new_tokens cut off."""
 
 
-class OnlineRecipe(types.Section):
+class SamplingSection(types.Section):
+    """From which tokens a model draws the next one."""
+
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Sample only from the likeliest tokens that together have this probability."""
+    top_k: types.Count | None = None
+    """Sample only from this many likeliest tokens; null: all."""
+    min_p: types.PartBelowOne = 0.0
+    """Leave out tokens below this part of the likeliest token's probability."""
+    stop: Annotated[tuple[types.Name, ...], Strict(False), "a list of texts"] = ()
+    """Texts that end an answer, besides EOS."""
+
+
+class OnlineRecipe(SamplingSection):
     """Pairs from the policy's own completions of the prompts in data.train."""
 
     judges: Annotated[tuple[JudgeRecipe, ...], Strict(False), MinLen(1), "a list as [{type: llm, ...}]"]
@@ -159,14 +172,6 @@ class OnlineRecipe(types.Section):
     """Most tokens of a completion."""
     temperature: types.PositiveNumber = 1.0
     """Temperature of sampling."""
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Sample only from the likeliest tokens that together have this probability."""
-    top_k: types.Count | None = None
-    """Sample only from this many likeliest tokens; null: all."""
-    min_p: types.PartBelowOne = 0.0
-    """Leave out tokens below this part of the likeliest token's probability."""
-    stop: Annotated[tuple[types.Name, ...], Strict(False), "a list of texts"] = ()
-    """Texts that end a completion, besides EOS."""
     rollouts_per_update: types.Count = 64
     """How many prompts are answered before the policy trains on their pairs."""
     max_staleness_steps: types.CountOrZero | None = None

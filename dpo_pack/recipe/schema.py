@@ -11,6 +11,7 @@ from dpo_pack.recipe import types
 from dpo_pack.recipe.data import IMAGE_FIELDS, DataRecipe, EvalFraction, PackingRecipe, SourceRecipe
 from dpo_pack.recipe.online import OnlineRecipe
 from dpo_pack.recipe.training import CheckpointRecipe, EvalMetric, LossRecipe, OptimRecipe, TrainRecipe
+from dpo_pack.recipe.verdict import VerdictRecipe
 from dpo_pack.system.hub import repo_fault
 
 __all__ = ["DataRecipe", "EvalFraction", "LossRecipe", "Recipe", "SourceRecipe", "why_not_sharded"]
@@ -203,6 +204,8 @@ class Recipe(types.Section):
     distributed: DistributedRecipe = Field(default_factory=DistributedRecipe)
     online: OnlineRecipe | None = None
     """Train on pairs of the policy's own completions; null: on pairs from data."""
+    verdict: VerdictRecipe | None = None
+    """Say at the end whether the new model is better, as in {tasks: [ifeval]}; null: 'dpopack verdict'."""
     _dropped: list[str] = PrivateAttr(default_factory=list)
 
     @property
@@ -288,6 +291,8 @@ class Recipe(types.Section):
                 named += [f"data.{part}.{number}.{key}" for key in keys]
         for key in named if not model.images else ():
             yield key, "needs model.images: true; else no image is read"
+        if self.verdict is not None and self.verdict.judges and not (self.verdict.prompts or self.data.eval):
+            yield "verdict.prompts", "nothing is held out; name a data source whose prompts judges compare"
         yield from self._broken_evaluation_rules()
         if self.online is not None:
             yield from self._broken_online_rules(self.online)

@@ -97,7 +97,8 @@ def _dump_path(
     return name_for_others(str(value)) if is_for_others else handler(value)
 
 
-IsPath = (BeforeValidator(expand_path), WrapSerializer(_dump_path))
+NamesOnly = WrapSerializer(_dump_path)
+IsPath = (BeforeValidator(expand_path), NamesOnly)
 # YAML has no tuples and no paths: `Strict(False)` lets pydantic convert the values of these keys only.
 PathText = Annotated[str, *IsPath, "a path or a hub id"]
 LocalPath = Annotated[Path, Strict(False), *IsPath, "a path"]

@@ -99,6 +99,30 @@ def render_evaluations(sets: Mapping[str, Json], console: Console, *, beta: floa
     console.print(f"{INTERVALS}. Rewards: beta {beta:g} x log-ratio to the recipe's reference")
 
 
+VERDICT_NOTE = (
+    "Judges: part of the games that the new model wins, a tie counts half. Others: new minus start. In "
+    "brackets: plain 95 % intervals. p counts all sources that were tried (Holm)"
+)
+
+
+def verdict_cells(verdict: Json) -> Cells:
+    """Returns a row for each source of evidence, and for what is left of it between answers of one length."""
+
+    def told(found: Json) -> str:
+        value = found.get("rate", found.get("difference"))
+        return "none" if value is None else with_interval(value, found["interval"])
+
+    rows = []
+    for one in verdict["sources"]:
+        name, kind, failed = one["name"], one["kind"].replace("_", " "), one["num_failed"]
+        items = f"{one['n']:,}" + f", {failed:,} failed" * (failed > 0)
+        p = "" if one["p_holm"] is None else f"{one['p_holm']:.3g}"
+        rows.append((name if name == kind else f"{name} ({kind})", items, told(one), p, one["says"]))
+        if controlled := one.get("length_controlled"):
+            rows.append(("at equal length", "", told(controlled), "", ""))
+    return Cells(("source", "items", "new model", "p", "says"), rows)
+
+
 def evaluation_cells(columns: Mapping[str, Json]) -> Cells:
     """Returns a column for each record, by its title, and a row for each metric that one of them has."""
     rows = [

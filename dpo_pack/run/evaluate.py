@@ -25,7 +25,7 @@ from torch import Tensor
 from dpo_pack.data.store import PairTable, distinct_keys
 from dpo_pack.losses.preference import Objective
 from dpo_pack.model.scorer import CompletionLogps
-from dpo_pack.online.phases import win_rate_sentence
+from dpo_pack.online.win_rate import win_rate_sentence
 from dpo_pack.packing.lengths import FloatArray, IntArray
 from dpo_pack.recipe.data import source_names
 from dpo_pack.recipe.load import Recipe

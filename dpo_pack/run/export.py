@@ -10,11 +10,11 @@ merge_adapter -> a model that needs no peft, from a LoRA adapter and its base
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,18 +48,16 @@ from dpo_pack.run.run_dir import RunDir
 from dpo_pack.system import ranks
 from dpo_pack.system.console import format_seconds, shown
 from dpo_pack.system.errors import ModelError, RunError
-from dpo_pack.system.files import dispensable, text_of, written_aside
+from dpo_pack.system.files import dispensable, text_of, write_text_atomically, written_aside
 from dpo_pack.system.hub import is_on_hub, name_for_others
 from dpo_pack.system.interrupts import Interrupted
 from dpo_pack.system.machine import host_memory, release_memory
-from dpo_pack.system.process import counted
+from dpo_pack.system.process import counted, environment_alone
 from dpo_pack.training.health import what_can_be_told
 
 READER = Path(dpo_pack.__file__).parent / "proofs" / "read_back.py"
 _LOOKED_AT = 64  # pairs, for the ends of answers
 _ROOM_TO_READ = 1.5  # free memory in weights of the model, for a second one
-# A reader is one process, not a rank.
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _USAGE_TITLE = "## How to use it"
 _NOT_FOR_4 = (
     "It needs transformers 5: older releases ignore `rope_parameters` in config.json, without an error."
@@ -243,7 +241,7 @@ def prepare_verification(
 def verify(job: dict[str, Any]) -> tuple[bool, str]:
     """Compares the files with what was trained, in another process. Returns whether it did, or the process
     ended early, as without enough memory, and a sentence. Raises RunError if the files hold another model."""
-    alone = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    alone = environment_alone()
     if not job["device"].startswith("cuda"):
         alone["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-P", "-W", "ignore", str(READER)]
@@ -302,7 +300,7 @@ def model_card(
         pipeline_tag="image-text-to-text" if recipe.model.images else "text-generation",
         datasets=list(datasets) or None,
     )
-    adapter = "" if adapter_base is None else f"A LoRA adapter for {_card_name(adapter_base)}: "
+    adapter = "" if adapter_base is None else f"A LoRA adapter for {card_name(adapter_base)}: "
     trained = ", ".join(_linked(source.path) for source in recipe.data.train)
     held_out = ", ".join(_linked(source.path) for source in recipe.data.eval_sources)
     if isinstance(recipe.data.eval, EvalFraction):
@@ -310,7 +308,7 @@ def model_card(
     return f"""{head}
 # {recipe.logging.run_name or recipe.output_dir.name}
 
-{adapter}{_card_name(recipe.model.path)} fine-tuned with DPO (Rafailov et al. 2023, arXiv 2305.18290) \
+{adapter}{card_name(recipe.model.path)} fine-tuned with DPO (Rafailov et al. 2023, arXiv 2305.18290) \
 by dpo-pack {dpo_pack.__version__}.
 
 {usage}
@@ -329,7 +327,18 @@ Trained on: {trained}. Held out: {held_out or "nothing"}.
 """
 
 
-def _card_name(path: str) -> str:
+def add_to_card(card: Path, title: str, told: str, rows: Sequence[Sequence[str]]) -> None:
+    """Writes a section with a table into a model card, above the recipe, in place of one with this title."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    table = "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in lines
+    )
+    text = re.sub(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", "", text_of(card), flags=re.M | re.DOTALL)
+    above, recipe, below = text.partition("## Recipe\n")
+    write_text_atomically(card, f"{above}## {title}\n\n{told}\n\n{table}\n\n{recipe}{below}")
+
+
+def card_name(path: str) -> str:
     """`name_for_others`; of a path that ends in `model`, as that of a run's does, two parts."""
     name, parent = name_for_others(path), Path(path).absolute().parent
     return f"{parent.name}/{name}" if name == "model" and parent != Path.home() else name

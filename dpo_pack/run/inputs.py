@@ -17,7 +17,7 @@ from rich.console import Console
 
 from dpo_pack.model.parallel import DistributedPolicy, distribute_policy
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.online.phases import WinRate
+from dpo_pack.online.win_rate import WinRate
 from dpo_pack.proofs import ProofOutcome
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.reference.cache import FrozenReference

@@ -6,12 +6,16 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+from rich.console import Console
+
+from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.online.endpoint import Endpoint, api_key
 from dpo_pack.online.http_generator import HttpGenerator
 from dpo_pack.online.interface import Generator, Judge, SamplingSettings
 from dpo_pack.online.judges import FunctionJudge, LlmJudge, WeightedJudges
-from dpo_pack.online.phases import RolloutLog, WinRate
+from dpo_pack.online.phases import RolloutLog
 from dpo_pack.online.reward_model import RewardModelJudge, load_reward_model
 from dpo_pack.online.source import OnlineSource
 from dpo_pack.online.transformers_generator import TransformersGenerator
@@ -22,7 +26,8 @@ from dpo_pack.online.vllm_generator import (
     prove_agreement,
     start_engine,
 )
-from dpo_pack.recipe.online import EndpointRecipe, OnlineRecipe
+from dpo_pack.online.win_rate import WinRate
+from dpo_pack.recipe.online import EndpointRecipe, JudgeRecipe, OnlineRecipe
 from dpo_pack.run.models import Setup
 from dpo_pack.run.pairs import row_builder
 from dpo_pack.run.setup import load_judge_files, load_moving_reference, load_second_model
@@ -53,7 +58,7 @@ def build_online(
     )
     generator: Generator = by_policy
     if online.generator.endpoint is not None:
-        endpoint = _endpoint(setup, online.generator.endpoint, "online.generator.endpoint")
+        endpoint = _endpoint(online.generator.endpoint, "online.generator.endpoint", setup.console)
         generator = HttpGenerator(
             endpoint=endpoint, tokenizer=setup.tokenizer, sampling=sampling, seed=recipe.seed
         )
@@ -121,48 +126,64 @@ def _vllm_generator(setup: Setup, loaded: LoadedModel, sampling: SamplingSetting
 
 def build_judge(setup: Setup) -> Judge:
     """Combines the recipe's judges. Raises RecipeError or ModelError if a judge cannot be created."""
-    judges: list[tuple[Judge, float]] = []
+    make = partial(
+        make_judge,
+        model=setup.policy_facts,
+        token_budget=setup.reference_token_budget,
+        device=setup.device,
+        console=setup.console,
+        is_chat=any(prompt.messages is not None for prompt in setup.data.prompts),
+    )
     with ranks.first_goes_first():  # the other ranks then find rank 0's downloads in the caches
-        for number, settings in enumerate(_section(setup).judges):
-            key = f"online.judges.{number}"
-            judge: Judge
-            if settings.function is not None:
-                function = load_function(settings.function, f"{key}.function")
-                judge = FunctionJudge(name=settings.function, function=function, retries=settings.retries)
-            elif settings.endpoint is not None:
-                endpoint = _endpoint(setup, settings.endpoint, f"{key}.endpoint")
-                judge = LlmJudge(endpoint=endpoint, settings=settings, recipe_key=key)
-            else:
-                judge = _reward_model(setup, str(settings.path), f"{key}.path")
-            judges.append((judge, settings.weight))
+        judges = [
+            (make(settings, f"online.judges.{number}"), settings.weight)
+            for number, settings in enumerate(_section(setup).judges)
+        ]
     return WeightedJudges(judges=tuple(judges))
 
 
-def _reward_model(setup: Setup, path: str, key: str) -> RewardModelJudge:
-    _, tokenizer = load_judge_files(path, key, setup.recipe.model.trust_remote_code)
+def make_judge(
+    settings: JudgeRecipe,
+    key: str,
+    *,
+    model: ModelFacts,
+    token_budget: int,
+    device: torch.device,
+    console: Console,
+    is_chat: bool,
+) -> FunctionJudge | LlmJudge | RewardModelJudge:
+    """Returns one judge, at `key` of the recipe. A reward model has the precision of `model`, which answers,
+    and is told if it cannot write conversations (`is_chat`). Raises RecipeError or ModelError."""
+    if settings.function is not None:
+        function = load_function(settings.function, f"{key}.function")
+        return FunctionJudge(name=settings.function, function=function, retries=settings.retries)
+    if settings.endpoint is not None:
+        endpoint = _endpoint(settings.endpoint, f"{key}.endpoint", console)
+        return LlmJudge(endpoint=endpoint, settings=settings, recipe_key=key)
+    path, key = str(settings.path), f"{key}.path"
+    _, tokenizer = load_judge_files(path, key, model.settings.trust_remote_code)
     judge, notes = load_reward_model(
         path,
         tokenizer,
-        settings=setup.recipe.model,
-        precision=setup.policy_facts.precision,
-        token_budget=setup.reference_token_budget,
-        device=setup.device,
+        settings=model.settings,
+        precision=model.precision,
+        token_budget=token_budget,
+        device=device,
         recipe_key=key,
     )
-    is_chat = any(prompt.messages is not None for prompt in setup.data.prompts)
     if is_chat and tokenizer.chat_template is None:
-        setup.console.print(
+        console.print(
             f"Warning: {key}: its tokenizer has no chat template, so it reads conversations in the policy's; "
             "put the template that it was trained with into its directory, as chat_template.jinja"
         )
     for note in notes:
-        setup.console.print(f"{key}: {note}")
+        console.print(f"{key}: {note}")
     return judge
 
 
-def _endpoint(setup: Setup, settings: EndpointRecipe, key: str) -> Endpoint:
+def _endpoint(settings: EndpointRecipe, key: str, console: Console) -> Endpoint:
     secret = api_key(settings.api_key_env, f"{key}.api_key_env")
-    return Endpoint(settings=settings, api_key=secret, recipe_key=key, console=setup.console)
+    return Endpoint(settings=settings, api_key=secret, recipe_key=key, console=console)
 
 
 def online_reference(setup: Setup, loaded: LoadedModel) -> Reference:

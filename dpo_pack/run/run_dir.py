@@ -55,6 +55,8 @@ from dpo_pack.system.machine import git_commit, package_versions
 from dpo_pack.system.process import counted
 
 LOCK_FILE = "run.lock"
+LOOKS_FILE = "history.jsonl"  # in verdict/
+ITS_START = "its start"  # names it among the models with which a verdict has compared the run's
 _STATUSES = ("running", "interrupted", "failed", "finished")
 _MOST_TOLD = 193  # characters of what has changed; with `error: ` a line has 200
 
@@ -81,6 +83,7 @@ class RunDir:
     trackers: Path = Path("trackers")
     rollouts: Path = Path("rollouts.parquet")
     pairs: Path = Path("pairs.parquet")
+    verdict: Path = Path("verdict")
 
     def __post_init__(self) -> None:
         for name, part in PARTS.items():
@@ -241,8 +244,10 @@ def begin_run(run: RunDir, recipe_text: str, device: str, place: Path | None) ->
         with writing(run.root):
             if place is not None and place.is_dir() and place.resolve() == run.model.resolve():
                 remove_directory(place.resolve())  # before the link to it, which shows whose it is
-            earlier = (run.root / part for part in PARTS.values())
-            for path in (*earlier, *run.root.glob("nonfinite-step-*.json")):
+            earlier = (run.root / part for part in PARTS.values() if part != PARTS["verdict"])
+            # Who trains again and looks again has looked more than once.
+            others = (path for path in run.verdict.glob("*") if path.name != LOOKS_FILE)
+            for path in (*earlier, *others, *run.root.glob("nonfinite-step-*.json")):
                 if path.is_dir():
                     remove_directory(path)
                 else:
@@ -250,6 +255,7 @@ def begin_run(run: RunDir, recipe_text: str, device: str, place: Path | None) ->
     write_text_atomically(run.root / RECIPE_FILE, recipe_text)
     if run.checkpoint is None or "status" not in run.info:  # else it goes on
         run.info["begun"] = datetime.now(UTC).isoformat(timespec="seconds")
+    run.info.pop("verdict", None)  # of an earlier end
     run.update(
         status="running",
         dpo_pack=dpo_pack.__version__,

@@ -49,18 +49,19 @@ def complete(
     scorer: CompletionLogps,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[SourcedPrompt],
-    recipe: Recipe,
+    most: int,
+    token_budget: int,
     device: torch.device,
     console: Console,
 ) -> list[str]:
-    """Returns the completion of each prompt as text, with special tokens but without the one that ends it."""
-    most = (recipe.logging.samples or SamplesRecipe()).max_new_tokens
+    """Returns the completion of each prompt, of at most `most` tokens, as text, with special tokens but
+    without the one that ends it."""
     generator = TransformersGenerator(
         scorer=scorer,
         tokenizer=tokenizer,
         sampling=SamplingSettings(completions_per_prompt=1, max_new_tokens=most, temperature=0.0),
         seed=0,
-        token_budget=recipe.token_budgets(device.type)[0],
+        token_budget=token_budget,
         device=device,
         console=console,
     )
@@ -114,8 +115,9 @@ class Sampler:
         if not (ranks.first_says(is_due) if sharded else ranks.only_first_does(lambda: is_due)):
             return
         try:
-            prompts, device = self.prompts, setup.device
-            texts = complete(self.scorer, setup.tokenizer, prompts, recipe, device, setup.console)
+            prompts, device, most = self.prompts, setup.device, settings.max_new_tokens
+            budget = recipe.token_budgets(device.type)[0]
+            texts = complete(self.scorer, setup.tokenizer, prompts, most, budget, device, setup.console)
             model = "policy" if step else "start"
             for (source, prompt), text in zip(prompts, texts, strict=True):
                 sample = {"step": step, "source": source, "prompt": prompt.text, "completion": text}
@@ -200,10 +202,7 @@ def sample_models(
     if recipe.model.images and not texts:
         raise RecipeError("sample: prompts with images are not answered yet; give --prompt TEXT")
     settings = recipe.logging.samples or SamplesRecipe()
-    if max_new_tokens is not None:
-        settings = settings.model_copy(update={"max_new_tokens": max_new_tokens})
-        logging = recipe.logging.model_copy(update={"samples": settings})
-        recipe = recipe.model_copy(update={"logging": logging})
+    most = settings.max_new_tokens if max_new_tokens is None else max_new_tokens
     device = Accelerator(cpu=not ranks.uses_cuda()).device
     images = resolve_model(recipe, device, gathers=False).processor if recipe.model.images else None
     tokenizer = prepare_tokenizer(recipe, images)
@@ -214,7 +213,7 @@ def sample_models(
         check_model(facts[name], device)
         if path is not None:
             check_vocabulary(facts[name], tokenizer, writes=True)
-    room = min(most_prompt_tokens(known.config, settings.max_new_tokens) for known in facts.values())
+    room = min(most_prompt_tokens(known.config, most) for known in facts.values())
     if texts:
         options = recipe.data.chat_template_kwargs
         prompts = [("prompt", _prompt(text, tokenizer, options, most_tokens=room)) for text in texts]
@@ -222,16 +221,16 @@ def sample_models(
         data = prepare_data(recipe, tokenizer, console, takes_prompts=True)
         prompts = sample_prompts(data, tokenizer, num=num or settings.num, most_tokens=room)
     if not prompts:
-        what = f"no prompt leaves room for {settings.max_new_tokens} tokens in {room} positions"
+        what = f"no prompt leaves room for {most} tokens in {room} positions"
         raise RecipeError(f"sample: {what}; give --prompt TEXT")
-    console.print(f"An answer has at most {settings.max_new_tokens} tokens (--max-new-tokens)")
-    answers = {}
+    console.print(f"An answer has at most {most} tokens (--max-new-tokens)")
+    answers, budget = {}, recipe.token_budgets(device.type)[0]
     for name, known in facts.items():
         release_memory()
         with shown(console, f"Loading {name}"):
             scorer = load_model(known, device=device).scorer
         try:
-            answers[name] = complete(scorer, tokenizer, prompts, recipe, device, console)
+            answers[name] = complete(scorer, tokenizer, prompts, most, budget, device, console)
         except DpoPackError:
             raise
         except Exception as error:  # the model's code may raise any error

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 OUR_BUG, USER_CAN_MEND = 1, 2  # exit statuses
+VERDICT_STATUSES = {"better": 0, "worse": 3, "mixed": 3, "cannot tell": 4}  # of `verdict`, by its conclusion
 # Errors of the disk: a file of a cache, of output_dir or of a library may raise them, and so may stdout.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 # A bug may be that the connection to a killed rank broke. In this time the launcher ends all other ranks.

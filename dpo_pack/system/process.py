@@ -105,6 +105,12 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
     return tasks[node]
 
 
+def environment_alone() -> dict[str, str]:
+    """Returns this process's environment for a process that is no rank."""
+    names = (*ALONE.environment(), "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
 def is_set(variable: str) -> bool:
     """Whether an environment variable of accelerate says yes."""
     return os.environ.get(variable, "false").lower() in ("true", "1")

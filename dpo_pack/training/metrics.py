@@ -123,16 +123,19 @@ def averages(values: Tensor, *, beta: float, has_reference: bool = True) -> dict
     return dict(zip(metrics, numbers, strict=True))
 
 
-def mean_intervals(values: FloatArray, *, seed: int, prompts: IntArray | None = None) -> FloatArray:
+def mean_intervals(
+    values: FloatArray, *, seed: int, prompts: IntArray | None = None, num_resamples: int = NUM_RESAMPLES
+) -> FloatArray:
     """Returns 95 % intervals of means: [P, M] values of P pairs -> [M, 2], lower and upper bound, by the
     bootstrap (percentiles; Efron & Tibshirani 1993, chapter 13). A resample draws prompts, [P] numbers (None:
-    each pair has its own), each with all its pairs, because these resemble each other."""
+    each pair has its own), each with all its pairs, because these resemble each other. Of very many prompts
+    there are fewer resamples."""
     prompts = np.arange(len(values)) if prompts is None else prompts
     _, prompts, sizes = np.unique(prompts, return_inverse=True, return_counts=True)
     num_prompts, rng = len(sizes), np.random.default_rng(seed)
     sums = np.zeros((num_prompts, values.shape[1]))
     np.add.at(sums, prompts, values)
-    means = np.empty((max(_MIN_RESAMPLES, min(NUM_RESAMPLES, _MAX_DRAWS // num_prompts)), values.shape[1]))
+    means = np.empty((max(_MIN_RESAMPLES, min(num_resamples, _MAX_DRAWS // num_prompts)), values.shape[1]))
     for resample in means:
         drawn = rng.integers(0, num_prompts, num_prompts)
         resample[:] = sums[drawn].sum(axis=0) / sizes[drawn].sum()
@@ -146,7 +149,11 @@ def rate_interval(values: FloatArray, prompts: IntArray) -> tuple[list[float] | 
     mean, (_, same) = float(values.mean()), np.unique(prompts, return_inverse=True)
     spread, together = (float((x**2).sum()) for x in (values - mean, np.bincount(same, values - mean)))
     number = len(values) * spread / max(spread, together) if spread else same.max() + 1.0
+    return None if (values == 0.5).all() else wilson_interval(mean, number), round(float(number), 6)
+
+
+def wilson_interval(mean: float, number: float) -> list[float]:
+    """Returns the 95 % interval of the mean of so many independent values from 0 to 1, by Wilson (1927)."""
     over = SIDES_95**2 / number
     middle, half = mean + over / 2, math.sqrt(mean * (1 - mean) * over + over**2 / 4)
-    bounds = [max(0.0, (middle - half) / (1 + over)), min(1.0, (middle + half) / (1 + over))]
-    return None if (values == 0.5).all() else bounds, round(float(number), 6)
+    return [max(0.0, (middle - half) / (1 + over)), min(1.0, (middle + half) / (1 + over))]

@@ -162,7 +162,7 @@ def test_a_language_model_judges_all_that_a_prompt_says() -> None:
     settings = JudgeRecipe(type="llm", endpoint=EndpointRecipe(url="http://x", model="m"))
     judge = LlmJudge(endpoint=None, settings=settings, recipe_key="k")  # type: ignore[arg-type]
     one = rollout("warm?", " yes", " no", messages=messages, tools=TOOLS)
-    asked = judge._body(one, 0, 1)["messages"][1]["content"]
+    asked = judge.body(one)["messages"][1]["content"]
     expected = f"tools: {json.dumps(TOOLS)}\n\n"
     expected += f"user: warm?\nwet?\n\nassistant: {json.dumps(calls)}\n\ntool: 21 degrees\n\n[Answer A]"
     assert expected in asked
@@ -219,7 +219,7 @@ def test_each_judge_of_a_recipe_is_one_of_its_type_with_its_weight(tmp_path: Pat
         {"type": "llm", "endpoint": server, "weight": 0.5},
     ]
     types = set(get_args(JudgeRecipe.model_fields["type"].annotation))
-    assert {judge["type"] for judge in judges} == types, "build_judge, run/rollouts.py, and here"
+    assert {judge["type"] for judge in judges} == types, "make_judge, run/rollouts.py, and here"
     page = Path("docs/online.md").read_text(encoding="utf-8")
     assert all(f"| `{name}` |" in page for name in types), "a row in docs/online.md"
     recipe = online_recipe(tmp_path / "assets", tmp_path / "run", judges=judges)

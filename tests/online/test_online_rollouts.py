@@ -12,12 +12,10 @@ from test_online_judges import ROLLOUTS, Fixed
 
 from dpo_pack.online.interface import Completion, Draw, Failure
 from dpo_pack.online.phases import (
-    FIRST_DRAW,
     SCHEMA,
     Outcome,
     RolloutLog,
     Tally,
-    WinRate,
     load_pending,
     make_pairs,
     pairs_of,
@@ -25,6 +23,7 @@ from dpo_pack.online.phases import (
     phase_metrics,
     run_phase,
 )
+from dpo_pack.online.win_rate import FIRST_DRAW, WinRate
 from dpo_pack.recipe.online import PairingRecipe
 
 DRAWS = [rollout.draw for rollout in ROLLOUTS]

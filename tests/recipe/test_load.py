@@ -109,7 +109,7 @@ def test_the_commented_defaults_hold_every_key_below_a_comment() -> None:
     for key in KEYS:
         inside = (
             "data.eval.", "export.push_to_hub.", "logging.samples.", "loss.type.", "model.lora.", "online.",
-            "reference.sync.", "train.early_stopping.",
+            "reference.sync.", "train.early_stopping.", "verdict.",
         )  # fmt: skip
         if key.startswith(inside) or key.endswith(".0"):  # what a value can hold
             continue

@@ -133,7 +133,7 @@ VLLM, SMALLER = (f"online.generator={{type: vllm{more}}}" for more in ("", ", gp
         ([judged()], [judged(of_judge=", temperature: null")], ["judges.0.temperature"]),
         ([judged()], [judged(of_judge=", verdict: 'Winner: (.)'")], ["judges.0.verdict"]),
         ([judged()], [judged("other")], ["judges.0.endpoint.model"]),
-        ([], ["online.judges.0.function=a.b:c", "online.top_p=0.9"], ["judges.0.function", "top_p"]),
+        ([], ["online.judges.0.function=a.b:c", "online.top_p=0.9"], ["top_p", "judges.0.function"]),
     ],
 )
 def test_a_run_goes_on_with_another_server_and_batch_but_not_with_another_judge(

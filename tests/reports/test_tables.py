@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dpo_pack.online.phases import win_rate_sentence
+from dpo_pack.online.win_rate import win_rate_sentence
 from dpo_pack.reports.tables import Cells, estimate, pairs_and_prompts, render_completions, terminal_table
 from dpo_pack.system.console import make_console
 

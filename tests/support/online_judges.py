@@ -12,6 +12,10 @@ def count_e(*, prompts: list[Any], completions: list[str]) -> list[float]:
     return [text.count("e") - 0.01 * len(text) for text in completions]
 
 
+def says_yes(*, prompts: list[Any], completions: list[str]) -> list[float]:
+    return [float(text.count("yes") - text.count("no")) for text in completions]
+
+
 def always_equal(*, prompts: list[Any], completions: list[str]) -> list[float]:
     return [1.0 for _ in completions]
 

@@ -32,7 +32,7 @@ def tiny_run(directory: Path) -> Path:
     """
     directory.mkdir(parents=True, exist_ok=True)
     tiny_checkpoint(directory / "model")
-    rows = _pairs(random.Random(0), NUM_PAIRS + 6)
+    rows = tiny_pairs(random.Random(0), NUM_PAIRS + 6)
     write_rows(directory / "pairs.jsonl", rows[:NUM_PAIRS])
     write_rows(directory / "heldout.jsonl", rows[NUM_PAIRS:])
     recipe = {
@@ -53,7 +53,7 @@ def tiny_run(directory: Path) -> Path:
     return directory / "recipe.yaml"
 
 
-def _pairs(rng: random.Random, num_pairs: int) -> list[dict[str, Any]]:
+def tiny_pairs(rng: random.Random, num_pairs: int) -> list[dict[str, Any]]:
     def text(least: int, most: int) -> str:
         return "".join(f" {rng.choice(_WORDS)}" for _ in range(rng.randint(least, most)))
 
