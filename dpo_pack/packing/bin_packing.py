@@ -151,19 +151,20 @@ def _improve(
     the two is fastest. may_go: [n, R]. Changes `rank_of`, [n], in place; False if nothing helps."""
     loads = np.bincount(rank_of, weights=costs, minlength=num_ranks)
     slow = int(loads.argmax())
-    given, taken = np.flatnonzero(rank_of == slow), np.flatnonzero(rank_of != slow)
-    is_even = loads[slow] <= BALANCE_TOLERANCE * loads.mean()
-    if is_even or not 0 < len(given) * len(taken) <= MAX_SWAPS:
+    if loads[slow] <= BALANCE_TOLERANCE * loads.mean():
         return False
+    may_come = rank_of != slow if may_go is None else (rank_of != slow) & may_go[:, slow]
+    given, taken = np.flatnonzero(rank_of == slow), np.flatnonzero(may_come)
     ranks, taken_costs = rank_of[taken], costs[taken]
     if may_move:  # a move to a rank is a swap for an item that costs nothing
         ranks = np.append(ranks, np.arange(num_ranks))
         taken_costs = np.append(taken_costs, np.zeros(num_ranks))
+    if not 0 < len(given) * len(ranks) <= MAX_SWAPS:
+        return False
     shifted = costs[given][:, None] - taken_costs  # the cost that a change takes off the slowest rank
     slower = np.maximum(loads[slow] - shifted, loads[ranks] + shifted)
     if may_go is not None:
-        may_come = np.append(may_go[taken, slow], np.ones(len(ranks) - len(taken), dtype=np.bool_))
-        slower[~(may_go[given][:, ranks] & may_come)] = np.inf
+        slower[~may_go[given][:, ranks]] = np.inf
     best = int(slower.argmin())
     if slower.flat[best] >= loads[slow] * (1 - 1e-9):  # a smaller gain could be rounding
         return False
@@ -190,16 +191,21 @@ def pack_blocks(
     tokens: list[list[int]] = [[] for _ in range(num_ranks)]
     bounds, ranks = pairwise([*begins.tolist(), len(order)]), rank_of[order[begins]].tolist()
     for (begin, end), total, rank in zip(bounds, totals, ranks, strict=True):
-        block, parts, shared = order[begin:end], [np.arange(end - begin)], int(common[order[begin]])
-        if total > token_budget and len(block) > 1:
-            parts = best_fit_decreasing(own[block], token_budget - shared)
-        items[rank] += [block[part].tolist() for part in parts]
-        tokens[rank] += [int(own[block[part]].sum()) + shared for part in parts] if parts[1:] else [total]
+        block = order[begin:end]
+        if total <= token_budget or end == begin + 1:
+            items[rank].append(block.tolist())
+            tokens[rank].append(total)
+            continue
+        shared = int(common[block[0]])
+        for part in best_fit_decreasing(own[block], token_budget - shared):
+            items[rank].append(block[part].tolist())
+            tokens[rank].append(int(own[block[part]].sum()) + shared)
     for rank, of_rank in enumerate(items):
-        rows = [np.arange(len(of_rank))][: len(of_rank)]
+        rows = [of_rank][: len(of_rank)]
         if sum(tokens[rank]) > token_budget:
-            rows = best_fit_decreasing(np.array(tokens[rank]), token_budget)
-        items[rank] = [list(chain(*(of_rank[item] for item in row.tolist()))) for row in rows]
+            filled = best_fit_decreasing(np.array(tokens[rank]), token_budget)
+            rows = [[of_rank[item] for item in row.tolist()] for row in filled]
+        items[rank] = [list(chain(*row)) for row in rows]
     return items
 
 
@@ -270,16 +276,16 @@ def _cut_for_ranks(
     """Cuts pairs that stand in the order of their beginnings into at most R parts; returns where they begin
     and their most tokens, about the fewest that are no less than the mean of ranks. all_tokens: of all pairs,
     if each beginning is computed once."""
-    ends, again = (own + common * is_new).cumsum().tolist(), (common * ~is_new).tolist()
-    least, most, found = all_tokens // num_ranks, 0, list[int]()
+    ends, again = (own + common * is_new).cumsum(), (common * ~is_new).tolist()
+    before = (ends - own - common).tolist()  # a part that begins with this pair ends so many tokens later
+    ends, least, most, found = ends.tolist(), all_tokens // num_ranks, 0, list[int]()
     while not found or most - least > 1 + least // 64:
         middle = (least + most) // 2 if found else 2 * max(least, most) + 1
-        begins, begin, tokens = list[int](), 0, all_tokens
+        begins, begin = list[int](), 0
         while begin < len(ends) and len(begins) <= num_ranks:
             begins.append(begin)
-            tokens += again[begin]
-            before = (ends[begin - 1] if begin else 0) - again[begin]
-            begin = max(begin + 1, bisect_right(ends, before + middle, begin))
+            begin = max(begin + 1, bisect_right(ends, before[begin] + middle, begin))
+        tokens = all_tokens + sum(again[begin] for begin in begins)
         if begin == len(ends) and len(begins) <= num_ranks and tokens <= num_ranks * middle:
             found, most = begins, middle
         else:

@@ -383,14 +383,15 @@ def test_ranks_are_even_in_the_rows_that_they_compute(
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize(("num_ranks", "most"), [(1, 0.2), (8, 0.4)])
+@pytest.mark.parametrize(("num_ranks", "most"), [(1, 0.12), (8, 0.2)])
 def test_beginnings_are_planned_in_little_time(num_ranks: int, most: float) -> None:
     def seconds(kind: str) -> float:
-        plan = with_beginnings(kind, 20_000, 500, num_ranks)
-        begun = time.process_time()
-        for _ in plan:
-            pass
-        return 5 * (time.process_time() - begun)  # of 100,000 pairs
+        plan, times = with_beginnings(kind, 20_000, 500, num_ranks), list[float]()
+        for _ in range(4):
+            times.append(time.process_time())
+            for _ in plan:
+                pass
+        return 5 * float(np.diff([*times, time.process_time()]).min())  # of 100,000 pairs, the best of four
 
     limit = seconds("none") + most * slowness()
     assert max(map(seconds, ("one", "ten", "half"))) <= limit
@@ -463,10 +464,10 @@ def test_a_split_within_one_percent_of_the_mean_is_left_alone(large: int, expect
     assert sorted(costs[part].sum() for part in split_over_ranks(costs, 2)) == expected
 
 
-@pytest.mark.parametrize(("most", "expected"), [(6, [9.0, 9.0]), (5, [8.0, 10.0])])
+@pytest.mark.parametrize(("most", "expected"), [(12, [9.0, 9.0]), (11, [8.0, 10.0])])
 def test_too_many_items_stay(most: int, expected: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bin_packing, "MAX_SWAPS", most)
-    costs = np.array([5.0, 4.0, 3.0, 3.0, 3.0])  # two items on one rank and three on the other: six swaps
+    costs = np.array([5.0, 4.0, 3.0, 3.0, 3.0])  # two items on one rank, three on the other: 6 swaps, 6 moves
     assert sorted(costs[part].sum() for part in split_over_ranks(costs, 2)) == expected
 
 
