@@ -254,7 +254,9 @@ def prepare(
 def _fits(setup: Setup, token_budget: int) -> bool:
     """Whether a step of such rows fits a machine with nothing else to do, on all ranks; all must call it."""
     needed = step_bytes(memory_facts(replace(setup, token_budget=token_budget), None)[0])
-    return max(ranks.every_rank_says(needed - _ROWS_SHARE * available_memory(setup.device).total)) <= 0
+    number = setup.recipe.distributed.num_processes
+    here = number if number != "auto" and ranks.num_ranks() == 1 else 1  # one process asks for so many
+    return max(ranks.every_rank_says(needed - _ROWS_SHARE * available_memory(setup.device).total / here)) <= 0
 
 
 def setting_warnings(loss: LossRecipe, lr: float, policy: ModelFacts) -> Iterator[str]:

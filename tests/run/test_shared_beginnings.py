@@ -21,6 +21,7 @@ from dpo_pack.recipe import schema
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run import setup as run_setup
 from dpo_pack.run.log import describe_training
+from dpo_pack.run.models import CPU
 from dpo_pack.run.pairs import offline_source
 from dpo_pack.run.rollouts import build_online
 from dpo_pack.run.setup import load_proved, prepare
@@ -97,7 +98,7 @@ def test_the_automatic_budgets_on_a_cpu_are_four_beginnings_where_rows_share_the
 
 
 def test_every_command_has_the_same_automatic_budget(
-    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(schema.TRAINED_TOKENS, "cpu", 256)
     setup = prepare(load_recipe(recipe_path, AUTO), Console(quiet=True))
@@ -106,8 +107,10 @@ def test_every_command_has_the_same_automatic_budget(
     changed: dict[str, Any] = {"data.max_length": 256, "packing.token_budget": "auto"}
     assert dpo_pack.inspect_packing(recipe_path, **changed)["token_budget"] == four
     assert dpo_pack.inspect_packing(recipe_path, memory=10**9, **changed)["token_budget"] == 8192
-    row = dpo_pack.show(recipe_path, **changed).report["packed_row"]
+    row = dpo_pack.show(recipe_path, quiet=False, **changed).report["packed_row"]
     assert row["token_budget"] == four
+    short = "% full; where memory is short, a run has rows of up to 256)"
+    assert short in " ".join(capsys.readouterr().out.split())
     gpus = {"optim.name": "adamw_8bit", **changed}  # which no run here can have
     assert dpo_pack.inspect_packing(recipe_path, **gpus)["token_budget"] == four
     online = prepare(
@@ -122,15 +125,18 @@ def test_the_memory_of_the_machine_decides_and_not_what_is_free(
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(schema.TRAINED_TOKENS, "cpu", 256)
-    recipe = load_recipe(recipe_path, AUTO)
 
-    def budget(free: int, total: int) -> int:
+    def budget(free: int, total: int, *overrides: str) -> int:
         memory = AvailableMemory(free=free, total=total)
         monkeypatch.setattr(run_setup, "available_memory", lambda device: memory)
-        return prepare(recipe, Console(quiet=True)).token_budget
+        recipe = load_recipe(recipe_path, (*AUTO, *overrides))
+        return prepare(recipe, Console(quiet=True), for_device=CPU).token_budget
 
     assert budget(free=2**20, total=2**34) == budget(free=2**34, total=2**34) > 256
     assert budget(free=2**26, total=2**26) == 256
+    least = next(total for total in range(2**28, 2**34, 2**26) if budget(0, total) > 256)
+    two = "distributed.num_processes=2"  # the rows of a run in which two processes divide this memory
+    assert budget(0, 3 * least // 2, two) == 256 < budget(0, 2 * least, two)
 
 
 def test_a_resumed_run_says_that_its_automatic_budget_is_another(
