@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from support.rows import write_rows
 from support.run_files import records
@@ -19,6 +21,7 @@ import dpo_pack
 from dpo_pack.online.source import OnlineSource
 from dpo_pack.recipe import schema
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run import pairs
 from dpo_pack.run import setup as run_setup
 from dpo_pack.run.log import describe_training
 from dpo_pack.run.models import CPU
@@ -119,6 +122,21 @@ def test_every_command_has_the_same_automatic_budget(
     assert online.token_budget == 4 * int(online.data.train.beginning_lengths.max()) > 256
     source, _ = build_online(online, load_proved(online), directory=tmp_path / "rollouts")
     assert isinstance(source, OnlineSource) and source.token_budget == online.token_budget
+
+
+def test_what_fits_on_a_gpu_is_remembered_for_pairs_that_share_as_much(
+    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(name="a GPU", total_memory=2**36)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+
+    def key(path: Path, *overrides: str) -> str:
+        setup = prepare(load_recipe(path, (*AUTO, *overrides)), Console(quiet=True))
+        return pairs._budget_search(setup, setup.policy_facts).key
+
+    own, parent = tiny_run(tmp_path / "own"), "${recipe_dir}/.."
+    shared = (f"data.train.0.path={parent}/pairs.jsonl", f"data.eval.0.path={parent}/heldout.jsonl")
+    assert key(own) != key(recipe_path) == key(own, *shared)
 
 
 def test_the_memory_of_the_machine_decides_and_not_what_is_free(
