@@ -22,7 +22,7 @@ BALANCE_TOLERANCE = 1.01
 # No swap is searched among more candidates, to save memory. Ranks of so many items are even without a swap.
 MAX_SWAPS = 10_000_000
 # The tokens of a row's pairs, each alone: attention's copies of keys, and what 32-bit kernels count
-# (reference/compute.py), grow with them, however many tokens pairs share. Training rows have few pairs.
+# (reference/compute.py), grow with them, however many tokens pairs share.
 MOST_TOKENS_ALONE = 2**17
 
 
@@ -183,6 +183,7 @@ def pack_blocks(
     assert sizes.beginnings is not None
     keys, common = (values[pairs] for values in sizes.beginnings[:2])
     rank_of, own = _deal_blocks(sizes, pairs, num_ranks, token_budget), sizes.tokens[pairs] - common
+    alone = sizes.tokens[pairs].tolist()
     order = np.lexsort((keys, rank_of))
     is_new = _differs(keys[order]) | _differs(rank_of[order]) | (keys[order] == 0)
     begins = np.flatnonzero(is_new)
@@ -205,7 +206,12 @@ def pack_blocks(
         if sum(tokens[rank]) > token_budget:
             filled = best_fit_decreasing(np.array(tokens[rank]), token_budget)
             rows = [[of_rank[item] for item in row.tolist()] for row in filled]
-        items[rank] = [list(chain(*row)) for row in rows]
+        items[rank] = []
+        for row in (list(chain(*row)) for row in rows):
+            cuts = [0, len(row)]
+            if sum(alone[position] for position in row) > MOST_TOKENS_ALONE:
+                cuts[1:] = [int(part[-1]) + 1 for part in next_fit(sizes, pairs[row], token_budget)]
+            items[rank] += [row[begin:end] for begin, end in pairwise(cuts)]
     return items
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,20 @@ def test_a_row_without_gradients_has_few_keys_however_much_its_pairs_share() -> 
         assert all(plan.sizes.of_row(row).tokens <= budget for row in rows)
         fuller = [of + int(plan.sizes.tokens[row[-1] + 1]) for of, row in zip(alone, rows[:-1], strict=False)]
         assert budget < MOST_TOKENS_ALONE or min(fuller) > most  # a row ends only where a limit is reached
+
+
+@pytest.mark.parametrize("kind", ["one", "ten", "half"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_training_row_has_few_keys_however_much_its_pairs_share(kind: str, num_ranks: int) -> None:
+    for budget in (8192, 2**15, 2**18):
+        plan = replace(with_beginnings(kind, 640, 4_000, num_ranks), token_budget=budget)
+        most = max(budget, MOST_TOKENS_ALONE)
+        rows = [row for step in plan for rows in step for row in rows]
+        assert sum(map(len, rows)) == 640
+        assert max(int(plan.sizes.tokens[row].sum()) for row in rows) <= most
+        assert max(plan.sizes.of_row(row).tokens for row in rows) <= budget
+        if budget == 2**15 and num_ranks == 1 and kind == "one":  # 64 pairs of 4,300 tokens
+            assert len(rows) == 10 * 3
 
 
 @without_deadline
