@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.million_pairs import SEVEN_B
-from support.plans import make_plan, sizes_of
+from support.plans import make_plan
 from support.processor import slowness
 
 from dpo_pack.packing import bin_packing
@@ -62,6 +62,10 @@ def as_lists(rows: list[IntArray]) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
+def sizes_of(lengths: list[int]) -> PairSizes:
+    return make_plan(ints(lengths), token_budget=BUDGET, pairs_per_step=1).sizes
+
+
 def flat_pairs(step: tuple[tuple[IntArray, ...], ...]) -> list[int]:
     return [pair for rows in step for row in rows for pair in row.tolist()]
 
@@ -90,7 +94,7 @@ def test_row_tokens_of_int32_lengths_do_not_overflow() -> None:
 @without_deadline
 @given(lengths=lengths_strategy)
 def test_neighbouring_next_fit_rows_would_not_fit_together_and_file_order_is_kept(lengths: list[int]) -> None:
-    rows = as_lists(next_fit(sizes_of(ints(lengths)), np.arange(len(lengths)), BUDGET))
+    rows = as_lists(next_fit(sizes_of(lengths), np.arange(len(lengths)), BUDGET))
     assert list(itertools.chain(*rows)) == list(range(len(lengths)))
     for row, following in itertools.pairwise(rows):
         assert sum(lengths[pair] for pair in row) + lengths[following[0]] > BUDGET
@@ -179,7 +183,7 @@ def test_a_pass_without_gradients_keeps_beginnings_together() -> None:
 @without_deadline
 @given(lengths=lengths_strategy)
 def test_longest_first_rows_hold_every_pair_once_and_begin_with_the_largest_row(lengths: list[int]) -> None:
-    rows = pack_sequences_longest_first(sizes_of(ints(lengths)), BUDGET)
+    rows = pack_sequences_longest_first(sizes_of(lengths), BUDGET)
     assert sorted(itertools.chain(*as_lists(rows))) == list(range(len(lengths)))
     tokens = [int(ints(lengths)[row].sum()) for row in rows]
     assert tokens == sorted(tokens, reverse=True)
@@ -303,7 +307,6 @@ def test_pairs_of_one_beginning_stand_together_and_rows_have_it_once(
     beginnings = Beginnings(keys=keys, tokens=common[keys], costs=common[keys].astype(np.float64))
     plan = make_plan(
         own + common[keys],
-        order=np.arange(len(pairs)),
         token_budget=BUDGET,
         pairs_per_step=16,
         num_ranks=num_ranks,
@@ -332,7 +335,6 @@ def test_64_pairs_with_a_system_prompt_compute_it_once_in_each_row() -> None:
     beginnings = Beginnings(keys=keys, tokens=common, costs=common.astype(np.float64))
     ((rows,),) = make_plan(
         own + 500,
-        order=np.arange(64),
         token_budget=2048,
         pairs_per_step=64,
         beginnings=beginnings,
@@ -347,7 +349,6 @@ def test_beginnings_stay_on_few_ranks() -> None:
     common = np.full(64, 2000)
     plan = make_plan(
         common + 500,
-        order=np.arange(64),
         token_budget=8192,
         pairs_per_step=64,
         num_ranks=4,
@@ -372,7 +373,6 @@ def with_beginnings(kind: str, num_pairs: int, common_tokens: int, num_ranks: in
     common = common_tokens * (keys != 0)
     return make_plan(
         own + common,
-        order=np.arange(num_pairs),
         token_budget=8192,
         pairs_per_step=64,
         num_ranks=num_ranks,
