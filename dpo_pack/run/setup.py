@@ -263,10 +263,12 @@ def setting_warnings(loss: LossRecipe, lr: float, policy: ModelFacts) -> Iterato
     """Yields a sentence for each setting that a run takes, but that is most often a mistake."""
     if loss.beta > 1 and "sigmoid" in dict(loss.terms):
         yield f"Warning: loss.beta is {loss.beta:g}; above 1, pairs soon teach little; usual: 0.01 to 0.5"
-    is_whole = policy.settings.lora is None and policy.adapter is None
-    if lr > 1e-4 and is_whole and policy.num_parameters >= 50_000_000:
-        size = f"{format_count(policy.num_parameters)} parameters without an adapter"
-        yield f"Warning: optim.lr is {lr:g}; above 1e-4, {size} forget what they knew; usual: 1e-7 to 1e-5"
+    is_whole, size = policy.settings.lora is None and policy.adapter is None, policy.num_parameters
+    if lr > 1e-4 and is_whole and size >= 50_000_000:
+        whole = f"{format_count(size)} parameters without an adapter"
+        yield f"Warning: optim.lr is {lr:g}; above 1e-4, {whole} forget what they knew; usual: 1e-7 to 1e-5"
+    if lr >= 1e-2 and not is_whole and size >= 50_000_000:
+        yield f"Warning: optim.lr is {lr:g}; from 1e-2 on, adapters do harm; usual: 1e-6 to 1e-4"
 
 
 def autocast_advice(policy: ModelFacts, num_processes: int | str = "auto") -> list[str]:

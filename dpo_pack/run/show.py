@@ -246,9 +246,10 @@ def _reason(name: str, ingestion: Ingestion) -> Json:
     if name in ("empty_completion", "identical_completions"):
         remedy = f"correct {ingestion.located.key}.columns if they are wrong, or {remedy or 'mend the rows'}"
     outcome = "a run stops there" if ingestion.stops_run(name) else "left out"
+    first = f"{ingestion.opened.row_word} {number:,}: " if ingestion.dropped_counts[name] > 1 else ""
     return {
         "name": name,
-        "sentence": f"no pair ({name}), {outcome}; {ingestion.opened.row_word} {number:,}: {bad.detail}",
+        "sentence": f"no pair ({name}), {outcome}; {first}{bad.detail}",
         "remedy": remedy,
         "rows": ingestion.dropped_rows[name],
         "count": ingestion.dropped_counts[name],
