@@ -66,25 +66,19 @@ QUICK, ALL = "not slow and not gpu", "not alone and not gpu"
 PYTEST = ["-q", "-p", "no:cacheprovider"]
 PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are already imported
 
-_OPERATORS: dict[type[ast.AST], tuple[type[ast.AST], str]] = {
-    ast.Lt: (ast.LtE, "< to <="),
-    ast.LtE: (ast.Lt, "<= to <"),
-    ast.Gt: (ast.GtE, "> to >="),
-    ast.GtE: (ast.Gt, ">= to >"),
-    ast.Eq: (ast.NotEq, "== to !="),
-    ast.NotEq: (ast.Eq, "!= to =="),
-    ast.Is: (ast.IsNot, "is to is not"),
-    ast.IsNot: (ast.Is, "is not to is"),
-    ast.In: (ast.NotIn, "in to not in"),
-    ast.NotIn: (ast.In, "not in to in"),
-    ast.Add: (ast.Sub, "+ to -"),
-    ast.Sub: (ast.Add, "- to +"),
-    ast.Mult: (ast.Div, "* to /"),
-    ast.Div: (ast.Mult, "/ to *"),
-    ast.FloorDiv: (ast.Mult, "// to *"),
-    ast.And: (ast.Or, "and to or"),
-    ast.Or: (ast.And, "or to and"),
-}
+_PAIRS = [
+    (ast.Lt, "<", ast.LtE, "<="),
+    (ast.Gt, ">", ast.GtE, ">="),
+    (ast.Eq, "==", ast.NotEq, "!="),
+    (ast.Is, "is", ast.IsNot, "is not"),
+    (ast.In, "in", ast.NotIn, "not in"),
+    (ast.Add, "+", ast.Sub, "-"),
+    (ast.Mult, "*", ast.Div, "/"),
+    (ast.And, "and", ast.Or, "or"),
+]
+_OPERATORS: dict[type[ast.AST], tuple[type[ast.AST], str]] = {ast.FloorDiv: (ast.Mult, "// to *")}
+for _one, _its, _other, _their in _PAIRS:
+    _OPERATORS |= {_one: (_other, f"{_its} to {_their}"), _other: (_one, f"{_their} to {_its}")}
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list"}
 # Texts for people, types and declarations: tests of every word would be no better than the words.
 _SPEAKING = ("print", "warning", "info", "debug", "warn", "complain", "Argument", "Option", "Field")
@@ -168,10 +162,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Any]]:
         if not (isinstance(node, ast.BinOp) and (_is_text(node.left) or _is_text(node.right))):
             yield what, lambda n: setattr(n, "op", to())
     if isinstance(node, ast.If | ast.IfExp | ast.While):
-        yield (
-            "condition turned round",
-            lambda n: setattr(n, "test", ast.UnaryOp(op=ast.Not(), operand=n.test)),
-        )
+        yield "condition turned round", lambda n: setattr(n, "test", ast.UnaryOp(ast.Not(), n.test))
     if isinstance(node, ast.Constant):
         if isinstance(node.value, bool):
             yield f"{node.value} to {not node.value}", lambda n: setattr(n, "value", not n.value)
@@ -213,8 +204,8 @@ def _leave_out(tree: ast.AST, statement: ast.AST) -> None:
                 value[value.index(statement)] = ast.copy_location(ast.Pass(), statement)
 
 
-def drawn(file: Path, number: int, seed: int, equivalent: set[str]) -> tuple[list[Mutant], int]:
-    """Returns `number` mutants of a module, and how many equivalent ones were drawn beside them.
+def drawn(file: Path, number: int, seed: int, equivalent: set[str]) -> list[Mutant]:
+    """Returns `number` mutants of a module that are not equivalent.
 
     A mutant's place in the draw depends on its own text alone, so a change elsewhere in the module leaves it.
     """
@@ -224,16 +215,8 @@ def drawn(file: Path, number: int, seed: int, equivalent: set[str]) -> tuple[lis
         seen[mutant.name] += 1
         key = hashlib.sha256(f"{seed} {mutant.name} {seen[mutant.name]}".encode()).hexdigest()
         order.append((key, mutant))
-    chosen: list[Mutant] = []
-    left_out = 0
-    for _, mutant in sorted(order, key=lambda pair: pair[0]):
-        if len(chosen) == number:
-            break
-        if mutant.name in equivalent:
-            left_out += 1
-        else:
-            chosen.append(mutant)
-    return chosen, left_out
+    order.sort(key=lambda pair: pair[0])
+    return [mutant for _, mutant in order if mutant.name not in equivalent][:number]
 
 
 @dataclass(slots=True)
@@ -364,12 +347,11 @@ class Chosen:
     """A pytest plugin that runs these tests in this order."""
 
     def __init__(self, tests: list[str]) -> None:
-        self.place = {test: place for place, test in enumerate(tests)}
+        self.tests = tests
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = sorted(
-            (item for item in items if item.nodeid in self.place), key=lambda item: self.place[item.nodeid]
-        )
+        found = {item.nodeid: item for item in items}
+        items[:] = [found[test] for test in self.tests if test in found]
 
 
 @dataclass(slots=True)
@@ -529,15 +511,11 @@ class Tests:
 
                 return work
 
-            status = yield Job(watched([str(file)], True), 3600.0)
-            found = (
-                json.loads(result.read_text(encoding="utf-8"))
-                if status == 0
-                else {"tests": {}, "failed": [str(file)]}
-            )
-            if status == 0 and found["failed"]:  # tracing may have made it fail
-                status = yield Job(watched(found["failed"], False), 3600.0)
-                if status == 0:
+            found = {"tests": {}, "failed": [str(file)]}
+            if (yield Job(watched([str(file)], True), 3600.0)) == 0:
+                found = json.loads(result.read_text(encoding="utf-8"))
+                # Tracing may have made it fail.
+                if found["failed"] and (yield Job(watched(found["failed"], False), 3600.0)) == 0:
                     found["failed"] = json.loads(result.read_text(encoding="utf-8"))["failed"]
             shutil.rmtree(result.parent)
             self.state.put(key, found)
@@ -575,10 +553,8 @@ class Tests:
 
 def _by_file(tests: list[str]) -> list[str]:
     """Keeps the tests of a file together, so that its fixtures are made once."""
-    files: dict[str, list[str]] = defaultdict(list)
-    for test in tests:
-        files[test.split("::")[0]].append(test)
-    return [test for group in files.values() for test in group]
+    files = [test.split("::")[0] for test in tests]
+    return sorted(tests, key=lambda test: files.index(test.split("::")[0]))
 
 
 @dataclass(slots=True)
@@ -626,16 +602,12 @@ class Results:
         return Job(work, SLACK + 6 * self.tests.seconds(tests))
 
 
-def equivalent_mutants() -> dict[str, str]:
-    """Returns the mutants that mean the same as the program, with the reason.
-
-    A line of the file is `file | change | source || reason`.
-    """
+def equivalent_mutants() -> set[str]:
+    """Returns the mutants that mean the same as the program. A line of the file is `file | change | source ||
+    reason`."""
     path = ROOT / EQUIVALENT
-    if not path.is_file():
-        return {}
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if " || " in line]
-    return dict(line.rsplit(" || ", 1) for line in lines)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return {line.rsplit(" || ", 1)[0] for line in lines if " || " in line}
 
 
 def modules(names: list[str]) -> list[Path]:
@@ -645,7 +617,7 @@ def modules(names: list[str]) -> list[Path]:
     return sorted(file.relative_to(ROOT) for file in found)
 
 
-def page(results: Results, left_out: int, command: str) -> str:
+def page(results: Results, num_equivalent: int, command: str) -> str:
     """Returns the result as a page of Markdown."""
     rooms: dict[str, Counter[str]] = defaultdict(Counter)
     for mutant, ending in results.endings.items():
@@ -664,8 +636,9 @@ def page(results: Results, left_out: int, command: str) -> str:
         f"at commit {commit.stdout.strip() or 'unknown'}, Python {platform.python_version()}, {versions}.",
         "",
         f"A mutant is one module with one small change. It is noticed when a {kind} fails, or does not",
-        f"end. The mutants were drawn from {len({m.file for m in results.endings})} modules. {left_out} more",
-        f"mean the same as the program ([list]({Path(EQUIVALENT).name})); they do not count.",
+        f"end. The mutants were drawn from {len({m.file for m in results.endings})} modules.",
+        f"{num_equivalent} more mean the same as the program ([list]({Path(EQUIVALENT).name})), and do not",
+        "count.",
         "",
         f"**{sum(total.values()) - total['survived']} of {sum(total.values())} noticed, {_rate(total):.1%}**;"
         f" {total['out of time']} of them because the tests did not end.",
@@ -679,12 +652,8 @@ def page(results: Results, left_out: int, command: str) -> str:
     ]
     lines += ["", "## Survivors", ""] if survivors else ["", "No mutant survived."]
     lines += [f"- `{m.file}`, line {m.line}, {m.change}: `{m.source}`" for m in survivors]
-    for title, names in (
-        ("Tests that fail unchanged, and were not used", results.tests.failing),
-        ("Modules whose tests fail unchanged, and were not changed", results.unfit),
-    ):
-        if names:
-            lines += ["", f"## {title}", "", *(f"- `{name}`" for name in names)]
+    if unused := [*results.tests.failing, *results.unfit]:
+        lines += ["", "## Not used, because tests fail unchanged", "", *(f"- `{name}`" for name in unused)]
     return "\n".join(lines) + "\n"
 
 
@@ -712,19 +681,18 @@ def main() -> int:
     tests.learn(arguments.jobs, named)
     everything = _hash([*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
     results = Results(state, tests, everything)
-    equivalent = set(equivalent_mutants())
-    draws = {
-        file: drawn(file, arguments.per_module, arguments.seed, equivalent)
+    equivalent = equivalent_mutants()
+    draws = (
+        (file, drawn(file, arguments.per_module, arguments.seed, equivalent))
         for file in modules(arguments.modules)
-    }
-    in_forks((results.judge(file, found) for file, (found, _) in draws.items() if found), arguments.jobs)
+    )
+    in_forks((results.judge(file, found) for file, found in draws if found), arguments.jobs)
     total = Counter(results.endings.values())
     rate = _rate(total)
     print(f"{sum(total.values()) - total['survived']} of {sum(total.values())} mutants noticed, {rate:.1%}")
     if arguments.report:
         command = " ".join(["python scripts/mutate.py", *sys.argv[1:]])
-        left_out = sum(number for _, number in draws.values())
-        arguments.report.write_text(page(results, left_out, command), encoding="utf-8")
+        arguments.report.write_text(page(results, len(equivalent), command), encoding="utf-8")
     return 2 if results.unfit else int(rate < LEAST_RATE)
 
 

@@ -22,7 +22,7 @@ BALANCE_TOLERANCE = 1.01
 # No swap is searched among more candidates, to save memory. Ranks of so many items are even without a swap.
 MAX_SWAPS = 10_000_000
 # The tokens of a row's pairs, each alone: attention's copies of keys, and what 32-bit kernels count
-# (reference/compute.py), grow with them, however many tokens pairs share. Training rows have few pairs.
+# (reference/compute.py), grow with them, however many tokens pairs share.
 MOST_TOKENS_ALONE = 2**17
 
 
@@ -151,19 +151,20 @@ def _improve(
     the two is fastest. may_go: [n, R]. Changes `rank_of`, [n], in place; False if nothing helps."""
     loads = np.bincount(rank_of, weights=costs, minlength=num_ranks)
     slow = int(loads.argmax())
-    given, taken = np.flatnonzero(rank_of == slow), np.flatnonzero(rank_of != slow)
-    is_even = loads[slow] <= BALANCE_TOLERANCE * loads.mean()
-    if is_even or not 0 < len(given) * len(taken) <= MAX_SWAPS:
+    if loads[slow] <= BALANCE_TOLERANCE * loads.mean():
         return False
+    may_come = rank_of != slow if may_go is None else (rank_of != slow) & may_go[:, slow]
+    given, taken = np.flatnonzero(rank_of == slow), np.flatnonzero(may_come)
     ranks, taken_costs = rank_of[taken], costs[taken]
     if may_move:  # a move to a rank is a swap for an item that costs nothing
         ranks = np.append(ranks, np.arange(num_ranks))
         taken_costs = np.append(taken_costs, np.zeros(num_ranks))
+    if not 0 < len(given) * len(ranks) <= MAX_SWAPS:
+        return False
     shifted = costs[given][:, None] - taken_costs  # the cost that a change takes off the slowest rank
     slower = np.maximum(loads[slow] - shifted, loads[ranks] + shifted)
     if may_go is not None:
-        may_come = np.append(may_go[taken, slow], np.ones(len(ranks) - len(taken), dtype=np.bool_))
-        slower[~(may_go[given][:, ranks] & may_come)] = np.inf
+        slower[~may_go[given][:, ranks]] = np.inf
     best = int(slower.argmin())
     if slower.flat[best] >= loads[slow] * (1 - 1e-9):  # a smaller gain could be rounding
         return False
@@ -182,6 +183,7 @@ def pack_blocks(
     assert sizes.beginnings is not None
     keys, common = (values[pairs] for values in sizes.beginnings[:2])
     rank_of, own = _deal_blocks(sizes, pairs, num_ranks, token_budget), sizes.tokens[pairs] - common
+    alone = sizes.tokens[pairs].tolist()
     order = np.lexsort((keys, rank_of))
     is_new = _differs(keys[order]) | _differs(rank_of[order]) | (keys[order] == 0)
     begins = np.flatnonzero(is_new)
@@ -190,16 +192,26 @@ def pack_blocks(
     tokens: list[list[int]] = [[] for _ in range(num_ranks)]
     bounds, ranks = pairwise([*begins.tolist(), len(order)]), rank_of[order[begins]].tolist()
     for (begin, end), total, rank in zip(bounds, totals, ranks, strict=True):
-        block, parts, shared = order[begin:end], [np.arange(end - begin)], int(common[order[begin]])
-        if total > token_budget and len(block) > 1:
-            parts = best_fit_decreasing(own[block], token_budget - shared)
-        items[rank] += [block[part].tolist() for part in parts]
-        tokens[rank] += [int(own[block[part]].sum()) + shared for part in parts] if parts[1:] else [total]
+        block = order[begin:end]
+        if total <= token_budget or end == begin + 1:
+            items[rank].append(block.tolist())
+            tokens[rank].append(total)
+            continue
+        shared = int(common[block[0]])
+        for part in best_fit_decreasing(own[block], token_budget - shared):
+            items[rank].append(block[part].tolist())
+            tokens[rank].append(int(own[block[part]].sum()) + shared)
     for rank, of_rank in enumerate(items):
-        rows = [np.arange(len(of_rank))][: len(of_rank)]
+        rows = [of_rank][: len(of_rank)]
         if sum(tokens[rank]) > token_budget:
-            rows = best_fit_decreasing(np.array(tokens[rank]), token_budget)
-        items[rank] = [list(chain(*(of_rank[item] for item in row.tolist()))) for row in rows]
+            filled = best_fit_decreasing(np.array(tokens[rank]), token_budget)
+            rows = [[of_rank[item] for item in row.tolist()] for row in filled]
+        items[rank] = []
+        for row in (list(chain(*row)) for row in rows):
+            cuts = [0, len(row)]
+            if sum(alone[position] for position in row) > MOST_TOKENS_ALONE:
+                cuts[1:] = [int(part[-1]) + 1 for part in next_fit(sizes, pairs[row], token_budget)]
+            items[rank] += [row[begin:end] for begin, end in pairwise(cuts)]
     return items
 
 
@@ -270,16 +282,16 @@ def _cut_for_ranks(
     """Cuts pairs that stand in the order of their beginnings into at most R parts; returns where they begin
     and their most tokens, about the fewest that are no less than the mean of ranks. all_tokens: of all pairs,
     if each beginning is computed once."""
-    ends, again = (own + common * is_new).cumsum().tolist(), (common * ~is_new).tolist()
-    least, most, found = all_tokens // num_ranks, 0, list[int]()
+    ends, again = (own + common * is_new).cumsum(), (common * ~is_new).tolist()
+    before = (ends - own - common).tolist()  # a part that begins with this pair ends so many tokens later
+    ends, least, most, found = ends.tolist(), all_tokens // num_ranks, 0, list[int]()
     while not found or most - least > 1 + least // 64:
         middle = (least + most) // 2 if found else 2 * max(least, most) + 1
-        begins, begin, tokens = list[int](), 0, all_tokens
+        begins, begin = list[int](), 0
         while begin < len(ends) and len(begins) <= num_ranks:
             begins.append(begin)
-            tokens += again[begin]
-            before = (ends[begin - 1] if begin else 0) - again[begin]
-            begin = max(begin + 1, bisect_right(ends, before + middle, begin))
+            begin = max(begin + 1, bisect_right(ends, before[begin] + middle, begin))
+        tokens = all_tokens + sum(again[begin] for begin in begins)
         if begin == len(ends) and len(begins) <= num_ranks and tokens <= num_ranks * middle:
             found, most = begins, middle
         else:

@@ -22,7 +22,7 @@ from dpo_pack.packing.bin_packing import (
 from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray, PairSizes
 
 # A part of every plan's fingerprint. Raise it if a change of code gives other steps or rows.
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 
 StepRows = tuple[tuple[IntArray, ...], ...]  # the rows of each rank; a row is an array of pairs
 

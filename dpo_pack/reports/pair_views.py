@@ -194,7 +194,9 @@ def _row_lines(content: Any, *, is_page: bool) -> Iterator[Line]:
 
 def _packed_row(row: Values) -> list[Line]:
     tokens, budget, pairs = row["tokens"], row["token_budget"], row["pairs"]
-    full = f"{tokens:,} of {budget:,} tokens ({tokens / budget:.1%} full)"
+    least = row["token_budget_of_little_memory"]
+    short = f"; where memory is short, a run has rows of up to {least:,}" if least != budget else ""
+    full = f"{tokens:,} of {budget:,} tokens ({tokens / budget:.1%} full{short})"
     title = Run("One packed row of the pairs that were read", "name")
     lines = [_line(title, f": {counted(len(pairs), 'pair')}, {full}; tokens of the first ones:")]
     sizes = {place: sum(parts.values()) for place, parts in [*pairs.items()][:_NAMED]}

@@ -4,6 +4,7 @@ A record of an evaluation is a line of metrics.jsonl: means by metric, `interval
 and `by_length`. Completions stand side by side.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ def cells_of(values: Sequence[object], columns: Mapping[str, str]) -> Cells:
 def terminal_table(title: str, cells: Cells, *, no_wrap: bool = False) -> Table:
     """Returns a rich table. With `no_wrap`, only the first column may wrap in a narrow terminal."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.show_header = any(cells.columns)
     table.min_width = len(title)  # rich would wrap a title that is wider than the table
     for number, column in enumerate(cells.columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=no_wrap and number > 0)
@@ -49,7 +51,8 @@ def render_completions(
 ) -> None:
     """Prints each prompt (source, text) and below it the completions, in a column for each model."""
     for number, (source, prompt) in enumerate(prompts):
-        cut = prompt if len(prompt) <= _MOST_OF_PROMPT else f"... {prompt[-_MOST_OF_PROMPT:]}"
+        end = re.sub(r"^\S{,30}\s+", "", prompt[-_MOST_OF_PROMPT:])  # without a part of a word
+        cut = prompt if len(prompt) <= _MOST_OF_PROMPT else f"... {end}"
         console.print()
         console.print(Text("\n".join(map(printable, f"{source}: {cut}".split("\n")))))
         table = Table(box=SIMPLE_HEAD)

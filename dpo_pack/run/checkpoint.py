@@ -36,7 +36,7 @@ from dpo_pack.model.facts import ModelFacts
 from dpo_pack.model.fingerprint import relevant_config
 from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.plan import PLAN_VERSION
-from dpo_pack.recipe.load import INFO_FILE, check_environment, load_recipe
+from dpo_pack.recipe.load import INFO_FILE, RECIPE_FILE, check_environment, load_recipe
 from dpo_pack.reference.cache import FrozenReference, namespace_digest
 from dpo_pack.run.checkpoint_files import (
     HOST_STATE,
@@ -61,12 +61,12 @@ from dpo_pack.run.setup import load_proved, prepare
 from dpo_pack.run.state import Counters, Criterion, Evaluations, Identity, ResumePoint, TrainState
 from dpo_pack.system import ranks
 from dpo_pack.system.console import make_console, shown
-from dpo_pack.system.errors import CacheError, RunError, first_line
+from dpo_pack.system.errors import CacheError, RecipeError, RunError, first_line
 from dpo_pack.system.files import discard, path_aside, put_in_place, read_json, sync, writing
 from dpo_pack.system.machine import package_versions
 from dpo_pack.training.batches import BatchSource, OfflineSource
 
-_ROWS = "plan of rows, version"  # a checkpoint of version 4 does not say so
+_ROWS, _BUDGET = "plan of rows, version", "packing.token_budget"  # a checkpoint of version 4 has neither
 _PACKAGES = ("dpo-pack", "torch", "transformers", "peft")
 _COUNTERS = [one.name for one in fields(Counters) if one.name in TrainState.__slots__]
 
@@ -105,7 +105,7 @@ def run_identity(
     return Identity(
         fingerprints=fingerprints,
         versions={name: versions[name] for name in _PACKAGES if name in versions}
-        | {_ROWS: str(PLAN_VERSION), "packing.token_budget": f"{setup.token_budget:,}"},
+        | {_ROWS: str(PLAN_VERSION), _BUDGET: f"{setup.token_budget:,}"},
         ranks="one process" if number == 1 else f"{number} processes ({setup.strategy.name})",
         judged_by=judged_by,
     )
@@ -387,6 +387,10 @@ def load_checkpoint(path: Path, state: TrainState, *, identity: Identity) -> tup
                 "only later ones can be the best of the run"
             )
     now, then = ({_ROWS: "4", **one.versions, "ranks:": one.ranks} for one in (identity, counters))
+    with contextlib.suppress(RecipeError):  # before `auto`, only the run's recipe had the budget, a number
+        packing = load_recipe(path.parents[1] / RECIPE_FILE, lenient=True).packing
+        if packing.token_budget != "auto":
+            then.setdefault(_BUDGET, f"{packing.token_budget:,}")
     changed = [
         f"{name} {was} then, {now.get(name)} now" for name, was in then.items() if was != now.get(name)
     ]

@@ -226,10 +226,12 @@ def _compute_missing(
 
 def _budget_search(setup: Setup, model: ModelFacts) -> BudgetSearch:
     recipe, properties = setup.recipe, torch.cuda.get_device_properties(setup.device)
+    beginning = max(int(table.beginning_lengths.max(initial=0)) for table in setup.tables)
     setting = {
         "model": model.namespace,
         "device": [properties.name, properties.total_memory],
         "rows": [recipe.model.attention, recipe.packing.mode, recipe.packing.share_prompt],
+        "beginning": beginning.bit_length(),  # the longer, the more keys for each token of a row
     }
     longest = longest_sequence(setup.tables)
 

@@ -254,17 +254,21 @@ def prepare(
 def _fits(setup: Setup, token_budget: int) -> bool:
     """Whether a step of such rows fits a machine with nothing else to do, on all ranks; all must call it."""
     needed = step_bytes(memory_facts(replace(setup, token_budget=token_budget), None)[0])
-    return max(ranks.every_rank_says(needed - _ROWS_SHARE * available_memory(setup.device).total)) <= 0
+    number = setup.recipe.distributed.num_processes
+    here = number if number != "auto" and ranks.num_ranks() == 1 else 1  # one process asks for so many
+    return max(ranks.every_rank_says(needed - _ROWS_SHARE * available_memory(setup.device).total / here)) <= 0
 
 
 def setting_warnings(loss: LossRecipe, lr: float, policy: ModelFacts) -> Iterator[str]:
     """Yields a sentence for each setting that a run takes, but that is most often a mistake."""
     if loss.beta > 1 and "sigmoid" in dict(loss.terms):
         yield f"Warning: loss.beta is {loss.beta:g}; above 1, pairs soon teach little; usual: 0.01 to 0.5"
-    is_whole = policy.settings.lora is None and policy.adapter is None
-    if lr > 1e-4 and is_whole and policy.num_parameters >= 50_000_000:
-        size = f"{format_count(policy.num_parameters)} parameters without an adapter"
-        yield f"Warning: optim.lr is {lr:g}; above 1e-4, {size} forget what they knew; usual: 1e-7 to 1e-5"
+    is_whole, size = policy.settings.lora is None and policy.adapter is None, policy.num_parameters
+    if lr > 1e-4 and is_whole and size >= 50_000_000:
+        whole = f"{format_count(size)} parameters without an adapter"
+        yield f"Warning: optim.lr is {lr:g}; above 1e-4, {whole} forget what they knew; usual: 1e-7 to 1e-5"
+    if lr >= 1e-2 and not is_whole and size >= 50_000_000:
+        yield f"Warning: optim.lr is {lr:g}; from 1e-2 on, adapters do harm; usual: 1e-6 to 1e-4"
 
 
 def autocast_advice(policy: ModelFacts, num_processes: int | str = "auto") -> list[str]:

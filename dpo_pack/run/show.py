@@ -246,9 +246,10 @@ def _reason(name: str, ingestion: Ingestion) -> Json:
     if name in ("empty_completion", "identical_completions"):
         remedy = f"correct {ingestion.located.key}.columns if they are wrong, or {remedy or 'mend the rows'}"
     outcome = "a run stops there" if ingestion.stops_run(name) else "left out"
+    first = f"{ingestion.opened.row_word} {number:,}: " if ingestion.dropped_counts[name] > 1 else ""
     return {
         "name": name,
-        "sentence": f"no pair ({name}), {outcome}; {ingestion.opened.row_word} {number:,}: {bad.detail}",
+        "sentence": f"no pair ({name}), {outcome}; {first}{bad.detail}",
         "remedy": remedy,
         "rows": ingestion.dropped_rows[name],
         "count": ingestion.dropped_counts[name],
@@ -367,7 +368,8 @@ def _packed_row(pairs: Mapping[str, TokenizedPair], recipe: Recipe, image_token:
     packing, is_padded = recipe.packing, recipe.packing.mode == "padded"
     sizes = pair_sizes(lengths, share_prompt=recipe.shares_prompts, pads=is_padded)
     longest = 0 if sizes.beginnings is None else int(sizes.beginnings.tokens.max())
-    budget, _ = recipe.token_budgets("cuda" if ranks.uses_cuda() else "cpu", longest)
+    device_type = "cuda" if ranks.uses_cuda() else "cpu"
+    budget, usual = (recipe.token_budgets(device_type, number)[0] for number in (longest, 0))
     plan = plan_epoch(sizes, order=order, token_budget=budget, pairs_per_step=packing.pairs_per_step)
     row = max(plan.pack_step(0)[0], key=len)
     # Of what both completions begin with, a row that shares prompts has one copy, as of a beginning.
@@ -386,4 +388,5 @@ def _packed_row(pairs: Mapping[str, TokenizedPair], recipe: Recipe, image_token:
         "pairs": {places[pair]: {part: int(of[pair]) for part, of in parts.items()} for pair in row},
         "tokens": plan.sizes.of_row(row).tokens,
         "token_budget": budget,
+        "token_budget_of_little_memory": usual,  # `budget` needs memory that nobody has asked for here
     }

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.million_pairs import SEVEN_B
-from support.plans import make_plan, sizes_of
+from support.plans import make_plan
 from support.processor import slowness
 
 from dpo_pack.packing import bin_packing
@@ -61,6 +62,10 @@ def as_lists(rows: list[IntArray]) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
+def sizes_of(lengths: list[int]) -> PairSizes:
+    return make_plan(ints(lengths), token_budget=BUDGET, pairs_per_step=1).sizes
+
+
 def flat_pairs(step: tuple[tuple[IntArray, ...], ...]) -> list[int]:
     return [pair for rows in step for row in rows for pair in row.tolist()]
 
@@ -89,7 +94,7 @@ def test_row_tokens_of_int32_lengths_do_not_overflow() -> None:
 @without_deadline
 @given(lengths=lengths_strategy)
 def test_neighbouring_next_fit_rows_would_not_fit_together_and_file_order_is_kept(lengths: list[int]) -> None:
-    rows = as_lists(next_fit(sizes_of(ints(lengths)), np.arange(len(lengths)), BUDGET))
+    rows = as_lists(next_fit(sizes_of(lengths), np.arange(len(lengths)), BUDGET))
     assert list(itertools.chain(*rows)) == list(range(len(lengths)))
     for row, following in itertools.pairwise(rows):
         assert sum(lengths[pair] for pair in row) + lengths[following[0]] > BUDGET
@@ -104,6 +109,20 @@ def test_a_row_without_gradients_has_few_keys_however_much_its_pairs_share() -> 
         assert all(plan.sizes.of_row(row).tokens <= budget for row in rows)
         fuller = [of + int(plan.sizes.tokens[row[-1] + 1]) for of, row in zip(alone, rows[:-1], strict=False)]
         assert budget < MOST_TOKENS_ALONE or min(fuller) > most  # a row ends only where a limit is reached
+
+
+@pytest.mark.parametrize("kind", ["one", "ten", "half"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_training_row_has_few_keys_however_much_its_pairs_share(kind: str, num_ranks: int) -> None:
+    for budget in (8192, 2**15, 2**18):
+        plan = replace(with_beginnings(kind, 640, 4_000, num_ranks), token_budget=budget)
+        most = max(budget, MOST_TOKENS_ALONE)
+        rows = [row for step in plan for rows in step for row in rows]
+        assert sum(map(len, rows)) == 640
+        assert max(int(plan.sizes.tokens[row].sum()) for row in rows) <= most
+        assert max(plan.sizes.of_row(row).tokens for row in rows) <= budget
+        if budget == 2**15 and num_ranks == 1 and kind == "one":  # 64 pairs of 4,300 tokens
+            assert len(rows) == 10 * 3
 
 
 @without_deadline
@@ -164,7 +183,7 @@ def test_a_pass_without_gradients_keeps_beginnings_together() -> None:
 @without_deadline
 @given(lengths=lengths_strategy)
 def test_longest_first_rows_hold_every_pair_once_and_begin_with_the_largest_row(lengths: list[int]) -> None:
-    rows = pack_sequences_longest_first(sizes_of(ints(lengths)), BUDGET)
+    rows = pack_sequences_longest_first(sizes_of(lengths), BUDGET)
     assert sorted(itertools.chain(*as_lists(rows))) == list(range(len(lengths)))
     tokens = [int(ints(lengths)[row].sum()) for row in rows]
     assert tokens == sorted(tokens, reverse=True)
@@ -288,7 +307,6 @@ def test_pairs_of_one_beginning_stand_together_and_rows_have_it_once(
     beginnings = Beginnings(keys=keys, tokens=common[keys], costs=common[keys].astype(np.float64))
     plan = make_plan(
         own + common[keys],
-        order=np.arange(len(pairs)),
         token_budget=BUDGET,
         pairs_per_step=16,
         num_ranks=num_ranks,
@@ -317,7 +335,6 @@ def test_64_pairs_with_a_system_prompt_compute_it_once_in_each_row() -> None:
     beginnings = Beginnings(keys=keys, tokens=common, costs=common.astype(np.float64))
     ((rows,),) = make_plan(
         own + 500,
-        order=np.arange(64),
         token_budget=2048,
         pairs_per_step=64,
         beginnings=beginnings,
@@ -332,7 +349,6 @@ def test_beginnings_stay_on_few_ranks() -> None:
     common = np.full(64, 2000)
     plan = make_plan(
         common + 500,
-        order=np.arange(64),
         token_budget=8192,
         pairs_per_step=64,
         num_ranks=4,
@@ -357,7 +373,6 @@ def with_beginnings(kind: str, num_pairs: int, common_tokens: int, num_ranks: in
     common = common_tokens * (keys != 0)
     return make_plan(
         own + common,
-        order=np.arange(num_pairs),
         token_budget=8192,
         pairs_per_step=64,
         num_ranks=num_ranks,
@@ -383,14 +398,15 @@ def test_ranks_are_even_in_the_rows_that_they_compute(
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize(("num_ranks", "most"), [(1, 0.2), (8, 0.4)])
+@pytest.mark.parametrize(("num_ranks", "most"), [(1, 0.12), (8, 0.2)])
 def test_beginnings_are_planned_in_little_time(num_ranks: int, most: float) -> None:
     def seconds(kind: str) -> float:
-        plan = with_beginnings(kind, 20_000, 500, num_ranks)
-        begun = time.process_time()
-        for _ in plan:
-            pass
-        return 5 * (time.process_time() - begun)  # of 100,000 pairs
+        plan, times = with_beginnings(kind, 20_000, 500, num_ranks), list[float]()
+        for _ in range(4):
+            times.append(time.process_time())
+            for _ in plan:
+                pass
+        return 5 * float(np.diff([*times, time.process_time()]).min())  # of 100,000 pairs, the best of four
 
     limit = seconds("none") + most * slowness()
     assert max(map(seconds, ("one", "ten", "half"))) <= limit
@@ -463,10 +479,10 @@ def test_a_split_within_one_percent_of_the_mean_is_left_alone(large: int, expect
     assert sorted(costs[part].sum() for part in split_over_ranks(costs, 2)) == expected
 
 
-@pytest.mark.parametrize(("most", "expected"), [(6, [9.0, 9.0]), (5, [8.0, 10.0])])
+@pytest.mark.parametrize(("most", "expected"), [(12, [9.0, 9.0]), (11, [8.0, 10.0])])
 def test_too_many_items_stay(most: int, expected: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bin_packing, "MAX_SWAPS", most)
-    costs = np.array([5.0, 4.0, 3.0, 3.0, 3.0])  # two items on one rank and three on the other: six swaps
+    costs = np.array([5.0, 4.0, 3.0, 3.0, 3.0])  # two items on one rank, three on the other: 6 swaps, 6 moves
     assert sorted(costs[part].sum() for part in split_over_ranks(costs, 2)) == expected
 
 

@@ -257,6 +257,7 @@ def test_only_the_first_rows_are_tokenised_and_told(shows: Shows, monkeypatch: p
     whole = shows(rows, reads_all=True)
     assert "11 of 11 rows tokenised, 10 kept, 1 left out" in joined(screen(whole))
     assert "line 10: invalid JSON" in joined(screen(whole)) and "{bad" in screen(whole)
+    assert "(line 10): no pair (invalid_json), a run stops there; invalid JSON" in joined(screen(whole))
     assert (
         whole.report["packed_row"] is not None and len(whole.report["packed_row"]["pairs"]) == 5
     )  # memory does not grow with rows

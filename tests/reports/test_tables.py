@@ -18,7 +18,7 @@ def shown(width: int, monkeypatch: pytest.MonkeyPatch, **completions: list[str])
     monkeypatch.setattr("sys.stdout", stream)
     console = make_console()
     console.width = width
-    render_completions([("tone", "first\nask"), ("topic", "x" * 1000)], completions, console)
+    render_completions([("tone", "first\nask"), ("topic", "x" * 99 + " longish" * 40)], completions, console)
     return stream.getvalue()
 
 
@@ -27,6 +27,7 @@ def test_lines_of_a_completion_stay_and_control_characters_are_inert(monkeypatch
     lines = [line.strip() for line in text.splitlines()]
     assert lines[lines.index("one") + 1] == "\\x1b[2Jtwo"
     assert lines[lines.index("tone: first") + 1] == "ask"
+    assert set(text.partition("topic: ... ")[2].split()[:30]) == {"longish"}  # it is cut at a word
 
 
 @pytest.mark.parametrize("no_wrap", [True, False])
@@ -38,6 +39,12 @@ def test_a_narrow_screen_wraps_every_column_or_only_the_first_one_and_cuts_nothi
     shown = stream.getvalue()
     assert all(word in shown for row in cells.rows for cell in row for word in cell.split())
     assert "a source of long names" not in shown and ("0.100 to 0.200" in shown) == no_wrap
+
+
+def test_a_table_without_titles_of_columns_has_no_lines_for_them() -> None:
+    stream = io.StringIO()
+    Console(file=stream, width=36).print(terminal_table("held", Cells(("", ""), [("loss", "0.5")])))
+    assert [line.split() for line in stream.getvalue().splitlines()] == [["held"], [], ["loss", "0.5"], []]
 
 
 def test_a_record_of_an_online_evaluation_is_told_with_its_win_rate_or_says_that_there_is_no_score() -> None:

@@ -118,7 +118,8 @@ def test_llama_4_is_refused_if_a_pair_longer_than_every_budget_would_reach_its_s
         (("loss.beta=2", "loss.type=simpo"), 1, ""),
         (("optim.lr=2e-4",), 50_000_000, "optim.lr is 0.0002; above 1e-4, 50.0M parameters"),
         (("optim.lr=2e-4",), 49_999_999, ""),
-        (("optim.lr=2e-4", "model.lora={}"), 10**9, ""),
+        (("optim.lr=9e-3", "model.lora={}"), 10**9, ""),
+        (("optim.lr=1e-2", "model.lora={}"), 10**9, "optim.lr is 0.01; from 1e-2 on, adapters"),
     ],
 )
 def test_a_rate_or_beta_that_is_most_often_a_mistake_is_told_at_the_start(

@@ -357,7 +357,7 @@ def test_changes_that_are_allowed_are_told(tmp_path: Path) -> None:
     """And what was best by another measure is forgotten."""
     state = state_at(1)
     state.standing = Evaluations(best=((1, 0.5),), bar=0.5)
-    path = save(tmp_path, state)
+    path = save(tmp_path / "checkpoints", state)
     assert load_checkpoint(path, new_state(), identity=IDENTITY)[1] == []
     now = replace(IDENTITY, versions={"torch": "2.1", "transformers": "5.0"}, ranks="2 processes (ddp)")
     resumed = new_state()
@@ -367,6 +367,15 @@ def test_changes_that_are_allowed_are_told(tmp_path: Path) -> None:
     rows = {"plan of rows, version": "5"}  # a checkpoint from before there were beginnings has no number
     _, (line,) = load_checkpoint(path, resumed, identity=replace(IDENTITY, versions=IDENTITY.versions | rows))
     assert "plan of rows, version 4 then, 5 now" in line
+    budget = {"packing.token_budget": "2,048"}  # then only the run's recipe had it
+    recipe = "{output_dir: r, model: {path: m}, data: {train: {path: d}}, packing: {token_budget: 8192}}"
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    now = replace(IDENTITY, versions=IDENTITY.versions | budget)
+    _, (line,) = load_checkpoint(path, resumed, identity=now)
+    assert "packing.token_budget 8,192 then, 2,048 now" in line
+    (tmp_path / "recipe.yaml").write_text(recipe.replace("8192", "2048"))
+    assert load_checkpoint(path, resumed, identity=now)[1] == []
+    (tmp_path / "recipe.yaml").unlink()
     _, (line,) = load_checkpoint(path, resumed, identity=replace(IDENTITY, judged_by="loss of other, 1"))
     assert resumed.standing == Evaluations() and "another metric" in line
 

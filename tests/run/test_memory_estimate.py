@@ -334,19 +334,14 @@ def test_a_machine_elsewhere_holds_shards_where_auto_would_take_them(recipe_path
 
 def test_the_largest_row_is_searched_in_every_step_and_among_pairs_longer_than_a_row() -> None:
     tokens = np.array([10, 20, 30, 10, 25, 90])
-    settings: dict[str, Any] = {
-        "order": np.arange(6), "pairs_per_step": 2, "num_ranks": 1
-    }  # fmt: skip
-    plan = make_plan(tokens, token_budget=50, **settings)
+    plan = make_plan(tokens, token_budget=50, pairs_per_step=2)
     assert largest_row(plan, rank=0).tolist() == [5]
-    plan = make_plan(tokens[:5], token_budget=50, **{**settings, "order": np.arange(5)})
+    plan = make_plan(tokens[:5], token_budget=50, pairs_per_step=2)
     assert sorted(largest_row(plan, rank=0).tolist()) == [2, 3]
 
 
 def test_the_row_with_the_most_keys_may_be_another_than_that_with_the_most_tokens() -> None:
-    plan = make_plan(
-        np.array([10, 20, 30, 10]), token_budget=40, order=np.arange(4), pairs_per_step=4, num_ranks=1
-    )
+    plan = make_plan(np.array([10, 20, 30, 10]), token_budget=40, pairs_per_step=4)
     keys = np.array([1, 900, 1, 1])
     assert 2 in largest_row(plan, rank=0)
     assert 1 in largest_row(plan, rank=0, by=lambda row: keys[row].sum())

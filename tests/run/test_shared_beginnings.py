@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from support.rows import write_rows
 from support.run_files import records
@@ -19,8 +21,10 @@ import dpo_pack
 from dpo_pack.online.source import OnlineSource
 from dpo_pack.recipe import schema
 from dpo_pack.recipe.load import load_recipe
+from dpo_pack.run import pairs
 from dpo_pack.run import setup as run_setup
 from dpo_pack.run.log import describe_training
+from dpo_pack.run.models import CPU
 from dpo_pack.run.pairs import offline_source
 from dpo_pack.run.rollouts import build_online
 from dpo_pack.run.setup import load_proved, prepare
@@ -97,7 +101,7 @@ def test_the_automatic_budgets_on_a_cpu_are_four_beginnings_where_rows_share_the
 
 
 def test_every_command_has_the_same_automatic_budget(
-    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(schema.TRAINED_TOKENS, "cpu", 256)
     setup = prepare(load_recipe(recipe_path, AUTO), Console(quiet=True))
@@ -106,8 +110,10 @@ def test_every_command_has_the_same_automatic_budget(
     changed: dict[str, Any] = {"data.max_length": 256, "packing.token_budget": "auto"}
     assert dpo_pack.inspect_packing(recipe_path, **changed)["token_budget"] == four
     assert dpo_pack.inspect_packing(recipe_path, memory=10**9, **changed)["token_budget"] == 8192
-    row = dpo_pack.show(recipe_path, **changed).report["packed_row"]
+    row = dpo_pack.show(recipe_path, quiet=False, **changed).report["packed_row"]
     assert row["token_budget"] == four
+    short = "% full; where memory is short, a run has rows of up to 256)"
+    assert short in " ".join(capsys.readouterr().out.split())
     gpus = {"optim.name": "adamw_8bit", **changed}  # which no run here can have
     assert dpo_pack.inspect_packing(recipe_path, **gpus)["token_budget"] == four
     online = prepare(
@@ -118,19 +124,37 @@ def test_every_command_has_the_same_automatic_budget(
     assert isinstance(source, OnlineSource) and source.token_budget == online.token_budget
 
 
+def test_what_fits_on_a_gpu_is_remembered_for_pairs_that_share_as_much(
+    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(name="a GPU", total_memory=2**36)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+
+    def key(path: Path, *overrides: str) -> str:
+        setup = prepare(load_recipe(path, (*AUTO, *overrides)), Console(quiet=True))
+        return pairs._budget_search(setup, setup.policy_facts).key
+
+    own, parent = tiny_run(tmp_path / "own"), "${recipe_dir}/.."
+    shared = (f"data.train.0.path={parent}/pairs.jsonl", f"data.eval.0.path={parent}/heldout.jsonl")
+    assert key(own) != key(recipe_path) == key(own, *shared)
+
+
 def test_the_memory_of_the_machine_decides_and_not_what_is_free(
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(schema.TRAINED_TOKENS, "cpu", 256)
-    recipe = load_recipe(recipe_path, AUTO)
 
-    def budget(free: int, total: int) -> int:
+    def budget(free: int, total: int, *overrides: str) -> int:
         memory = AvailableMemory(free=free, total=total)
         monkeypatch.setattr(run_setup, "available_memory", lambda device: memory)
-        return prepare(recipe, Console(quiet=True)).token_budget
+        recipe = load_recipe(recipe_path, (*AUTO, *overrides))
+        return prepare(recipe, Console(quiet=True), for_device=CPU).token_budget
 
     assert budget(free=2**20, total=2**34) == budget(free=2**34, total=2**34) > 256
     assert budget(free=2**26, total=2**26) == 256
+    least = next(total for total in range(2**28, 2**34, 2**26) if budget(0, total) > 256)
+    two = "distributed.num_processes=2"  # the rows of a run in which two processes divide this memory
+    assert budget(0, 3 * least // 2, two) == 256 < budget(0, 2 * least, two)
 
 
 def test_a_resumed_run_says_that_its_automatic_budget_is_another(

@@ -98,7 +98,7 @@ def test_a_noticed_mutant_is_counted_and_a_survivor_is_named(root: Path) -> None
     page = (root / "page.md").read_text()
     assert "- `planted/module.py`, line 14, 5 to 6: `def added(number, by=5):`" in page
     assert "**5 of 6 noticed, 83.3%**; 0 of them because the tests did not end." in page
-    assert "1 more\nmean the same" in page
+    assert "1 more mean the same" in page
 
     # Both tests get the lines that the fixture executes in the first of them.
     lines = json.loads((root / "build/mutations.jsonl").read_text().splitlines()[0])[1]["tests"]

@@ -46,7 +46,7 @@ def inspect(
         costs = pair_flops(shape, lengths, share_prompt=share_prompt)
     plan = make_plan(
         tokens,
-        order=np.arange(len(lengths.prompt)) if order is None else order,
+        order=order,
         token_budget=token_budget,
         pairs_per_step=pairs_per_step,
         is_packed=is_packed,

@@ -10,26 +10,21 @@ from dpo_pack.packing.lengths import AnyIntArray, Beginnings, FloatArray, IntArr
 from dpo_pack.packing.plan import PackingPlan, plan_epoch
 
 
-def sizes_of(
-    tokens: AnyIntArray,
-    costs: FloatArray | None = None,
-    *,
-    pads: bool = False,
-    beginnings: Beginnings | None = None,
-) -> PairSizes:
-    """By default the costs are the tokens."""
-    numbers: IntArray = np.asarray(tokens, dtype=np.int64)
-    costs = numbers.astype(np.float64) if costs is None else costs
-    return PairSizes(tokens=numbers, costs=costs, pads=pads, beginnings=beginnings)
-
-
 def make_plan(
     tokens: AnyIntArray,
     *,
     row_costs: FloatArray | None = None,
     is_packed: bool = True,
     beginnings: Beginnings | None = None,
+    order: AnyIntArray | None = None,
     **settings: Any,
 ) -> PackingPlan:
-    sizes = sizes_of(tokens, row_costs, pads=not is_packed, beginnings=beginnings)
-    return plan_epoch(sizes, **settings)
+    """By default the costs are the tokens, and the order is that of the pairs."""
+    numbers: IntArray = np.asarray(tokens, dtype=np.int64)
+    sizes = PairSizes(
+        tokens=numbers,
+        costs=numbers.astype(np.float64) if row_costs is None else row_costs,
+        pads=not is_packed,
+        beginnings=beginnings,
+    )
+    return plan_epoch(sizes, order=np.arange(len(numbers)) if order is None else order, **settings)
