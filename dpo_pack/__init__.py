@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 __all__ = (
     "DpoPackError", "Recipe", "Run", "check", "doctor", "evaluate", "inspect_packing", "merge",
-    "precompute_ref", "push", "recipe_from", "report", "sample", "show", "train",
+    "precompute_ref", "push", "recipe_from", "report", "sample", "show", "train", "verdict",
 )  # fmt: skip
 _ELSEWHERE = {
     "DpoPackError": "dpo_pack.system.errors",

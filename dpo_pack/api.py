@@ -218,6 +218,35 @@ def evaluate(
         return sets
 
 
+def verdict(
+    model: AnyPath,
+    *,
+    against: AnyPath | None = None,
+    output: AnyPath | None = None,
+    trust_recipe: bool = False,
+    quiet: bool = False,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Says whether a model is better than its start, by the sources of evidence in its section `verdict`.
+
+    model: a finished run, or a model or an adapter, whose verdict goes to the directory `output`. against:
+    None: the run's start, or the adapter's base. trust_recipe: run code and ask servers that the run's recipe
+    names. Returns `conclusion` ("better", "worse", "mixed", "cannot tell"), `sentence` and `sources`.
+    """
+    with many_imports():
+        from dpo_pack.system.console import make_console
+        from dpo_pack.verdicts.comparison import give_verdict
+
+    return give_verdict(
+        os.fspath(model),
+        _as_texts(overrides),
+        make_console(quiet=quiet),
+        against=None if against is None else os.fspath(against),
+        output=None if output is None else Path(output),
+        trusts_recipe=trust_recipe,
+    )
+
+
 def inspect_packing(
     recipe: AnyRecipe,
     *,
@@ -420,7 +449,7 @@ def load(
 
     for name in overrides.keys() & REMOVED.keys():
         raise RecipeError(f"{name}: {REMOVED[name]}")
-    texts = [f"{key}={json.dumps(_as_yaml(value, key))}" for key, value in overrides.items()]
+    texts = _as_texts(overrides)
     if isinstance(recipe, str | os.PathLike):
         loaded = load_recipe(Path(recipe), texts, lenient=lenient)
     elif isinstance(recipe, Mapping):
@@ -439,6 +468,14 @@ def load(
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # else 1024
     check_environment(loaded, trains=trains)
     return loaded
+
+
+def _as_texts(overrides: Mapping[str, Any]) -> list[str]:
+    """Returns overrides as the command line has them: KEY=VALUE."""
+    # YAML refuses the two escapes that JSON in ASCII writes for a character beyond U+FFFF.
+    return [
+        f"{key}={json.dumps(_as_yaml(value, key), ensure_ascii=False)}" for key, value in overrides.items()
+    ]
 
 
 def _as_yaml(value: Any, key: str) -> Any:

@@ -166,6 +166,18 @@ def test_torch_s_surroundings_are_set_unless_the_user_or_vllm_says_otherwise(
     assert os.environ[capacity] == before.get(capacity, "64")
 
 
+def test_texts_of_overrides_keep_every_character(recipe: Path) -> None:
+    assert (
+        api.load(recipe, {"data.system_prompt": "Answer \U0001f600"}).data.system_prompt
+        == "Answer \U0001f600"
+    )
+
+
+def test_python_asks_for_a_verdict_as_the_command_line_does(tmp_path: Path) -> None:
+    with pytest.raises(DpoPackError, match="--output: .*name a directory"):
+        dpo_pack.verdict(tmp_path, quiet=True, **{"verdict.tasks": ["ifeval"]})
+
+
 def test_pairs_and_rows_can_be_looked_at_from_python(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

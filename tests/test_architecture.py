@@ -22,7 +22,7 @@ ROOMS = (
     "commands",
     "api",
     "trainer",
-    "verdict",
+    "verdicts",
     "reports",
     "run",
     "online",

@@ -327,8 +327,6 @@ def verdict(
     from dpo_pack.recipe.text import read_yaml
     from dpo_pack.system.files import text_of
 
-    if (place := placement(os.environ)) is not None and place.num_ranks > 1:
-        raise RecipeError("verdict: it is one process; start it alone, not by torchrun, accelerate or srun")
     values: dict[str, Any] = {} if command is None else {"command": command}
     values |= {} if tasks is None else {"tasks": [task.strip() for task in tasks.split(",")]}
     for file in judge or ():
@@ -339,7 +337,7 @@ def verdict(
     texts = [f"verdict.{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     with many_imports():
         from dpo_pack.system.console import make_console
-        from dpo_pack.verdict.comparison import give_verdict
+        from dpo_pack.verdicts.comparison import give_verdict
 
     console = make_console(quiet=json_file == Path("-"))
     texts = [*(overrides or ()), *texts]

@@ -15,7 +15,7 @@ from dpo_pack.recipe.load import Recipe, load_recipe
 from dpo_pack.run.run_dir import input_fingerprints
 from dpo_pack.run.setup import prepare_data, prepare_tokenizer
 from dpo_pack.system.files import write_json_atomically
-from dpo_pack.verdict.answers import Contest, prepare_contest
+from dpo_pack.verdicts.answers import Contest, prepare_contest
 from support.tiny_run import tiny_checkpoint, tiny_run
 from support.tiny_tokenizer import tiny_tokenizer
 

@@ -27,8 +27,8 @@ from dpo_pack.system.console import shown
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.files import Json, parse_json, read_json, text_of
 from dpo_pack.system.machine import release_memory
-from dpo_pack.verdict.answers import Contest
-from dpo_pack.verdict.conclusion import Evidence, Source
+from dpo_pack.verdicts.answers import Contest
+from dpo_pack.verdicts.conclusion import Evidence, Source
 
 _BATCH_SIZE = "8"  # of lm-eval; the same for both models, since rounding depends on it
 _MOST_OUTPUT = 4000  # characters of lm-eval's that are printed if it fails

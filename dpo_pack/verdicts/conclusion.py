@@ -16,7 +16,7 @@ from dpo_pack.packing.lengths import FloatArray
 from dpo_pack.system.files import Json
 from dpo_pack.training.health import SIDES_95
 from dpo_pack.training.metrics import mean_intervals, wilson_interval
-from dpo_pack.verdict import statistics
+from dpo_pack.verdicts import statistics
 
 LEVEL = 0.05  # a difference is shown if its p value, after Holm, is at most this
 MOST_FAILED = 0.05  # of a source's items

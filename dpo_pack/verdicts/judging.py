@@ -25,8 +25,8 @@ from dpo_pack.system.console import shown
 from dpo_pack.system.files import Json
 from dpo_pack.system.machine import release_memory
 from dpo_pack.system.process import counted
-from dpo_pack.verdict.answers import Contest, keep, read_kept
-from dpo_pack.verdict.conclusion import Evidence, Source
+from dpo_pack.verdicts.answers import Contest, keep, read_kept
+from dpo_pack.verdicts.conclusion import Evidence, Source
 
 _BATCH_JUDGEMENTS = 64  # are kept together
 _OF_SENDING = {"timeout_seconds", "retries", "concurrency", "api_key_env"}

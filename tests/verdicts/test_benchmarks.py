@@ -20,9 +20,9 @@ from dpo_pack.recipe.verdict import VerdictRecipe
 from dpo_pack.run.models import resolve_model
 from dpo_pack.run.setup import prepare_tokenizer
 from dpo_pack.system.errors import RunError
-from dpo_pack.verdict.answers import Contest
-from dpo_pack.verdict.benchmarks import pair_items, read_lm_eval, run_benchmarks
-from dpo_pack.verdict.conclusion import conclude
+from dpo_pack.verdicts.answers import Contest
+from dpo_pack.verdicts.benchmarks import pair_items, read_lm_eval, run_benchmarks
+from dpo_pack.verdicts.conclusion import conclude
 
 CPU = torch.device("cpu")
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -28,8 +28,8 @@ from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.models import resolve_model
 from dpo_pack.run.setup import prepare_data
 from dpo_pack.system.errors import DpoPackError, ModelError, RecipeError, RunError
-from dpo_pack.verdict import answers
-from dpo_pack.verdict.answers import Contest, answer_prompts, choose_prompts, prepare_contest
+from dpo_pack.verdicts import answers
+from dpo_pack.verdicts.answers import Contest, answer_prompts, choose_prompts, prepare_contest
 
 GREEDY = SamplingSettings(completions_per_prompt=1, max_new_tokens=4, temperature=0.0)
 DRAWN = replace(GREEDY, max_new_tokens=8, temperature=1.0)

@@ -25,10 +25,10 @@ from dpo_pack.online.reward_model import RewardModelJudge
 from dpo_pack.recipe.online import JudgeRecipe
 from dpo_pack.system.errors import RunError
 from dpo_pack.system.files import Json
-from dpo_pack.verdict import judging
-from dpo_pack.verdict.answers import Contest
-from dpo_pack.verdict.conclusion import Source, conclude
-from dpo_pack.verdict.judging import judge_answers
+from dpo_pack.verdicts import judging
+from dpo_pack.verdicts.answers import Contest
+from dpo_pack.verdicts.conclusion import Source, conclude
+from dpo_pack.verdicts.judging import judge_answers
 
 ROLLOUTS = [
     answered("ask about the sky", " grey", " the sky is blue", 0),

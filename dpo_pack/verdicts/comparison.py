@@ -29,11 +29,11 @@ from dpo_pack.run.run_dir import ITS_START, LOOKS_FILE, RunDir, input_fingerprin
 from dpo_pack.system.console import keep_log
 from dpo_pack.system.errors import RecipeError, RunError
 from dpo_pack.system.files import Json, parse_json, read_json, text_of, write_text_atomically
-from dpo_pack.system.process import counted
-from dpo_pack.verdict.answers import Contest, answer_prompts, choose_prompts, prepare_contest
-from dpo_pack.verdict.benchmarks import run_benchmarks
-from dpo_pack.verdict.conclusion import Evidence, conclude
-from dpo_pack.verdict.judging import judge_answers
+from dpo_pack.system.process import counted, placement
+from dpo_pack.verdicts.answers import Contest, answer_prompts, choose_prompts, prepare_contest
+from dpo_pack.verdicts.benchmarks import run_benchmarks
+from dpo_pack.verdicts.conclusion import Evidence, conclude
+from dpo_pack.verdicts.judging import judge_answers
 
 _NUM_CHANGED = 10  # items in each direction that are shown
 _LONG = re.compile(r"(.{600}).+", re.DOTALL)  # a text of which the beginning is shown
@@ -51,6 +51,8 @@ def give_verdict(
     """Prints and returns what `conclude` returns. name: a finished run, or a model or an adapter, whose files
     go to `output`. against: a model or a run; None: the run's start, or the adapter's base. trusts_recipe:
     whether code that the run's recipe names may run. Raises DpoPackError."""
+    if (place := placement(os.environ)) is not None and place.num_ranks > 1:
+        raise RecipeError("verdict: it is one process; start it alone, not by torchrun, accelerate or srun")
     run = RunDir(
         root=Path(name), checkpoint=None, is_finished=True, info=read_json(Path(name, INFO_FILE)) or {}
     )

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from dpo_pack.packing.lengths import FloatArray
-from dpo_pack.verdict import statistics
-from dpo_pack.verdict.conclusion import Source, conclude
+from dpo_pack.verdicts import statistics
+from dpo_pack.verdicts.conclusion import Source, conclude
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from dpo_pack.run.run_dir import RunDir, begin_run
 from dpo_pack.system.errors import RecipeError
 from dpo_pack.system.files import read_json
 from dpo_pack.system.interrupts import Interrupted
-from dpo_pack.verdict import benchmarks, comparison, conclusion
+from dpo_pack.verdicts import benchmarks, comparison, conclusion
 
 FUNCTION = {"type": "function", "function": "support.online_judges:count_e"}
 SHORT = "verdict.max_new_tokens=8"
@@ -114,7 +114,7 @@ def test_looking_again_counts_unless_the_evidence_is_the_same(
         asked.append((options["number"], len(options["earlier"])))
         return real(*sources, **options)
 
-    monkeypatch.setattr("dpo_pack.verdict.comparison.conclude", noting)
+    monkeypatch.setattr("dpo_pack.verdicts.comparison.conclude", noting)
     one, other = (command_in(tmp_path, gain, f"{gain}.py") for gain in (0.1, 0.2))
     for command in (one, one, other):
         ended = dpopack("verdict", run, "--command", command)
@@ -131,7 +131,7 @@ def test_a_verdict_that_was_stopped_goes_on_with_the_same_result(
     whole = Path(shutil.copytree(run, tmp_path / "whole" / "run"))
     words = ["--judge", judge_file(tmp_path), "--command", command_in(tmp_path, 0.3), SHORT]
     assert dpopack("verdict", whole, *words, "--json", tmp_path / "whole.json").status == 0
-    name, real = "dpo_pack.verdict.comparison.run_benchmarks", benchmarks.run_benchmarks
+    name, real = "dpo_pack.verdicts.comparison.run_benchmarks", benchmarks.run_benchmarks
 
     def stopped(*arguments: Any) -> Any:
         raise Interrupted(15)
@@ -233,7 +233,7 @@ def test_words_of_the_command_line_reach_the_recipe_as_they_are(
         given.append(load_recipe(Path(name), overrides).verdict)
         return {"conclusion": "better"}
 
-    monkeypatch.setattr("dpo_pack.verdict.comparison.give_verdict", noting)
+    monkeypatch.setattr("dpo_pack.verdicts.comparison.give_verdict", noting)
     judge = {"type": "llm", "endpoint": {"url": "http://h/v1", "model": "m"}, "instructions": "Be kind 🙂"}
     with pytest.raises(typer.Exit):
         main.verdict(str(run), tasks="ifeval, mmlu", judge=[judge_file(tmp_path, judge)])

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from dpo_pack.packing.lengths import FloatArray
-from dpo_pack.verdict import conclusion, statistics
-from dpo_pack.verdict.conclusion import Source, conclude
+from dpo_pack.verdicts import conclusion, statistics
+from dpo_pack.verdicts.conclusion import Source, conclude
 
 LEAST_COVERED, MOST_CLAIMED = 0.93, 0.06
 NUM_PROMPTS = (20, 60, 200)
