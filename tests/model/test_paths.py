@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -13,8 +15,10 @@ from hypothesis import strategies as st
 from support.family_errors import skip_unless_packed
 from support.gradients import flat, gradients
 from support.groups import CPU, group
+from support.marks import slow
 from support.oracle import completion_logps_one_by_one
 from support.oracle import gradients as their_gradients
+from support.recurrent_stand_ins import use_stand_ins
 from support.tiny_models import VOCABULARY, tiny_model
 
 import dpo_pack.model.attention.segments as of_segments
@@ -26,14 +30,15 @@ from dpo_pack.model.layout import packed_row
 from dpo_pack.model.recurrence import wrap_recurrent_layers
 from dpo_pack.model.scorer import CompletionLogps
 from dpo_pack.packing.lengths import Group
+from dpo_pack.proofs.layers import take_kernels
 
 tails = st.integers(0, 12)
 
 
 @st.composite
 def blocks(draw: st.DrawFn) -> list[Group]:
-    """Pairs of a common beginning, others between them: empty tails, equal answers, one token, whole prompts
-    that are a beginning."""
+    """Groups of a common beginning, others between them: empty tails, equal answers, one token, whole prompts
+    that are a beginning; pairs, one side of a pair, three answers; tokens that are not scored."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
 
     def ids(count: int) -> list[int]:
@@ -45,29 +50,44 @@ def blocks(draw: st.DrawFn) -> list[Group]:
         for _ in range(draw(st.integers(1, 3))):
             own, alike = ids(draw(tails)), ids(draw(tails))
             prompt = [*beginning, *own] or [3]
-            answers = [[*alike, *ids(draw(tails))] or [4] for _ in range(2)]
+            number = draw(st.sampled_from([2, 2, 1, 3]))
+            answers = [[*alike, *ids(draw(tails))] or [4] for _ in range(number)]
             length = len(beginning) if draw(st.integers(0, 4)) else 0
-            pairs.append(group(prompt, *answers, beginning=length))
+            masks = None
+            if draw(st.booleans()):  # at least one token of an answer is scored
+                draws = (torch.rand(len(answer), generator=generator) for answer in answers)
+                masks = tuple(chances.numpy() < 0.7 for chances in draws)
+                for mask in masks:
+                    mask[draw(st.sampled_from([0, -1]))] = True
+            pairs.append(replace(group(prompt, *answers, beginning=length), scored=masks))
     return pairs
 
 
 @functools.cache
 def models(family: str) -> tuple[CompletionLogps, Any]:
     """Ours, and the same weights in transformers' own code."""
-    skip_unless_packed(family)
-    register_attention()
-    ours, theirs = tiny_model(family, attention=ATTENTION_NAME), tiny_model(family, attention="eager")
-    for model in (ours, theirs):  # the grouped product of experts takes no float64
-        model.set_experts_implementation("eager")
-    wrap_recurrent_layers(ours)
-    return CompletionLogps(ours.double(), backend=sdpa_attention, autocast=None), theirs.double()
+    with pytest.MonkeyPatch.context() as patch:
+        if family == "kimi_linear":  # which a kernel of another package computes
+            use_stand_ins(patch)
+        skip_unless_packed(family)
+        register_attention()
+        ours, theirs = tiny_model(family, attention=ATTENTION_NAME), tiny_model(family, attention="eager")
+        for model in (ours, theirs):  # the grouped product of experts takes no float64
+            model.set_experts_implementation("eager")
+        wrap_recurrent_layers(ours)
+        scorer = CompletionLogps(ours.double(), backend=sdpa_attention, autocast=None)
+        if family == "kimi_linear":
+            assert len(take_kernels(scorer, CPU)) == len(scorer.recurrent_kernels) == 2
+    return scorer, theirs.double()
 
 
 def check(scorer: CompletionLogps, theirs: Any, pairs: Sequence[Group], *, bound: float) -> None:
     sums, grads = gradients(scorer, packed_row(pairs, CPU, share_prompt=True))
     theirs.zero_grad(set_to_none=True)
     sequences = [(g.context.tolist(), ids.tolist()) for g in pairs for ids in g.completions]
-    alone = completion_logps_one_by_one(theirs, sequences)
+    masks = [g.scored or [np.ones(len(ids), dtype=np.bool_) for ids in g.completions] for g in pairs]
+    scored = [mask.tolist() for of_group in masks for mask in of_group]
+    alone = completion_logps_one_by_one(theirs, sequences, scored)
     (alone * torch.linspace(-1.0, 1.0, len(alone))).sum().backward()
     torch.testing.assert_close(sums, alone.detach().double(), rtol=bound, atol=bound)
     expected = {f"model.{name}": grad for name, grad in their_gradients(theirs).items()}
@@ -116,7 +136,11 @@ def test_other_attention_on_paths_is_that_of_each_sequence_alone(
 @pytest.mark.parametrize(
     # transformers computes states in fp32.
     ("family", "bound"),
-    [("lfm2", 1e-5), ("qwen3_5_text", 1e-4), ("bamba", 1e-4), ("falcon_h1", 1e-4)],
+    [
+        ("lfm2", 1e-5),
+        *((family, 1e-4) for family in ("qwen3_5_text", "bamba", "falcon_h1")),
+        *slow(("kimi_linear", 1e-4)),
+    ],  # fmt: skip
 )
 @few
 @given(pairs=blocks())
@@ -124,6 +148,20 @@ def test_states_on_paths_are_those_of_each_sequence_alone(
     family: str, bound: float, pairs: list[Group]
 ) -> None:
     check(*models(family), pairs, bound=bound)
+
+
+@settings(few, max_examples=6)
+@given(groups=blocks())
+def test_routers_count_the_tokens_of_each_sequence_alone(groups: list[Group]) -> None:
+    scorer, _ = models("mixtral")
+    sides = [replace(g, completions=(ids,), scored=None) for g in groups for ids in g.completions]
+    with torch.no_grad():
+        row, *alone = (
+            scorer(packed_row(some, CPU, share_prompt=True, counts_copies=True))
+            for some in (groups, *([side] for side in sides))
+        )
+    assert row.expert_counts.tolist() == sum(one.expert_counts for one in alone).tolist()
+    torch.testing.assert_close(row.expert_probs, sum(one.expert_probs for one in alone))
 
 
 @pytest.fixture(autouse=True)
