@@ -211,8 +211,8 @@ def _table(report: Report) -> str:
         startup = f"{statistics.median(seconds):.1f}" if seconds else ""
         lines.append(
             f"| {name} | {_text(rate)} | {_text(min(rates))} to {_text(max(rates))} | "
-            f"{_ratio(report, name)} | {rate * report.work.least_tokens:,.0f} | {computed:,.0f} | {report.mfu(name):.1%} | "
-            f"{of_steps} | {f'{share:.0%}' if share else 'in the steps'} | "
+            f"{_ratio(report, name)} | {rate * report.work.least_tokens:,.0f} | {computed:,.0f} | "
+            f"{report.mfu(name):.1%} | {of_steps} | {f'{share:.0%}' if share else 'in the steps'} | "
             f"{max(run.peak_memory_bytes for run in runs) / GIB:.2f} | {startup} |"
         )
     for name, runs in report.runs.items():
