@@ -210,9 +210,9 @@ def _table(report: Report) -> str:
         seconds = [run.startup_seconds for run in runs if run.startup_seconds is not None]
         startup = f"{statistics.median(seconds):.1f}" if seconds else ""
         lines.append(
-            f"| {name} | {rate:.2f} | {min(rates):.2f} to {max(rates):.2f} | {_ratio(report, name)} | "
-            f"{rate * report.work.least_tokens:,.0f} | {computed:,.0f} | {report.mfu(name):.1%} | "
-            f"{of_steps} | {f'{share:.0%}' if share else 'in the steps'} | "
+            f"| {name} | {_text(rate)} | {_text(min(rates))} to {_text(max(rates))} | "
+            f"{_ratio(report, name)} | {rate * report.work.least_tokens:,.0f} | {computed:,.0f} | "
+            f"{report.mfu(name):.1%} | {of_steps} | {f'{share:.0%}' if share else 'in the steps'} | "
             f"{max(run.peak_memory_bytes for run in runs) / GIB:.2f} | {startup} |"
         )
     for name, runs in report.runs.items():
@@ -232,12 +232,17 @@ def _table(report: Report) -> str:
     )
 
 
+def _text(rate: float) -> str:
+    """Pairs a second; of slow ones two figures, too."""
+    return f"{rate:.2f}" if rate >= 0.1 else f"{rate:.2g}"
+
+
 def _turns(report: Report) -> str:
     """Every measurement that the table's medians are of."""
     lines = ["Every turn, pairs/s, in the order of measuring, and CPU seconds of reference and steps:", ""]
     own = next(iter(report.runs.values()))
     for name, runs in report.runs.items():
-        rates = [run.failure or f"{report.rate(run):.2f}" for run in runs]
+        rates = [run.failure or _text(report.rate(run)) for run in runs]
         line = f"- {name}: {', '.join(rates)}"
         if all(run.cpu_seconds for run in (*own, *runs)):  # no run failed
             ratios = [its.cpu_seconds / ours.cpu_seconds for its, ours in zip(runs, own, strict=True)]
@@ -302,5 +307,5 @@ def _profile(report: Report) -> str:
 def _sweep(report: Report) -> str:
     if not report.sweep:
         return ""
-    parts = [f"- {run.contender}: {run.failure or f'{report.rate(run):.2f}'}" for run in report.sweep]
+    parts = [f"- {run.contender}: {run.failure or _text(report.rate(run))}" for run in report.sweep]
     return "\n".join([f"Sweeps, one run of {report.sweep_pairs} pairs each, pairs/s:", "", *parts, ""])

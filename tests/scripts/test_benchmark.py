@@ -26,9 +26,9 @@ from benchmarking.workloads import (
     Workload,
     make_workload,
 )
+from support.tiny_tokenizer import tiny_tokenizer
 
 from dpo_pack.packing.lengths import causal_area
-from tests.support.tiny_tokenizer import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
