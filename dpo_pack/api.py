@@ -213,6 +213,34 @@ def evaluate(
         return sets
 
 
+def audit(
+    recipe: AnyRecipe,
+    *,
+    folds: int = 0,
+    train_pairs: int = 20_000,
+    lr: float | None = None,
+    output: AnyPath | None = None,
+    quiet: bool = False,
+    command: Sequence[str] | None = None,
+    **overrides: Any,
+) -> Path:
+    """Writes a row for each training pair, and a page, to `output`: None is audit/audit.parquet in
+    `output_dir`. Returns the path.
+
+    folds: 2 or more: models that are trained on the other folds score each pair; 0: nothing is trained.
+    train_pairs: the most pairs that such a model trains on. lr: its learning rate.
+    """
+    with _on_every_rank(recipe, overrides, command, quiet=quiet) as (loaded, console):
+        from dpo_pack.audits.audit import audit_pairs
+        from dpo_pack.run.setup import prepare
+        from dpo_pack.trainer import train as run_training
+
+        path = Path(output or loaded.output_dir / "audit" / "audit.parquet")
+        options: dict[str, Any] = {"num_folds": folds, "train_pairs": train_pairs, "lr": lr}
+        audit_pairs(prepare(loaded, console), path, train=run_training, **options)
+    return path
+
+
 def inspect_packing(
     recipe: AnyRecipe,
     *,

@@ -22,6 +22,7 @@ ROOMS = (
     "commands",
     "api",
     "trainer",
+    "audits",
     "reports",
     "run",
     "online",

@@ -299,6 +299,38 @@ def evaluate(
 
 
 @app.command()
+def audit(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    folds: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Score each pair by models that have not seen it; 2 is enough."
+        ),
+    ] = 0,
+    train_pairs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="With --folds: a model trains on at most N pairs.")
+    ] = 20_000,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="With --folds: its rate.", show_default="the recipe's, if it has an adapter"),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default="output_dir/audit/audit.parquet", help="The audit."),
+    ] = None,
+) -> None:
+    """Find training pairs that are wrong, or only long.
+
+    Writes a row for each pair: duplicates, contradictions, lengths, the reference's margin, what a finished
+    run in output_dir logged of it. With --folds, adapters train on the other pairs and say how improbable its
+    label is. data.train.N.keep trains on the pairs that such a file names. docs/audit.md defines the columns.
+    """
+    options: dict[str, Any] = {"folds": folds, "train_pairs": train_pairs, "lr": lr, "output": output}
+    api.audit(_load(recipe, overrides), command=_own_command(), **options)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="The output_dir of one or more runs.")],
     output: Annotated[

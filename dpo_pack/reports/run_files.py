@@ -201,13 +201,16 @@ def _texts(run: Json, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], 
             store = open_store(Path(source.get("token_store", "None")))  # "None": tokens are not on disk
             for table in () if store is None else (PairTable.of([part]) for part in store.ranges or (store,)):
                 for pair in np.flatnonzero(np.isin(table.row_numbers, rows)).tolist():
-                    group = table.group(pair)
-                    parts = [group.context, *group.completions]
-                    decoded = [tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in parts]
-                    texts[source["name"], int(table.row_numbers[pair])] = dict(
-                        zip(("prompt", "chosen", "rejected"), map(_shortened, decoded), strict=True)
-                    )
+                    texts[source["name"], int(table.row_numbers[pair])] = pair_texts(table, pair, tokenizer)
     return texts
+
+
+def pair_texts(table: PairTable, pair: int, tokenizer: Any) -> dict[str, str]:
+    """Returns prompt, chosen and rejected of a pair, shortened. Raises CacheError."""
+    group = table.group(pair)
+    parts = [group.context, *group.completions]
+    decoded = [tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in parts]
+    return dict(zip(("prompt", "chosen", "rejected"), map(_shortened, decoded), strict=True))
 
 
 def _shortened(text: str) -> str:

@@ -1,0 +1,275 @@
+"""`dpopack audit`: a row for each training pair. What is known of it for nothing, what a finished run logged
+of it, and with folds what a model says that has not seen it: an adapter that was trained on other pairs.
+
+Legend: P training pairs. Columns of audit.parquet have [P] values, docs/audit.md defines them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from rich.console import Console
+
+from dpo_pack.audits.statistics import NEGATED, NUM_DRAWS, calibration, certainty, divide, sigmoid, swap_test
+from dpo_pack.data.store import PairTable, content_key, distinct_keys
+from dpo_pack.model.facts import ModelFacts
+from dpo_pack.model.scorer import LoadedModel
+from dpo_pack.packing.lengths import ADAPTER_PASSES, FloatArray, IntArray
+from dpo_pack.recipe.data import source_names
+from dpo_pack.recipe.load import INFO_FILE, is_adapter, parse_recipe
+from dpo_pack.reports.pages import render_page
+from dpo_pack.reports.run_files import pair_texts
+from dpo_pack.reports.tables import Cells, terminal_table
+from dpo_pack.run.models import Setup, resolve_model
+from dpo_pack.run.pairs import ReferencePass, prepare_reference, row_builder
+from dpo_pack.run.run_dir import PARTS, input_fingerprints
+from dpo_pack.run.setup import load_proved
+from dpo_pack.system import ranks
+from dpo_pack.system.console import format_seconds, shown
+from dpo_pack.system.errors import DataError
+from dpo_pack.system.files import discard, read_json, write_text_atomically, written_aside
+from dpo_pack.system.machine import release_memory
+from dpo_pack.training.health import with_interval
+
+FEWEST_PAIRS, DEFAULT_LR = 500, 2e-5  # of folds
+_TIMED_PAIRS, _MOST_TEXTS = 32, 30  # of each list on the page
+CAVEATS = (
+    "Where labels are wrong already, these AUROCs are lower bounds: a swap makes a wrong label right. Random "
+    "swaps, though, are easier to find than people's errors, which are about pairs that are hard to judge."
+)
+Columns = dict[str, Any]
+Train = Callable[..., object]  # trainer.train, which is above this room
+
+
+def audit_pairs(
+    setup: Setup, output: Path, *, num_folds: int, train_pairs: int, lr: float | None, train: Train
+) -> None:
+    """Writes the audit, and its page beside it; prints its tables. Without folds, nothing is trained. Every
+    rank must call it. Raises DataError."""
+    table, console, seed = setup.data.train, setup.console, setup.recipe.seed
+    folds = folds_of(table, num_folds, seed) if num_folds else None
+    logps = prepare_reference(setup, tables=[table]).values.of(table)
+    looks, note = look_columns(setup)
+    columns, cells, order = pair_columns(setup, logps) | looks, dict[str, Cells](), ("row", "ascending")
+    if folds is not None:
+        runs = output.with_name(".folds")
+        margins = unseen_margins(setup, logps, folds, train_pairs=train_pairs, lr=lr, runs=runs, train=train)
+        unseen, cells = fold_columns(margins, columns["length_gap"], folds, seed)
+        columns, order = columns | unseen, ("p_wrong", "descending")
+    pairs = pa.table(columns)
+    marks = _marks(pairs)
+    counts = [(what, f"{pc.sum(mask).as_py() or 0:,}") for what, mask in marks.items()]
+    dropped = (source["dropped"] for source in setup.data.report["train"]["sources"])
+    equal = sum(reasons.get("identical_after_truncation", {"rows": 0})["rows"] for reasons in dropped)
+    counts.append(("left out, because both answers are equal after truncation", f"{equal:,}"))
+    cells = {f"Of {table.num_pairs:,} pairs": Cells(("", "pairs"), counts), **cells}
+    notes = [*([note] if note else []), *([CAVEATS] if folds is not None else [])]
+    numbered = pairs.append_column("at", pa.array(np.arange(table.num_pairs)))
+    lists = {
+        what: numbered.filter(mask).sort_by([order]).slice(0, _MOST_TEXTS).to_pylist()
+        for what, mask in marks.items()
+    }
+
+    def write() -> None:
+        page: Any = {"path": output, "cells": cells, "notes": notes, "lists": lists}
+        page["texts_of"] = lambda at: pair_texts(table, at, setup.tokenizer)
+        text = render_page("audit.html.jinja", **page)
+        with written_aside(output) as temporary:
+            pq.write_table(pairs, temporary, write_page_checksum=True)
+        write_text_atomically(output.with_suffix(".html"), text)
+
+    ranks.first_does_for_all(write)
+    for part in (*(terminal_table(title, each) for title, each in cells.items()), *notes):
+        console.print(part)
+    console.print(f"Audit: {output}; page: {output.with_suffix('.html')}")
+
+
+def _marks(pairs: pa.Table) -> dict[str, Any]:
+    """Returns [P] booleans by what they say of a pair."""
+    marks: dict[str, Any] = {}
+    if "p_wrong" in pairs.column_names:
+        marks["improbable: p_wrong above 0.5"] = pc.greater(pairs["p_wrong"], 0.5)
+        marks["improbable, and explained by length"] = pairs["longer_explains"]
+    if "never_learned" in pairs.column_names:
+        marks["never learned at two looks or more"] = pairs["never_learned"]
+    return {
+        **marks,
+        "contradicted by another pair": pairs["contradicted_by"].is_valid(),
+        "the rejected answer has the higher score": pc.less(pairs["score_margin"], 0),
+        "duplicates of an earlier pair": pairs["duplicate_of"].is_valid(),
+        "of these, equal only after truncation": pairs["equal_after_truncation"],
+    }
+
+
+def pair_columns(setup: Setup, logps: FloatArray) -> Columns:
+    """Returns what is known without training. logps: [P, (chosen, rejected)] of the reference, in nats."""
+    table, sources = setup.data.train, source_names(setup.recipe.data.train)
+    source = [sources[number] for number in table.source_indices]
+    names = [f"{name} row {row}" for name, row in zip(source, table.row_numbers, strict=True)]
+    sides = [table.chosen_keys, table.rejected_keys]
+    both = [np.concatenate(keys, axis=1) for keys in (sides, sides[::-1])]  # the second: answers exchanged
+    first, number = distinct_keys(np.concatenate(both))
+    same, opposite = first[number].reshape(2, -1)  # [P] the first pair that has these tokens
+    is_copy = same < np.arange(len(same))
+    return {
+        "source": source,
+        "row": table.row_numbers.astype(np.int64),
+        "pair": table.pair_names,
+        "reference_margin": logps[:, 0] / table.chosen_scored - logps[:, 1] / table.rejected_scored,
+        "chosen_tokens": table.chosen_lengths,
+        "rejected_tokens": table.rejected_lengths,
+        "length_gap": table.chosen_lengths - table.rejected_lengths,
+        "score_margin": pa.array(table.score_margins, from_pandas=True),  # null: there is none
+        "equal_after_truncation": is_copy & (table.pair_keys != table.pair_keys[same]).any(axis=1),
+        "duplicate_of": pa.array([names[at] for at in same], mask=~is_copy),
+        "contradicted_by": pa.array([names[at % len(same)] for at in opposite], mask=opposite >= len(same)),
+    }
+
+
+def look_columns(setup: Setup) -> tuple[Columns, str]:
+    """Returns what the finished run in `output_dir` logged of each pair each time that it trained on it, and
+    a sentence about what is not said."""
+    table, recipe, root = setup.data.train, setup.recipe, setup.recipe.output_dir
+    info, path = read_json(root / INFO_FILE) or {}, root / PARTS["pairs"]
+    if info.get("status") != "finished" or not path.is_dir():
+        return {}, f"No margins of a run: {root} has no finished run with {path.name}."
+    keys = [f"data.train.{number}.path" for number in range(len(recipe.data.train))]
+    now, then = input_fingerprints(recipe, keys), info.get("inputs", {})
+    changed = [f"{key} ({recipe.inputs[key]})" for key in keys if now[key] != then.get(key)]
+    if changed or info["fingerprints"]["data"] != setup.data.fingerprint:
+        what = ", ".join(changed) or "keys of data"
+        return {}, f"No margins of the run in {root}: its pairs are not these; changed since: {what}."
+    lines = pq.read_table(path, columns=["source", "row", "step", "margin", "loss"])
+    sources = pa.array(source_names(recipe.data.train))
+    source = pc.index_in(lines["source"].cast("string"), value_set=sources).to_numpy()
+    most = int(table.row_numbers.max()) + 1
+    known = table.source_indices.astype(np.int64) * most + table.row_numbers  # ascending
+    places = np.searchsorted(known, source * most + lines["row"].to_numpy())
+    order = np.lexsort((lines["step"].to_numpy(), places))
+    lines, places = lines.take(pa.array(order)), places[order]
+    counts = np.bincount(places, minlength=table.num_pairs)
+    learned = np.bincount(places, lines["margin"].to_numpy() > 0, table.num_pairs)
+    offsets = pa.array(np.append(0, np.cumsum(counts)).astype(np.int32))
+    looks: Columns = {
+        name: pa.ListArray.from_arrays(offsets, lines[name].combine_chunks()) for name in ("margin", "loss")
+    }
+    looks["never_learned"] = pa.array(learned == 0, mask=counts < 2)
+    return looks, "" if counts.max() > 1 else "Never learned is not said: the run had one look at each pair."
+
+
+# ------------------------------------------------------------------------- models that have not seen the pair
+
+
+def folds_of(table: PairTable, num_folds: int, seed: int) -> IntArray:
+    """Returns the fold of each pair, [P]. Pairs with a prompt in common, as written or as tokens, are in one
+    fold; so are pairs with a completion in common, because its key has the prompt in it. Raises DataError."""
+    if table.num_pairs < FEWEST_PAIRS:
+        what = f"--folds: {table.num_pairs:,} pairs are too few to train models on a part of them"
+        raise DataError(f"{what}, {FEWEST_PAIRS} are enough; leave --folds out, the rest needs no minimum")
+    keys = [distinct_keys(kind)[1] for kind in (table.prompt_keys, table.whole_prompt_keys)]
+    folds = divide(keys, num_folds, seed)
+    if table.num_pairs - (largest := int(np.bincount(folds).max())) < FEWEST_PAIRS / 4:
+        what = f"--folds: {largest:,} of {table.num_pairs:,} pairs belong together by their prompts"
+        raise DataError(f"{what}, so too few are left to train on; set data.train.*.columns.prompt")
+    return folds
+
+
+def unseen_margins(
+    setup: Setup,
+    logps: FloatArray,
+    folds: IntArray,
+    *,
+    train_pairs: int,
+    lr: float | None,
+    runs: Path,
+    train: Train,
+) -> FloatArray:
+    """Returns the margin of each pair in nats, [P], of an adapter that `train` trains on pairs of the other
+    folds, at most `train_pairs`. logps: of the reference. After a stop the runs in `runs` go on."""
+    table, recipe, console, quiet = setup.data.train, setup.recipe, setup.console, Console(quiet=True)
+    tree, has_adapter = recipe.model_dump(mode="json"), recipe.model.lora or is_adapter(recipe.model.path)
+    tree["model"]["lora"] = tree["model"]["lora"] if has_adapter else {"r": 16, "alpha": 32}
+    tree["optim"]["lr"] = lr or (recipe.optim.lr if has_adapter else DEFAULT_LR)
+    tree["logging"], tree["data"]["eval"] = {"samples": None, "pairs": False}, []
+    tree |= {"train": {}, "checkpoint": {}, "export": {"verify": "none"}}
+    _, same, sizes = np.unique(table.pair_names, return_inverse=True, return_counts=True)
+    rng, num_folds = np.random.default_rng(recipe.seed), int(folds.max()) + 1
+    orders = [rng.permutation(np.unique(same[folds != fold])) for fold in range(num_folds)]  # of equal pairs
+    used = [np.isin(same, order[np.cumsum(sizes[order]) <= train_pairs]) for order in orders]  # [P] each
+    root = runs / content_key([tree, folds.tolist(), train_pairs, logps.sum()])
+
+    def score(facts: ModelFacts, where: Path, pairs: PairTable, loaded: LoadedModel | None) -> ReferencePass:
+        facts = replace(facts, cache_dir=where, processor=setup.policy_facts.processor)
+        return prepare_reference(replace(setup, console=quiet, reference_facts=facts), loaded, tables=[pairs])
+
+    def begin() -> None:
+        discard(root / "timed")
+        with written_aside(root / "used.parquet") as temporary:
+            names = {"pair": table.pair_names}
+            pq.write_table(
+                pa.table(names | {str(n): pa.array(of * 1) for n, of in enumerate(used)}), temporary
+            )
+
+    ranks.first_does_for_all(begin)
+    sample, tokens = rng.permutation(table.num_pairs)[:_TIMED_PAIRS], row_builder(setup, table).sizes().tokens
+    timed = score(setup.policy_facts, root / "timed", table.select(sample), load_proved(setup))
+    passes = table.num_pairs + ADAPTER_PASSES * sum(int(of.sum()) for of in used)
+    seconds = timed.seconds / tokens[sample].sum() * tokens.mean() * passes
+    console.print(
+        f"{num_folds} folds: an adapter ({tree['model']['lora'] or recipe.model.path}, optim.lr "
+        f"{tree['optim']['lr']:g}) trains on {used[0].sum():,} other pairs and scores the fold; about "
+        f"{format_seconds(seconds)} in all"
+    )
+    margins = np.zeros(table.num_pairs)
+    for fold in range(num_folds):
+        keep = {"keep": {"from": str(root / "used.parquet"), "by": str(fold), "above": 0.5}, "share": None}
+        sources = np.unique(table.source_indices[used[fold]]).tolist()
+        data = {**tree["data"], "train": [tree["data"]["train"][source] | keep for source in sources]}
+        with shown(console, f"Fold {fold + 1}: training on {used[fold].sum():,} pairs"):
+            train(parse_recipe({**tree, "output_dir": str(root / str(fold)), "data": data}), quiet)
+        release_memory()
+        here = np.flatnonzero(folds == fold)
+        with shown(console, f"Fold {fold + 1}: scoring {len(here):,} pairs"):
+            facts = resolve_model(recipe, setup.device, str(root / str(fold) / "model"), recipe_key="--folds")
+            part = table.select(here)
+            found = score(facts, root, part, None).values.of(part) - logps[here]
+        margins[here] = found[:, 0] - found[:, 1]
+    ranks.only_first_does(lambda: discard(runs))
+    return margins
+
+
+def fold_columns(
+    margins: FloatArray, length_gaps: IntArray, folds: IntArray, seed: int
+) -> tuple[Columns, dict[str, Cells]]:
+    """Returns what models say that have not seen the pair, and tables of how far to believe it. margins: [P]
+    in nats."""
+    z, of_length = certainty(margins, folds), certainty(length_gaps, folds)
+    p_wrong = sigmoid(-z)
+    found = swap_test((z, of_length), np.abs(length_gaps), seed)
+    scores = ("p_wrong", "the length gap alone", "|length_gap|")
+    rows = [
+        (score, with_interval(mean, bounds)) for score, (mean, *bounds) in zip(scores, found, strict=True)
+    ]
+    bins = [(f"{sure:.3f}", f"{agrees:.3f}", f"{num:,}") for num, sure, agrees in calibration(z)]
+    longer_explains = (sigmoid(-of_length) < 0.3) & (p_wrong > 0.5)
+    columns = {
+        "fold": folds,
+        "unseen_margin": margins,
+        "p_wrong": p_wrong,
+        "longer_explains": longer_explains,
+    }
+    return columns, {
+        f"{NEGATED:.0%} of the labels swapped, {NUM_DRAWS} draws: what finds them?": Cells(
+            ("score", "AUROC (95 % of the draws)"), rows
+        ),
+        "Calibration, in tenths of the pairs": Cells(
+            ("the model's probability of the answer it prefers", "labels that say the same", "pairs"), bins
+        ),
+    }
