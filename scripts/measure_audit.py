@@ -1,4 +1,4 @@
-"""Measures `dpopack audit` on pairs of which a fifth is swapped: how well p_wrong finds them, beside length, and
+"""Measures `dpopack audit` on pairs of which a fifth is swapped: how well p_wrong finds them, beside length;
 whether training on the better half beats training on as many random pairs.
 
     python scripts/measure_audit.py quickstart             # the quickstart's model and pairs; docs/audit.md
@@ -42,7 +42,7 @@ def write_swapped(rows: list[dict[str, Any]], path: Path) -> np.ndarray[Any, np.
 
 def audit(recipe: dict[str, Any], wrong: np.ndarray[Any, Any], lr: float | None, folds: int) -> Path:
     """Audits the recipe and prints how well its columns find the swapped pairs."""
-    path = dpo_pack.audit(recipe, folds=folds, lr=lr)
+    path: Path = dpo_pack.audit(recipe, folds=folds, lr=lr)
     found = pq.read_table(path)
     is_wrong = wrong[found["row"].to_numpy() - 1]
     gaps = found["length_gap"].to_numpy().astype(np.float64)

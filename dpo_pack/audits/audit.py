@@ -6,6 +6,7 @@ Legend: P training pairs. Columns of audit.parquet have [P] values, docs/audit.m
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +20,16 @@ from rich.console import Console
 
 from dpo_pack.audits.statistics import NEGATED, NUM_DRAWS, calibration, certainty, divide, sigmoid, swap_test
 from dpo_pack.data.store import PairTable, content_key, distinct_keys
-from dpo_pack.model.facts import ModelFacts
-from dpo_pack.model.scorer import LoadedModel
 from dpo_pack.packing.lengths import ADAPTER_PASSES, FloatArray, IntArray
 from dpo_pack.recipe.data import source_names
 from dpo_pack.recipe.load import INFO_FILE, is_adapter, parse_recipe
+from dpo_pack.reference.cache import FrozenReference
 from dpo_pack.reports.pages import render_page
 from dpo_pack.reports.run_files import pair_texts
 from dpo_pack.reports.tables import Cells, terminal_table
+from dpo_pack.run.evaluate import evaluate_pairs
 from dpo_pack.run.models import Setup, resolve_model
-from dpo_pack.run.pairs import ReferencePass, prepare_reference, row_builder
+from dpo_pack.run.pairs import prepare_reference, row_builder
 from dpo_pack.run.run_dir import PARTS, input_fingerprints
 from dpo_pack.run.setup import load_proved
 from dpo_pack.system import ranks
@@ -37,6 +38,8 @@ from dpo_pack.system.errors import DataError
 from dpo_pack.system.files import discard, read_json, write_text_atomically, written_aside
 from dpo_pack.system.machine import release_memory
 from dpo_pack.training.health import with_interval
+from dpo_pack.training.metrics import pair_metrics
+from dpo_pack.training.references import CachedReference
 
 FEWEST_PAIRS, DEFAULT_LR = 500, 2e-5  # of folds
 _TIMED_PAIRS, _MOST_TEXTS = 32, 30  # of each list on the page
@@ -44,6 +47,7 @@ CAVEATS = (
     "Where labels are wrong already, these AUROCs are lower bounds: a swap makes a wrong label right. Random "
     "swaps, though, are easier to find than people's errors, which are about pairs that are hard to judge."
 )
+QUIET = Console(quiet=True)
 Columns = dict[str, Any]
 Train = Callable[..., object]  # trainer.train, which is above this room
 
@@ -55,12 +59,16 @@ def audit_pairs(
     rank must call it. Raises DataError."""
     table, console, seed = setup.data.train, setup.console, setup.recipe.seed
     folds = folds_of(table, num_folds, seed) if num_folds else None
-    logps = prepare_reference(setup, tables=[table]).values.of(table)
+    reference = prepare_reference(setup, tables=[table]).values
     looks, note = look_columns(setup)
-    columns, cells, order = pair_columns(setup, logps) | looks, dict[str, Cells](), ("row", "ascending")
+    columns, cells, order = (
+        pair_columns(setup, reference.of(table)) | looks,
+        dict[str, Cells](),
+        ("row", "ascending"),
+    )
     if folds is not None:
-        runs = output.with_name(".folds")
-        margins = unseen_margins(setup, logps, folds, train_pairs=train_pairs, lr=lr, runs=runs, train=train)
+        options: Any = {"train_pairs": train_pairs, "lr": lr, "runs": output.with_name(".folds")}
+        margins = unseen_margins(setup, reference, folds, train=train, **options)
         unseen, cells = fold_columns(margins, columns["length_gap"], folds, seed)
         columns, order = columns | unseen, ("p_wrong", "descending")
     pairs = pa.table(columns)
@@ -81,8 +89,7 @@ def audit_pairs(
         page: Any = {"path": output, "cells": cells, "notes": notes, "lists": lists}
         page["texts_of"] = lambda at: pair_texts(table, at, setup.tokenizer)
         text = render_page("audit.html.jinja", **page)
-        with written_aside(output) as temporary:
-            pq.write_table(pairs, temporary, write_page_checksum=True)
+        _write(output, pairs)
         write_text_atomically(output.with_suffix(".html"), text)
 
     ranks.first_does_for_all(write)
@@ -142,7 +149,7 @@ def look_columns(setup: Setup) -> tuple[Columns, str]:
         return {}, f"No margins of a run: {root} has no finished run with {path.name}."
     keys = [f"data.train.{number}.path" for number in range(len(recipe.data.train))]
     now, then = input_fingerprints(recipe, keys), info.get("inputs", {})
-    changed = [f"{key} ({recipe.inputs[key]})" for key in keys if now[key] != then.get(key)]
+    changed = [f"{key} ({recipe.inputs[key]})" for key in keys if now[key] != then.get(key, now[key])]
     if changed or info["fingerprints"]["data"] != setup.data.fingerprint:
         what = ", ".join(changed) or "keys of data"
         return {}, f"No margins of the run in {root}: its pairs are not these; changed since: {what}."
@@ -176,14 +183,15 @@ def folds_of(table: PairTable, num_folds: int, seed: int) -> IntArray:
     keys = [distinct_keys(kind)[1] for kind in (table.prompt_keys, table.whole_prompt_keys)]
     folds = divide(keys, num_folds, seed)
     if table.num_pairs - (largest := int(np.bincount(folds).max())) < FEWEST_PAIRS / 4:
-        what = f"--folds: {largest:,} of {table.num_pairs:,} pairs belong together by their prompts"
-        raise DataError(f"{what}, so too few are left to train on; set data.train.*.columns.prompt")
+        what = f"--folds {num_folds}: {largest:,} of {table.num_pairs:,} pairs are in one fold"
+        remedy = "take more folds, or set data.train.*.columns.prompt: pairs of one prompt stay together"
+        raise DataError(f"{what}, so too few are left to train on; {remedy}")
     return folds
 
 
 def unseen_margins(
     setup: Setup,
-    logps: FloatArray,
+    reference: FrozenReference,
     folds: IntArray,
     *,
     train_pairs: int,
@@ -192,8 +200,8 @@ def unseen_margins(
     train: Train,
 ) -> FloatArray:
     """Returns the margin of each pair in nats, [P], of an adapter that `train` trains on pairs of the other
-    folds, at most `train_pairs`. logps: of the reference. After a stop the runs in `runs` go on."""
-    table, recipe, console, quiet = setup.data.train, setup.recipe, setup.console, Console(quiet=True)
+    folds, at most `train_pairs`. After a stop, the runs in `runs` go on; at the end they are removed."""
+    table, recipe, console = setup.data.train, setup.recipe, setup.console
     tree, has_adapter = recipe.model_dump(mode="json"), recipe.model.lora or is_adapter(recipe.model.path)
     tree["model"]["lora"] = tree["model"]["lora"] if has_adapter else {"r": 16, "alpha": 32}
     tree["optim"]["lr"] = lr or (recipe.optim.lr if has_adapter else DEFAULT_LR)
@@ -203,46 +211,52 @@ def unseen_margins(
     rng, num_folds = np.random.default_rng(recipe.seed), int(folds.max()) + 1
     orders = [rng.permutation(np.unique(same[folds != fold])) for fold in range(num_folds)]  # of equal pairs
     used = [np.isin(same, order[np.cumsum(sizes[order]) <= train_pairs]) for order in orders]  # [P] each
-    root = runs / content_key([tree, folds.tolist(), train_pairs, logps.sum()])
-
-    def score(facts: ModelFacts, where: Path, pairs: PairTable, loaded: LoadedModel | None) -> ReferencePass:
-        facts = replace(facts, cache_dir=where, processor=setup.policy_facts.processor)
-        return prepare_reference(replace(setup, console=quiet, reference_facts=facts), loaded, tables=[pairs])
-
-    def begin() -> None:
-        discard(root / "timed")
-        with written_aside(root / "used.parquet") as temporary:
-            names = {"pair": table.pair_names}
-            pq.write_table(
-                pa.table(names | {str(n): pa.array(of * 1) for n, of in enumerate(used)}), temporary
-            )
-
-    ranks.first_does_for_all(begin)
-    sample, tokens = rng.permutation(table.num_pairs)[:_TIMED_PAIRS], row_builder(setup, table).sizes().tokens
-    timed = score(setup.policy_facts, root / "timed", table.select(sample), load_proved(setup))
+    timed, tokens = rng.permutation(table.num_pairs)[:_TIMED_PAIRS], row_builder(setup, table).sizes().tokens
+    _, seconds = _score(setup, None, reference, timed, "Measuring the time of some pairs")
     passes = table.num_pairs + ADAPTER_PASSES * sum(int(of.sum()) for of in used)
-    seconds = timed.seconds / tokens[sample].sum() * tokens.mean() * passes
+    seconds *= tokens.mean() * passes / tokens[timed].sum()
     console.print(
         f"{num_folds} folds: an adapter ({tree['model']['lora'] or recipe.model.path}, optim.lr "
         f"{tree['optim']['lr']:g}) trains on {used[0].sum():,} other pairs and scores the fold; about "
         f"{format_seconds(seconds)} in all"
     )
+    root = runs / content_key([tree, folds.tolist(), train_pairs, reference.fingerprint()])
+    columns = {"pair": table.pair_names, **{str(fold): of * 1.0 for fold, of in enumerate(used)}}
+    ranks.first_does_for_all(lambda: _write(root / "used.parquet", pa.table(columns)))
     margins = np.zeros(table.num_pairs)
     for fold in range(num_folds):
         keep = {"keep": {"from": str(root / "used.parquet"), "by": str(fold), "above": 0.5}, "share": None}
         sources = np.unique(table.source_indices[used[fold]]).tolist()
         data = {**tree["data"], "train": [tree["data"]["train"][source] | keep for source in sources]}
-        with shown(console, f"Fold {fold + 1}: training on {used[fold].sum():,} pairs"):
-            train(parse_recipe({**tree, "output_dir": str(root / str(fold)), "data": data}), quiet)
-        release_memory()
-        here = np.flatnonzero(folds == fold)
-        with shown(console, f"Fold {fold + 1}: scoring {len(here):,} pairs"):
-            facts = resolve_model(recipe, setup.device, str(root / str(fold) / "model"), recipe_key="--folds")
-            part = table.select(here)
-            found = score(facts, root, part, None).values.of(part) - logps[here]
-        margins[here] = found[:, 0] - found[:, 1]
+        with shown(console, f"Fold {fold + 1}: training on {used[fold].sum():,} other pairs"):
+            train(parse_recipe({**tree, "output_dir": str(root / str(fold)), "data": data}), QUIET)
+        path, here = str(root / str(fold) / "model"), np.flatnonzero(folds == fold)
+        margins[here], _ = _score(setup, path, reference, here, f"Fold {fold + 1}: scoring")
     ranks.only_first_does(lambda: discard(runs))
     return margins
+
+
+def _score(
+    setup: Setup, adapter: str | None, reference: FrozenReference, pairs: IntArray, work: str
+) -> tuple[FloatArray, float]:
+    """Returns the pairs' margins in nats, and the seconds of the pass."""
+    release_memory()
+    facts = adapter and resolve_model(setup.recipe, setup.device, adapter, recipe_key="--folds")
+    facts = facts and replace(facts, processor=setup.policy_facts.processor)
+    scorer, table = (
+        load_proved(replace(setup, console=QUIET), facts or None).scorer,
+        setup.data.train.select(pairs),
+    )
+    builder, begun = row_builder(setup, table, CachedReference(lookup=reference.of)), time.monotonic()
+    with shown(setup.console, work, "pairs", len(pairs)) as bar:
+        budget, objective = setup.reference_token_budget, setup.objective
+        values = evaluate_pairs(scorer, builder, objective, token_budget=budget, progress=bar.advance)
+    return pair_metrics(values, beta=1.0)["rewards/margins"].cpu().numpy(), time.monotonic() - begun
+
+
+def _write(path: Path, pairs: pa.Table) -> None:
+    with written_aside(path) as temporary:
+        pq.write_table(pairs, temporary, write_page_checksum=True)
 
 
 def fold_columns(

@@ -48,13 +48,14 @@ def slope(values: FloatArray) -> float:
     return low
 
 
-def certainty(values: FloatArray, folds: IntArray) -> FloatArray:
+def certainty(values: FloatArray | IntArray, folds: IntArray) -> FloatArray:
     """Returns z, [P]: each value in standard deviations of its fold, times the slope of the other folds."""
-    scaled = values.astype(np.float64)
+    scaled: FloatArray = values.astype(np.float64)
     for fold in range(folds.max() + 1):
         scaled[folds == fold] /= scaled[folds == fold].std() or 1.0
     slopes = [slope(scaled[folds != fold]) for fold in range(folds.max() + 1)]
-    return scaled * np.array(slopes)[folds]
+    scaled *= np.array(slopes)[folds]
+    return scaled
 
 
 def auroc(scores: FloatArray, is_wrong: Bools) -> float:
@@ -74,8 +75,9 @@ def swap_test(signed: Sequence[FloatArray], unsigned: FloatArray, seed: int) -> 
         is_wrong[rng.permutation(len(unsigned))[: max(1, round(NEGATED * len(unsigned)))]] = True
         scores = [*(np.where(is_wrong, score, -score) for score in signed), unsigned]
         found.append([auroc(score, is_wrong) for score in scores])
-    quantiles = np.quantile(found, (0.025, 0.975), axis=0)
-    return np.column_stack((np.mean(found, axis=0), quantiles.T)).tolist()
+    bounds = np.quantile(found, (0.025, 0.975), axis=0)
+    rows: list[list[float]] = np.vstack((np.mean(found, axis=0), bounds)).T.tolist()
+    return rows
 
 
 def calibration(z: FloatArray) -> list[tuple[int, float, float]]:

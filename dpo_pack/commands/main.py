@@ -303,11 +303,8 @@ def audit(
     recipe: RecipeFile,
     overrides: Overrides = None,
     folds: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, help="Score each pair by models that have not seen it; 2 is enough."
-        ),
-    ] = 0,
+        int | None, typer.Option(metavar="N", min=2, help="Score pairs by models that have not seen them.")
+    ] = None,
     train_pairs: Annotated[
         int, typer.Option(metavar="N", min=1, help="With --folds: a model trains on at most N pairs.")
     ] = 20_000,
@@ -326,7 +323,7 @@ def audit(
     run in output_dir logged of it. With --folds, adapters train on the other pairs and say how improbable its
     label is. data.train.N.keep trains on the pairs that such a file names. docs/audit.md defines the columns.
     """
-    options: dict[str, Any] = {"folds": folds, "train_pairs": train_pairs, "lr": lr, "output": output}
+    options: dict[str, Any] = {"folds": folds or 0, "train_pairs": train_pairs, "lr": lr, "output": output}
     api.audit(_load(recipe, overrides), command=_own_command(), **options)
 
 

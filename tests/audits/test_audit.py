@@ -167,7 +167,7 @@ def test_pairs_of_one_prompt_are_never_separated(recipe: Path, monkeypatch: pyte
     same = [{**row, "prompt": "ask"} for row in rows]
     write_rows(recipe.parent / "pairs.jsonl", same)
     table = prepare(load_recipe(recipe), Console(quiet=True)).data.train
-    with pytest.raises(dpo_pack.DpoPackError, match=r"--folds: 600 of 600 pairs belong together"):
+    with pytest.raises(dpo_pack.DpoPackError, match=r"^--folds 2: 600 of 600 pairs are in one fold"):
         folds_of(table, 2, seed=1)
 
 
@@ -206,15 +206,16 @@ def test_what_unseen_models_say_is_what_their_adapters_give(
             assert report["train"]["pairs"] == 7
             trained = yaml.safe_load((run / "recipe.yaml").read_text())
             assert trained["optim"]["lr"] == 1e-2 and trained["data"]["eval"] == []
-            base = AutoModelForCausalLM.from_pretrained(home / "model")
-            after = completion_logps_one_by_one(PeftModel.from_pretrained(base, run / "model"), sequences)
+            base: Any = AutoModelForCausalLM.from_pretrained(home / "model")
+            adapted: Any = PeftModel.from_pretrained(base, run / "model")
+            after = completion_logps_one_by_one(adapted, sequences)
             ratios = after.view(-1, 2) - before
             for row, ratio in zip(found, ratios.tolist(), strict=True):
                 if row["fold"] == fold:
                     assert row["unseen_margin"] == pytest.approx(ratio[0] - ratio[1], abs=1e-3)
     margins, folds = (np.array([row[name] for row in found]) for name in ("unseen_margin", "fold"))
     assert margins.std() > 0.01
-    probabilities = {}
+    probabilities: dict[str, list[float]] = {}
     for name, values in (("p_wrong", margins), ("length", np.array([row["length_gap"] for row in found]))):
         scaled = [value / values[folds == fold].std() for value, fold in zip(values, folds, strict=True)]
         probabilities[name] = []
