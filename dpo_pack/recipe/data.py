@@ -11,20 +11,24 @@ from dpo_pack.recipe import types
 # The suffixes that data/readers.py reads.
 DATA_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow", ".csv", ".csv.gz")
 IMAGE_FIELDS = ("images", "image")  # a list, or one; read with model.images
-_MESSAGE_FIELDS = ("system", "weight", "tools", "chat_template_kwargs", *IMAGE_FIELDS)
+# Both scores, or the difference of chosen and rejected; read only if `columns` names them.
+SCORE_FIELDS = ("chosen_score", "rejected_score", "score_margin")
+_FIELDS = ("system", "weight", "tools", "chat_template_kwargs", *IMAGE_FIELDS)
+_MESSAGE_FIELDS = (*_FIELDS, *SCORE_FIELDS)
 # The formats of data files, and the fields that data/formats.py reads. `columns` can name these fields.
 FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
-    "preference": ("prompt", "chosen", "rejected", "weight"),
+    "preference": ("prompt", "chosen", "rejected", "weight", *SCORE_FIELDS),
     "conversational": ("prompt", "chosen", "rejected", *_MESSAGE_FIELDS),
     "openai": ("input", "preferred_output", "non_preferred_output", *_MESSAGE_FIELDS),
     "swift": ("messages", "rejected_response", "rejected_messages", *_MESSAGE_FIELDS),
-    "transcript": ("chosen", "rejected", "weight", *IMAGE_FIELDS),
-    "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_weights", "rejected_weights", "weight"),
+    "transcript": ("chosen", "rejected", "weight", *IMAGE_FIELDS, *SCORE_FIELDS),
+    "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_weights", "rejected_weights", "weight",
+                  *SCORE_FIELDS),
     "messages": ("messages", "chosen", "rejected", *_MESSAGE_FIELDS),
     "sharegpt": ("conversations", "chosen", "rejected", *_MESSAGE_FIELDS),
     "alpaca": ("instruction", "input", "history", "chosen", "rejected", *_MESSAGE_FIELDS),
-    "compared": ("prompt", "first", "second", "preference", "better", *_MESSAGE_FIELDS),
-    "ranked": ("prompt", "answers", *_MESSAGE_FIELDS),
+    "compared": ("prompt", "first", "second", "preference", "better", *_FIELDS, "score_margin"),
+    "ranked": ("prompt", "answers", *_FIELDS),
     "pictured": ("prompt", "chosen", "rejected", *_MESSAGE_FIELDS),
 }  # fmt: skip
 if TYPE_CHECKING:
@@ -103,6 +107,8 @@ class SourceRecipe(types.Section):
                 yield f"columns.{field}", f"rows of format {self.format} have {', '.join(known)}"
             elif field in IMAGE_FIELDS and (self.format, self.turns) == ("transcript", "text"):
                 yield f"columns.{field}", "dialogues as text have no images; set turns: messages"
+        if ("score_margin" in (scores := self.columns.keys() & {*SCORE_FIELDS})) != (len(scores) == 1):
+            yield f"columns.{min(scores)}", "give chosen_score and rejected_score, or score_margin alone"
 
 
 class EvalFraction(types.Section):
