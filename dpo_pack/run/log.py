@@ -163,7 +163,8 @@ class RunLog:
 
     def write_evaluation(self, name: str, result: Mapping[str, Any], sentence: str) -> None:
         """Writes the result of one held-out set to metrics.jsonl and trackers, and prints `sentence`."""
-        self._write({"split": "eval", "source": name, "step": self.state.step, **result})
+        seen = {"step": self.state.step, "pairs_seen": self.state.num_pairs}
+        self._write({"split": "eval", "source": name, **seen, **result})
         where = "" if name == HELD_OUT else f" ({name})"
         self.setup.console.print(f"  held out{where} after step {self.state.step}: {sentence}")
 

@@ -144,3 +144,5 @@ def test_pairs_of_a_run_have_the_scores_of_their_rows(tmp_path: Path) -> None:
     for table in (pair_lines(run), pq.read_table(run / "held_out.parquet").to_pylist()):
         scores = {line["row"]: line["score_margin"] for line in table}
         assert scores == {row: (row - 1) / 8 or None for row in range(1, len(scores) + 1)}
+    steps = [(line["step"], line["pairs_seen"]) for line in lines(run, "eval")]
+    assert steps == [(0, 0), (2, 8), (4, 16)]
