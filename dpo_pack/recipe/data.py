@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from annotated_types import Ge, Le, MinLen
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Strict, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Strict, Tag, create_model
 
 from dpo_pack.recipe import types
 
@@ -58,6 +58,44 @@ TemplateOptions = Annotated[
 ]
 
 
+if TYPE_CHECKING:
+    _FromFile = types.Section
+else:  # no class can write the name of this field
+    _path = Field(description="A Parquet file whose column pair has names of pairs, as dpopack audit has.")
+    _FromFile = create_model("_FromFile", __base__=types.Section, **{"from": (types.LocalPath, _path)})
+
+
+class KeepRecipe(_FromFile):
+    """Which pairs of a source are trained on: those that a file names, or some of these."""
+
+    by: types.Name | None = None
+    """Column of numbers in the file, by which part, above and below choose; null: take all named pairs."""
+    part: types.Fraction | None = None
+    """Take this part of the named pairs, in the order of `order`."""
+    order: Literal["largest", "smallest", "random"] | None = None
+    """The pairs to take with part: those with the largest or smallest numbers, or any; the seed decides."""
+    above: float | None = None
+    """Take pairs with a number above this."""
+    below: float | None = None
+    """Take pairs with a number below this."""
+
+    @property
+    def file(self) -> str:
+        return str(self.__dict__["from"])
+
+    def broken_rules(self) -> Iterator[types.Problem]:
+        rest = {key for key in ("by", "part", "order") if self.is_changed(key)}
+        has_bound = self.above is not None or self.below is not None
+        fits = rest == {"by"} if has_bound else rest in (set(), {"by", "part", "order"})
+        if not fits and (has_bound or rest != {"part", "order"} or self.order != "random"):
+            with_part = "with by, part and order (random needs no by)"
+            yield "from", f"goes alone, with by and above or below, or {with_part}"
+
+
+# The keys that choose the pairs to train on, after those that are held out; in this order.
+SELECTING_KEYS = ("max_length_gap", "min_margin", "keep")
+
+
 class SourceRecipe(types.Section):
     """One source of pairs, in data.train or data.eval; a path alone stands for a source with that path."""
 
@@ -92,6 +130,17 @@ class SourceRecipe(types.Section):
     """How often an epoch has each pair, at random for a fraction: 2.5 is twice or three times."""
     share: types.PositiveNumber | None = None
     """Its part of the mixture, beside the other sources' shares: so many first pairs; null: all pairs."""
+    keep: KeepRecipe | None = None
+    """Train only on pairs that a file names, e.g. {from: audit.parquet, by: p_wrong, below: 0.9}."""
+    max_length_gap: types.CountOrZero | None = None
+    """Train only on pairs whose completions differ by at most so many tokens; null: on all."""
+    min_margin: float | None = None
+    """Train only on pairs whose score margin is at least this; null: on all. Needs scores."""
+
+    @property
+    def selecting_keys(self) -> tuple[str, ...]:
+        """The keys that this source has of SELECTING_KEYS."""
+        return tuple(key for key in SELECTING_KEYS if self.is_changed(key))
 
     def broken_rules(self) -> Iterator[types.Problem]:
         if self.turns == "messages" and self.format != "transcript":
@@ -196,9 +245,9 @@ class DataRecipe(types.Section):
                 if name and name in names[:index]:
                     yield f"{part}.{index}.name", f"another source of data.{part} has the name '{name}', too"
         for index, source in enumerate(self.eval_sources):
-            for key in ("weight", "share"):
+            for key in ("weight", "share", *SELECTING_KEYS):
                 if source.is_changed(key):
-                    yield f"eval.{index}.{key}", f"only training sources are mixed by {key}; leave it out"
+                    yield f"eval.{index}.{key}", f"only training sources have {key}; leave it out"
         without = [index for index, source in enumerate(self.train) if source.share is None]
         if 0 < len(without) < len(self.train):
             yield f"train.{without[0]}.share", "other sources have one; give each source a share, or none"
