@@ -28,6 +28,7 @@ from dpo_pack.data.readers import (
     open_files,
     open_tables,
 )
+from dpo_pack.data.selection import select_pairs
 from dpo_pack.data.store import (
     Keys,
     PairTable,
@@ -41,7 +42,7 @@ from dpo_pack.data.store import (
 from dpo_pack.data.tokenization import BEGINNINGS, TOKENIZATION_VERSION, Prompt, tokenizer_fingerprint
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray
-from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, source_names
+from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, SELECTING_KEYS, source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
 from dpo_pack.system.files import Json
@@ -55,7 +56,7 @@ _HUB_KEYS = {"config", "data_dir", "revision"}
 # that somebody forgets to list here costs a new store; it never finds tokens of an old value. The
 # content of a hub data set, which `datasets` names, depends on config, data_dir and revision.
 _SOURCE_KEYS_BESIDE_TOKENS = {
-    *("path", "name", "weight", "share", *_HUB_KEYS),
+    *("path", "name", "weight", "share", *_HUB_KEYS, *SELECTING_KEYS),
     *("chat_template_kwargs", "image_folder", "turns"),  # see _facts_of_tokens
 }
 _DATA_KEYS_BESIDE_TOKENS = {
@@ -138,6 +139,17 @@ def _divided(
         train, evals[HELD_OUT] = (train.select(part) for part in parts)
         if not is_pairs:
             prompts, eval_prompts[HELD_OUT] = (tuple(prompts[n] for n in part) for part in parts)
+    recipes = {f"data.train.{number}": source.recipe for number, source in enumerate(sources.values())}
+    selection: list[Json] = [{} for _ in recipes]
+    if any(source.selecting_keys for source in recipes.values()):
+        chosen, selection = select_pairs(train, recipes, seed)
+        train = train.select(chosen)
+        if shares.all():
+            train = train.select(_mixed(train.source_indices, shares))
+            mixed = np.bincount(train.source_indices, minlength=len(shares)).tolist()
+            for entry, number in zip(selection, mixed, strict=True):
+                entry["left_out"]["share"] = entry["pairs_after"] - number
+                entry["pairs_after"] = number
     source_weights = np.array([source.recipe.weight for source in sources.values()], dtype=np.float64)
     of_sources = np.bincount(train.source_indices, minlength=len(source_weights))
     if (of_sources * source_weights < 0.5).all():  # as `epoch_order` rounds
@@ -146,8 +158,10 @@ def _divided(
         )
     report: Json = {"train": _describe(train, is_pairs), "eval": {}, "held_out_by": held_out_by}
     report["train"]["sources"] = [
-        _of_source(name, one, is_pairs) | ({"pairs_in_mixture": number} if one.recipe.share else {})
-        for (name, one), number in zip(sources.items(), in_mixture, strict=True)
+        _of_source(name, one, is_pairs)
+        | ({"pairs_in_mixture": number} if one.recipe.share else {})
+        | ({"selection": selected} if selected else {})
+        for (name, one), number, selected in zip(sources.items(), in_mixture, selection, strict=True)
     ]
     for name, table in evals.items():
         report["eval"][name] = _describe(table, is_pairs) if is_pairs else {"prompts": table.num_pairs}
@@ -171,9 +185,9 @@ def _divided(
 
 
 def _mixed(source_indices: AnyIntArray, shares: FloatArray) -> IntArray:
-    """Returns the first pairs of each source, as many as give each its part of the largest mixture."""
+    """Returns the first pairs of each source that has some, as many as give each its part of the mixture."""
     sizes, parts = np.bincount(source_indices, minlength=len(shares)), shares / shares.sum()
-    kept = np.round((sizes / parts).min() * parts).astype(np.int64)
+    kept = np.round((sizes / parts)[sizes > 0].min() * parts).astype(np.int64)
     rank = np.arange(len(source_indices)) - (np.cumsum(sizes) - sizes)[source_indices]
     return np.flatnonzero(rank < kept[source_indices])
 

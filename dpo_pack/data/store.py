@@ -54,7 +54,7 @@ RECORD_DTYPE = np.dtype(
         ("score_margin", "<f8"),  # score of chosen - score of rejected; NaN: the row has none
     ]
 )
-_KEYS = ("prompt_key", "chosen_key", "rejected_key", "whole_prompt_key")
+_KEYS = ("prompt_key", "chosen_key", "rejected_key", "whole_prompt_key", "pair_key")
 
 _TOKENS, _SCORED, _RECORDS, _MANIFEST = "tokens.bin", "scored.bin", "records.bin", "manifest.json"
 _LARGEST = "largest_token_id"  # in the summary
@@ -301,8 +301,6 @@ def join_pairs(
     records["weight"] = weights
     records["row_number"] = row_numbers
     records["score_margin"] = score_margins
-    if pair_keys:
-        records["pair_key"] = np.frombuffer(b"".join(pair_keys), dtype=np.uint8).reshape(-1, KEY_BYTES)
     begins = [0, *np.cumsum([sum(map(len, of_pair)) for of_pair in parts]).tolist()][:-1]
     stored = StoredImages.of(images, begins, processor) if any(images) else None
     for position, (pair, begin) in enumerate(zip(pairs, begins, strict=True)):
@@ -311,6 +309,7 @@ def join_pairs(
         keys = [sequence_key(pair.context, completion, seen, scored) for completion, scored in both]
         keys = [sequence_key(pair.context, NO_TOKENS, seen), *keys]
         keys.append(whole_prompt_keys[position] if whole_prompt_keys else keys[0])
+        keys.append(pair_keys[position] if pair_keys else bytes(KEY_BYTES))
         for name, key in zip(_KEYS, keys, strict=True):
             records[name][position] = np.frombuffer(key, dtype=np.uint8)
         if pair.scored is not None:

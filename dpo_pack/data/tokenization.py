@@ -49,10 +49,10 @@ from dpo_pack.data.tokenizer import (
     scored_tokens,
     template_names,
 )
-from dpo_pack.data.values import BadRow, Message
+from dpo_pack.data.values import BadRow, Message, score_margin_of
 from dpo_pack.data.written import check_written, suited
 from dpo_pack.packing.lengths import AnyIntArray, Bools, Group, common_prefix_length
-from dpo_pack.recipe.data import FIELDS_OF_FORMAT, DataRecipe, SourceRecipe
+from dpo_pack.recipe.data import FIELDS_OF_FORMAT, SCORE_FIELDS, DataRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
@@ -231,19 +231,26 @@ def tokenize_batch(rows: Sequence[NumberedRow], settings: TokenizationSettings) 
             dropped.append((row.number, bad.with_traceback(None)))
     return TokenizedBatch(
         num_rows=len(rows),
-        pairs=join_pairs(
-            [one.fitted for one in kept],
-            [one.row.pair.weight for one in kept],
-            [one.row.number for one in kept],
-            [_whole_prompt_key(one.row) for one in kept],
-            [one.row.images for one in kept],
-            settings.images.processor.fingerprint if settings.images is not None else "",
-            [one.row.key for one in kept],
-        ),
+        pairs=store_of(kept, settings.images.processor.fingerprint if settings.images is not None else ""),
         prompts=() if is_pairs else tuple(_prompt_of(one, settings) for one in kept),
         dropped=tuple(sorted(dropped, key=lambda row: row[0])),
         counts=_count(kept, settings),
         kept=tuple(kept) if is_pairs else (),
+    )
+
+
+def store_of(pairs: Sequence[TokenizedPair], processor: str = "") -> TokenStore:
+    """Puts pairs into a store in memory. `processor`: the fingerprint of that of their images."""
+    rows = [one.row for one in pairs]
+    return join_pairs(
+        [one.fitted for one in pairs],
+        [row.pair.weight for row in rows],
+        [row.number for row in rows],
+        [_whole_prompt_key(row) for row in rows],
+        [row.images for row in rows],
+        processor,
+        [row.key for row in rows],
+        [row.pair.score_margin for row in rows],
     )
 
 
@@ -256,6 +263,8 @@ def read_row(number: int, row: Mapping[str, Any] | BadRow, settings: Tokenizatio
     pair = (format.pair if is_pair else format.prompt)(row)
     if "system" in settings.source.columns:
         pair = with_system(row, pair)
+    if is_pair and (scores := settings.source.columns.keys() & {*SCORE_FIELDS}):
+        pair = replace(pair, score_margin=score_margin_of(row, scores))
     if settings.content == "messages":
         read = _read_messages(number, row, pair, settings)
     elif settings.images is not None and row["images"]:
@@ -493,6 +502,7 @@ def _count(kept: Sequence[TokenizedPair], settings: TokenizationSettings) -> Cou
         row, whole, fitted = one.row, one.whole, one.fitted
         counts.update(row.counts)
         counts["prompts_inferred"] += row.pair.has_inferred_prompt
+        counts["scores_against_labels"] += row.pair.score_margin < 0
         if row.pair.choice:
             counts[CHOSEN_KEY + row.pair.choice.format_map(columns)] += 1
         if row.has_other_turns:

@@ -4,27 +4,31 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from annotated_types import Ge, Le, MinLen
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Strict, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Strict, Tag, create_model
 
 from dpo_pack.recipe import types
 
 # The suffixes that data/readers.py reads.
 DATA_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow", ".csv", ".csv.gz")
 IMAGE_FIELDS = ("images", "image")  # a list, or one; read with model.images
-_MESSAGE_FIELDS = ("system", "weight", "tools", "chat_template_kwargs", *IMAGE_FIELDS)
+# Both scores, or the difference of chosen and rejected; read only if `columns` names them.
+SCORE_FIELDS = ("chosen_score", "rejected_score", "score_margin")
+_FIELDS = ("system", "weight", "tools", "chat_template_kwargs", *IMAGE_FIELDS)
+_MESSAGE_FIELDS = (*_FIELDS, *SCORE_FIELDS)
 # The formats of data files, and the fields that data/formats.py reads. `columns` can name these fields.
 FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
-    "preference": ("prompt", "chosen", "rejected", "weight"),
+    "preference": ("prompt", "chosen", "rejected", "weight", *SCORE_FIELDS),
     "conversational": ("prompt", "chosen", "rejected", *_MESSAGE_FIELDS),
     "openai": ("input", "preferred_output", "non_preferred_output", *_MESSAGE_FIELDS),
     "swift": ("messages", "rejected_response", "rejected_messages", *_MESSAGE_FIELDS),
-    "transcript": ("chosen", "rejected", "weight", *IMAGE_FIELDS),
-    "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_weights", "rejected_weights", "weight"),
+    "transcript": ("chosen", "rejected", "weight", *IMAGE_FIELDS, *SCORE_FIELDS),
+    "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_weights", "rejected_weights", "weight",
+                  *SCORE_FIELDS),
     "messages": ("messages", "chosen", "rejected", *_MESSAGE_FIELDS),
     "sharegpt": ("conversations", "chosen", "rejected", *_MESSAGE_FIELDS),
     "alpaca": ("instruction", "input", "history", "chosen", "rejected", *_MESSAGE_FIELDS),
-    "compared": ("prompt", "first", "second", "preference", "better", *_MESSAGE_FIELDS),
-    "ranked": ("prompt", "answers", *_MESSAGE_FIELDS),
+    "compared": ("prompt", "first", "second", "preference", "better", *_FIELDS, "score_margin"),
+    "ranked": ("prompt", "answers", *_FIELDS),
     "pictured": ("prompt", "chosen", "rejected", *_MESSAGE_FIELDS),
 }  # fmt: skip
 if TYPE_CHECKING:
@@ -52,6 +56,44 @@ def _template_options(options: dict[str, Any]) -> dict[str, Any]:
 TemplateOptions = Annotated[
     dict[str, Any], AfterValidator(_template_options), "a mapping from names to values"
 ]
+
+
+if TYPE_CHECKING:
+    _FromFile = types.Section
+else:  # no class can write the name of this field
+    _path = Field(description="A Parquet file whose column pair has names of pairs, as dpopack audit has.")
+    _FromFile = create_model("_FromFile", __base__=types.Section, **{"from": (types.LocalPath, _path)})
+
+
+class KeepRecipe(_FromFile):
+    """Which pairs of a source are trained on: those that a file names, or some of these."""
+
+    by: types.Name | None = None
+    """Column of numbers in the file, by which part, above and below choose; null: take all named pairs."""
+    part: types.Fraction | None = None
+    """Take this part of the named pairs, in the order of `order`."""
+    order: Literal["largest", "smallest", "random"] | None = None
+    """The pairs to take with part: those with the largest or smallest numbers, or any; the seed decides."""
+    above: float | None = None
+    """Take pairs with a number above this."""
+    below: float | None = None
+    """Take pairs with a number below this."""
+
+    @property
+    def file(self) -> str:
+        return str(self.__dict__["from"])
+
+    def broken_rules(self) -> Iterator[types.Problem]:
+        rest = {key for key in ("by", "part", "order") if self.is_changed(key)}
+        has_bound = self.above is not None or self.below is not None
+        fits = rest == {"by"} if has_bound else rest in (set(), {"by", "part", "order"})
+        if not fits and (has_bound or rest != {"part", "order"} or self.order != "random"):
+            with_part = "with by, part and order (random needs no by)"
+            yield "from", f"goes alone, with by and above or below, or {with_part}"
+
+
+# The keys that choose the pairs to train on, after those that are held out; in this order.
+SELECTING_KEYS = ("max_length_gap", "min_margin", "keep")
 
 
 class SourceRecipe(types.Section):
@@ -88,6 +130,17 @@ class SourceRecipe(types.Section):
     """How often an epoch has each pair, at random for a fraction: 2.5 is twice or three times."""
     share: types.PositiveNumber | None = None
     """Its part of the mixture, beside the other sources' shares: so many first pairs; null: all pairs."""
+    keep: KeepRecipe | None = None
+    """Train only on pairs that a file names, e.g. {from: audit.parquet, by: p_wrong, below: 0.9}."""
+    max_length_gap: types.CountOrZero | None = None
+    """Train only on pairs whose completions differ by at most so many tokens; null: on all."""
+    min_margin: float | None = None
+    """Train only on pairs whose score margin is at least this; null: on all. Needs scores."""
+
+    @property
+    def selecting_keys(self) -> tuple[str, ...]:
+        """The keys that this source has of SELECTING_KEYS."""
+        return tuple(key for key in SELECTING_KEYS if self.is_changed(key))
 
     def broken_rules(self) -> Iterator[types.Problem]:
         if self.turns == "messages" and self.format != "transcript":
@@ -103,6 +156,8 @@ class SourceRecipe(types.Section):
                 yield f"columns.{field}", f"rows of format {self.format} have {', '.join(known)}"
             elif field in IMAGE_FIELDS and (self.format, self.turns) == ("transcript", "text"):
                 yield f"columns.{field}", "dialogues as text have no images; set turns: messages"
+        if ("score_margin" in (scores := self.columns.keys() & {*SCORE_FIELDS})) != (len(scores) == 1):
+            yield f"columns.{min(scores)}", "give chosen_score and rejected_score, or score_margin alone"
 
 
 class EvalFraction(types.Section):
@@ -190,9 +245,9 @@ class DataRecipe(types.Section):
                 if name and name in names[:index]:
                     yield f"{part}.{index}.name", f"another source of data.{part} has the name '{name}', too"
         for index, source in enumerate(self.eval_sources):
-            for key in ("weight", "share"):
+            for key in ("weight", "share", *SELECTING_KEYS):
                 if source.is_changed(key):
-                    yield f"eval.{index}.{key}", f"only training sources are mixed by {key}; leave it out"
+                    yield f"eval.{index}.{key}", f"only training sources have {key}; leave it out"
         without = [index for index, source in enumerate(self.train) if source.share is None]
         if 0 < len(without) < len(self.train):
             yield f"train.{without[0]}.share", "other sources have one; give each source a share, or none"

@@ -48,12 +48,17 @@ _SHOWN_WHOLE = ("recipe.yaml", "run.json", "data_report.json", "packing_report.j
 _MOST_PAIRS = 100  # with the lowest margins, on the page
 _MOST_CHARACTERS = 800  # of a text of such a pair
 
-# The metrics of each chart, by its title. A metric of evaluations, which have intervals, begins with "eval ".
+# The metrics of each chart, by its title. A metric of evaluations, which have intervals, begins with "eval ";
+# with "pairs " before that, it is drawn over the pairs that the run had trained on.
 CHARTS = {
     "Loss": ("loss", "eval loss"),
     "Reward accuracy": ("rewards/accuracies", "eval rewards/accuracies"),
     "Reward margin": ("rewards/margins", "eval rewards/margins"),
+    "Loss by pairs seen, held out": ("pairs eval loss",),
+    "Reward accuracy by pairs seen, held out": ("pairs eval rewards/accuracies",),
+    "Reward margin by pairs seen, held out": ("pairs eval rewards/margins",),
     "Wins against the start, held out": ("eval online/win_rate",),
+    "Wins against the start by pairs seen, held out": ("pairs eval online/win_rate",),
     "Score, held out": ("eval online/scores",),
     "Score above the start's, held out": ("eval online/score_gain",),
     "Reward margin, lowest and highest tenth": ("rewards/margins_p10", "rewards/margins_p90"),
@@ -308,6 +313,10 @@ def chart_data(runs: Sequence[Json]) -> Json:
                 values[f"eval {metric}"] = list(map(_rounded, columns))
             tracks.append((number, [*names, held_out], values))
             steps.append([line["step"] for line in lines])
+            if all("pairs_seen" in line for line in lines):  # else an earlier release has written some
+                by_pairs = {f"pairs {metric}": columns for metric, columns in values.items()}
+                tracks.append((number, [*names, held_out], by_pairs))
+                steps.append([line["pairs_seen"] for line in lines])
     charts = []
     for title, of_chart in CHARTS.items():
         has_metrics = len({metric.removeprefix("eval ") for metric in of_chart}) > 1
@@ -318,7 +327,8 @@ def chart_data(runs: Sequence[Json]) -> Json:
                 label = " ".join(words) or "training"
                 curves.append({"run": number, "label": label, "steps": place, "values": values[metric]})
         if curves:
-            charts.append({"title": title, "is_log": "grad_norm" in of_chart, "curves": curves})
+            axis = "pairs" if of_chart[0].startswith("pairs ") else "step"
+            charts.append({"title": title, "axis": axis, "is_log": "grad_norm" in of_chart, "curves": curves})
     return {
         "num_runs": len(runs),
         "steps": steps,
