@@ -41,7 +41,7 @@ from dpo_pack.training.health import with_interval
 from dpo_pack.training.metrics import pair_metrics
 from dpo_pack.training.references import CachedReference
 
-FEWEST_PAIRS, DEFAULT_LR = 500, 2e-5  # of folds
+FEWEST_PAIRS, FEWEST_STEPS, DEFAULT_LR = 500, 32, 2e-5  # of folds
 _TIMED_PAIRS, _MOST_TEXTS = 32, 30  # of each list on the page
 CAVEATS = (
     "Where labels are wrong already, these AUROCs are lower bounds: a swap makes a wrong label right. Random "
@@ -155,10 +155,12 @@ def look_columns(setup: Setup) -> tuple[Columns, str]:
         return {}, f"No margins of the run in {root}: its pairs are not these; changed since: {what}."
     lines = pq.read_table(path, columns=["source", "row", "step", "margin", "loss"])
     sources = pa.array(source_names(recipe.data.train))
-    source = pc.index_in(lines["source"].cast("string"), value_set=sources).to_numpy()
+    source = pc.index_in(lines["source"].cast("string"), value_set=sources)
+    if source.null_count:
+        return {}, f"No margins of the run in {root}: its sources have other names."
     most = int(table.row_numbers.max()) + 1
     known = table.source_indices.astype(np.int64) * most + table.row_numbers  # ascending
-    places = np.searchsorted(known, source * most + lines["row"].to_numpy())
+    places = np.searchsorted(known, source.to_numpy() * most + lines["row"].to_numpy())
     order = np.lexsort((lines["step"].to_numpy(), places))
     lines, places = lines.take(pa.array(order)), places[order]
     counts = np.bincount(places, minlength=table.num_pairs)
@@ -211,6 +213,8 @@ def unseen_margins(
     rng, num_folds = np.random.default_rng(recipe.seed), int(folds.max()) + 1
     orders = [rng.permutation(np.unique(same[folds != fold])) for fold in range(num_folds)]  # of equal pairs
     used = [np.isin(same, order[np.cumsum(sizes[order]) <= train_pairs]) for order in orders]  # [P] each
+    per_step = max(1, min(int(of.sum()) for of in used) // FEWEST_STEPS)
+    tree["packing"]["pairs_per_step"] = min(recipe.packing.pairs_per_step, per_step)
     timed, tokens = rng.permutation(table.num_pairs)[:_TIMED_PAIRS], row_builder(setup, table).sizes().tokens
     _, seconds = _score(setup, None, reference, timed, "Measuring the time of some pairs")
     passes = table.num_pairs + ADAPTER_PASSES * sum(int(of.sum()) for of in used)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo_pack
 from dpo_pack.audits import audit as module
-from dpo_pack.audits.audit import audit_pairs, folds_of, pair_columns
+from dpo_pack.audits.audit import audit_pairs, folds_of
 from dpo_pack.recipe.load import load_recipe
 from dpo_pack.run.setup import prepare
 from dpo_pack.trainer import train
@@ -103,12 +104,15 @@ def test_pairs_that_only_the_cut_makes_equal_are_told_from_copies(
     assert line.split()[-1] == "1"
 
 
-def test_score_margins_are_those_of_the_data(recipe: Path) -> None:
-    setup = prepare(load_recipe(recipe), Console(quiet=True))
-    margins = np.array([0.5, np.nan] * 8)
-    setup.data.train.score_margins[:] = margins
-    columns = pair_columns(setup, np.zeros((16, 2)))
-    assert columns["score_margin"].to_pylist() == [0.5, None] * 8
+def test_score_margins_are_those_of_the_data(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) for line in (recipe.parent / "pairs.jsonl").read_text().splitlines()]
+    write_rows(recipe.parent / "pairs.jsonl", [{**row, "m": n / 2 - 1} for n, row in enumerate(rows)])
+    source = {"path": str(recipe.parent / "pairs.jsonl"), "columns": {"score_margin": "m"}}
+    audited = rows_of(dpo_pack.audit(recipe, **{"data.train": [source]}))
+    assert [row["score_margin"] for row in audited] == [n / 2 - 1 for n in range(len(rows))]
+    told = capsys.readouterr().out
+    assert re.search(r"the rejected answer has the higher score +2\b", told)
+    assert {row["score_margin"] for row in rows_of(dpo_pack.audit(recipe))} == {None}
 
 
 def test_what_a_finished_run_logged_is_joined_by_source_and_row(recipe: Path) -> None:
