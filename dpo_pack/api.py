@@ -224,11 +224,10 @@ def audit(
     command: Sequence[str] | None = None,
     **overrides: Any,
 ) -> Path:
-    """Writes a row for each training pair, and a page, to `output`: None is audit/audit.parquet in
-    `output_dir`. Returns the path.
+    """Writes a row for each training pair, and a page beside it, to `output`: None is audit/audit.parquet in
+    `output_dir`. Returns its path.
 
-    folds: 2 or more: models that are trained on the other folds score each pair; 0: nothing is trained.
-    train_pairs: the most pairs that such a model trains on. lr: its learning rate.
+    folds: at least 2: models that `train_pairs` pairs of other folds train score each pair; 0: none is trained.
     """
     with _on_every_rank(recipe, overrides, command, quiet=quiet) as (loaded, console):
         from dpo_pack.audits.audit import audit_pairs

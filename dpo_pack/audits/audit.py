@@ -60,42 +60,40 @@ def audit_pairs(
     table, console, seed = setup.data.train, setup.console, setup.recipe.seed
     folds = folds_of(table, num_folds, seed) if num_folds else None
     reference = prepare_reference(setup, tables=[table]).values
+    columns, cells, order = pair_columns(setup, reference.of(table)), dict[str, Cells](), ("row", "ascending")
     looks, note = look_columns(setup)
-    columns, cells, order = (
-        pair_columns(setup, reference.of(table)) | looks,
-        dict[str, Cells](),
-        ("row", "ascending"),
-    )
+    notes, columns = [note] if note else [], columns | looks
     if folds is not None:
         options: Any = {"train_pairs": train_pairs, "lr": lr, "runs": output.with_name(".folds")}
         margins = unseen_margins(setup, reference, folds, train=train, **options)
         unseen, cells = fold_columns(margins, columns["length_gap"], folds, seed)
-        columns, order = columns | unseen, ("p_wrong", "descending")
+        columns, notes, order = columns | unseen, [*notes, CAVEATS], ("p_wrong", "descending")
     pairs = pa.table(columns)
     marks = _marks(pairs)
-    counts = [(what, f"{pc.sum(mask).as_py() or 0:,}") for what, mask in marks.items()]
-    dropped = (source["dropped"] for source in setup.data.report["train"]["sources"])
-    equal = sum(reasons.get("identical_after_truncation", {"rows": 0})["rows"] for reasons in dropped)
-    counts.append(("left out, because both answers are equal after truncation", f"{equal:,}"))
-    cells = {f"Of {table.num_pairs:,} pairs": Cells(("", "pairs"), counts), **cells}
-    notes = [*([note] if note else []), *([CAVEATS] if folds is not None else [])]
-    numbered = pairs.append_column("at", pa.array(np.arange(table.num_pairs)))
-    lists = {
-        what: numbered.filter(mask).sort_by([order]).slice(0, _MOST_TEXTS).to_pylist()
-        for what, mask in marks.items()
-    }
+    counts = {what: pc.sum(mask).as_py() or 0 for what, mask in marks.items()}
+    dropped = [source["dropped"] for source in setup.data.report["train"]["sources"]]
+    equal = sum(of.get("identical_after_truncation", {"rows": 0})["rows"] for of in dropped)
+    counts["left out, because both answers are equal after truncation"] = equal
+    rows = [(what, f"{count:,}") for what, count in counts.items()]
+    cells = {f"Of {table.num_pairs:,} pairs": Cells(("", "pairs"), rows), **cells}
+    page = output.with_suffix(".html")
 
     def write() -> None:
-        page: Any = {"path": output, "cells": cells, "notes": notes, "lists": lists}
-        page["texts_of"] = lambda at: pair_texts(table, at, setup.tokenizer)
-        text = render_page("audit.html.jinja", **page)
+        numbered = pairs.append_column("at", pa.array(np.arange(table.num_pairs)))
+        lists = {
+            what: numbered.filter(mask).sort_by([order]).slice(0, _MOST_TEXTS).to_pylist()
+            for what, mask in marks.items()
+        }
+        values: Any = {"path": output, "cells": cells, "notes": notes, "lists": lists}
+        values["texts_of"] = lambda at: pair_texts(table, at, setup.tokenizer)
+        text = render_page("audit.html.jinja", **values)
         _write(output, pairs)
-        write_text_atomically(output.with_suffix(".html"), text)
+        write_text_atomically(page, text)
 
     ranks.first_does_for_all(write)
     for part in (*(terminal_table(title, each) for title, each in cells.items()), *notes):
         console.print(part)
-    console.print(f"Audit: {output}; page: {output.with_suffix('.html')}")
+    console.print(f"Audit: {output}; page: {page}")
 
 
 def _marks(pairs: pa.Table) -> dict[str, Any]:
@@ -115,18 +113,23 @@ def _marks(pairs: pa.Table) -> dict[str, Any]:
     }
 
 
+def _places(setup: Setup) -> list[str]:
+    """Returns where each pair is, [P]: "source row 3"."""
+    table, sources = setup.data.train, source_names(setup.recipe.data.train)
+    both = zip(table.source_indices, table.row_numbers, strict=True)
+    return [f"{sources[source]} row {row}" for source, row in both]
+
+
 def pair_columns(setup: Setup, logps: FloatArray) -> Columns:
     """Returns what is known without training. logps: [P, (chosen, rejected)] of the reference, in nats."""
-    table, sources = setup.data.train, source_names(setup.recipe.data.train)
-    source = [sources[number] for number in table.source_indices]
-    names = [f"{name} row {row}" for name, row in zip(source, table.row_numbers, strict=True)]
-    sides = [table.chosen_keys, table.rejected_keys]
+    table, sources = setup.data.train, np.array(source_names(setup.recipe.data.train))
+    places, sides = np.array(_places(setup)), [table.chosen_keys, table.rejected_keys]
     both = [np.concatenate(keys, axis=1) for keys in (sides, sides[::-1])]  # the second: answers exchanged
     first, number = distinct_keys(np.concatenate(both))
     same, opposite = first[number].reshape(2, -1)  # [P] the first pair that has these tokens
     is_copy = same < np.arange(len(same))
     return {
-        "source": source,
+        "source": sources[table.source_indices],
         "row": table.row_numbers.astype(np.int64),
         "pair": table.pair_names,
         "reference_margin": logps[:, 0] / table.chosen_scored - logps[:, 1] / table.rejected_scored,
@@ -135,15 +138,15 @@ def pair_columns(setup: Setup, logps: FloatArray) -> Columns:
         "length_gap": table.chosen_lengths - table.rejected_lengths,
         "score_margin": pa.array(table.score_margins, from_pandas=True),  # null: there is none
         "equal_after_truncation": is_copy & (table.pair_keys != table.pair_keys[same]).any(axis=1),
-        "duplicate_of": pa.array([names[at] for at in same], mask=~is_copy),
-        "contradicted_by": pa.array([names[at % len(same)] for at in opposite], mask=opposite >= len(same)),
+        "duplicate_of": pa.array(places[same], mask=~is_copy),
+        "contradicted_by": pa.array(places[opposite % len(same)], mask=opposite >= len(same)),
     }
 
 
 def look_columns(setup: Setup) -> tuple[Columns, str]:
     """Returns what the finished run in `output_dir` logged of each pair each time that it trained on it, and
     a sentence about what is not said."""
-    table, recipe, root = setup.data.train, setup.recipe, setup.recipe.output_dir
+    recipe, root = setup.recipe, setup.recipe.output_dir
     info, path = read_json(root / INFO_FILE) or {}, root / PARTS["pairs"]
     if info.get("status") != "finished" or not path.is_dir():
         return {}, f"No margins of a run: {root} has no finished run with {path.name}."
@@ -153,24 +156,17 @@ def look_columns(setup: Setup) -> tuple[Columns, str]:
     if changed or info["fingerprints"]["data"] != setup.data.fingerprint:
         what = ", ".join(changed) or "keys of data"
         return {}, f"No margins of the run in {root}: its pairs are not these; changed since: {what}."
-    lines = pq.read_table(path, columns=["source", "row", "step", "margin", "loss"])
-    sources = pa.array(source_names(recipe.data.train))
-    source = pc.index_in(lines["source"].cast("string"), value_set=sources)
-    if source.null_count:
-        return {}, f"No margins of the run in {root}: its sources have other names."
-    most = int(table.row_numbers.max()) + 1
-    known = table.source_indices.astype(np.int64) * most + table.row_numbers  # ascending
-    places = np.searchsorted(known, source.to_numpy() * most + lines["row"].to_numpy())
-    order = np.lexsort((lines["step"].to_numpy(), places))
-    lines, places = lines.take(pa.array(order)), places[order]
-    counts = np.bincount(places, minlength=table.num_pairs)
-    learned = np.bincount(places, lines["margin"].to_numpy() > 0, table.num_pairs)
-    offsets = pa.array(np.append(0, np.cumsum(counts)).astype(np.int32))
-    looks: Columns = {
-        name: pa.ListArray.from_arrays(offsets, lines[name].combine_chunks()) for name in ("margin", "loss")
-    }
-    looks["never_learned"] = pa.array(learned == 0, mask=counts < 2)
-    return looks, "" if counts.max() > 1 else "Never learned is not said: the run had one look at each pair."
+    lines = pq.read_table(path, columns=["source", "row", "step", "margin", "loss"]).sort_by("step")
+    sides = (lines["source"].cast("string"), lines["row"].cast("string"))
+    lines = lines.append_column("place", pc.binary_join_element_wise(*sides, " row "))
+    kinds = [("margin", "list"), ("loss", "list"), ("margin", "max")]
+    looks = lines.group_by("place", use_threads=False).aggregate(kinds)  # on threads, order is lost
+    looks = looks.take(pc.index_in(pa.array(_places(setup)), value_set=looks["place"]))  # null: no look
+    has_two = pc.greater(pc.list_value_length(looks["margin_list"]), 1)
+    never_learned = pc.if_else(has_two, pc.less_equal(looks["margin_max"], 0), pa.scalar(None, pa.bool_()))
+    note = "" if pc.any(has_two).as_py() else "Never learned is not said: the run had no two looks at a pair."
+    columns = {"margin": looks["margin_list"], "loss": looks["loss_list"], "never_learned": never_learned}
+    return columns, note
 
 
 # ------------------------------------------------------------------------- models that have not seen the pair
@@ -209,15 +205,15 @@ def unseen_margins(
     tree["optim"]["lr"] = lr or (recipe.optim.lr if has_adapter else DEFAULT_LR)
     tree["logging"], tree["data"]["eval"] = {"samples": None, "pairs": False}, []
     tree |= {"train": {}, "checkpoint": {}, "export": {"verify": "none"}}
-    _, same, sizes = np.unique(table.pair_names, return_inverse=True, return_counts=True)
     rng, num_folds = np.random.default_rng(recipe.seed), int(folds.max()) + 1
-    orders = [rng.permutation(np.unique(same[folds != fold])) for fold in range(num_folds)]  # of equal pairs
-    used = [np.isin(same, order[np.cumsum(sizes[order]) <= train_pairs]) for order in orders]  # [P] each
-    per_step = max(1, min(int(of.sum()) for of in used) // FEWEST_STEPS)
+    used = np.zeros((num_folds, table.num_pairs), dtype=np.bool_)
+    for fold, of_fold in enumerate(used):
+        of_fold[rng.permutation(np.flatnonzero(folds != fold))[:train_pairs]] = True
+    per_step = max(1, int(used.sum(axis=1).min()) // FEWEST_STEPS)
     tree["packing"]["pairs_per_step"] = min(recipe.packing.pairs_per_step, per_step)
     timed, tokens = rng.permutation(table.num_pairs)[:_TIMED_PAIRS], row_builder(setup, table).sizes().tokens
     _, seconds = _score(setup, None, reference, timed, "Measuring the time of some pairs")
-    passes = table.num_pairs + ADAPTER_PASSES * sum(int(of.sum()) for of in used)
+    passes = table.num_pairs + ADAPTER_PASSES * used.sum()
     seconds *= tokens.mean() * passes / tokens[timed].sum()
     console.print(
         f"{num_folds} folds: an adapter ({tree['model']['lora'] or recipe.model.path}, optim.lr "
@@ -225,11 +221,12 @@ def unseen_margins(
         f"{format_seconds(seconds)} in all"
     )
     root = runs / content_key([tree, folds.tolist(), train_pairs, reference.fingerprint()])
+    # Of copies the mean counts: all of them are used, or none.
     columns = {"pair": table.pair_names, **{str(fold): of * 1.0 for fold, of in enumerate(used)}}
     ranks.first_does_for_all(lambda: _write(root / "used.parquet", pa.table(columns)))
     margins = np.zeros(table.num_pairs)
     for fold in range(num_folds):
-        keep = {"keep": {"from": str(root / "used.parquet"), "by": str(fold), "above": 0.5}, "share": None}
+        keep = {"keep": {"from": str(root / "used.parquet"), "by": str(fold), "above": 0.99}, "share": None}
         sources = np.unique(table.source_indices[used[fold]]).tolist()
         data = {**tree["data"], "train": [tree["data"]["train"][source] | keep for source in sources]}
         with shown(console, f"Fold {fold + 1}: training on {used[fold].sum():,} other pairs"):

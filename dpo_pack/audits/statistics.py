@@ -16,8 +16,8 @@ _LARGEST_SLOPE = 100.0  # of margins that are all above 0, for which no slope is
 
 
 def divide(keys: Sequence[IntArray], num_folds: int, seed: int) -> IntArray:
-    """Returns the fold of each pair, [P]. Pairs that share a key, also by way of other pairs, are a component
-    and in one fold; the largest component comes first, each into the smallest fold. keys: [P] each kind."""
+    """Returns the fold of each pair, [P]. Pairs that share a key, also by way of others, are in one fold. keys:
+    of each kind [P] numbers from 0."""
     labels, before = np.arange(len(keys[0])), None
     while before is None or (labels != before).any():  # the smallest label spreads over shared keys
         before = labels
@@ -26,11 +26,9 @@ def divide(keys: Sequence[IntArray], num_folds: int, seed: int) -> IntArray:
             np.minimum.at(smallest, key, labels)
             labels = smallest[key]
     _, components, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-    order = np.random.default_rng(seed).permutation(len(sizes))
-    fold_of, totals = np.zeros(len(sizes), dtype=np.int64), np.zeros(num_folds)
-    for component in order[np.argsort(-sizes[order], kind="stable")]:
-        fold_of[component] = totals.argmin()
-        totals[fold_of[component]] += sizes[component]
+    order, fold_of = np.random.default_rng(seed).permutation(len(sizes)), np.empty(len(sizes), dtype=np.int64)
+    middles = np.cumsum(sizes[order]) - sizes[order] / 2  # of the components, one behind the other
+    fold_of[order] = middles * num_folds // len(labels)
     folds: IntArray = fold_of[components]
     return folds
 

@@ -306,25 +306,21 @@ def audit(
         int | None, typer.Option(metavar="N", min=2, help="Score pairs by models that have not seen them.")
     ] = None,
     train_pairs: Annotated[
-        int, typer.Option(metavar="N", min=1, help="With --folds: a model trains on at most N pairs.")
+        int, typer.Option(metavar="N", min=1, help="With --folds: the most pairs that a model trains on.")
     ] = 20_000,
-    lr: Annotated[
-        float | None,
-        typer.Option(help="With --folds: its rate.", show_default="the recipe's, if it has an adapter"),
-    ] = None,
+    lr: Annotated[float | None, typer.Option(help="With --folds: the learning rate.")] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", show_default="output_dir/audit/audit.parquet", help="The audit."),
+        Path | None, typer.Option(metavar="FILE", show_default="output_dir/audit/audit.parquet")
     ] = None,
 ) -> None:
     """Find training pairs that are wrong, or only long.
 
-    Writes a row for each pair: duplicates, contradictions, lengths, the reference's margin, what a finished
-    run in output_dir logged of it. With --folds, adapters train on the other pairs and say how improbable its
-    label is. data.train.N.keep trains on the pairs that such a file names. docs/audit.md defines the columns.
+    Writes a row for each pair: copies, contradictions, lengths, the reference's margin, what a finished run
+    in output_dir logged. With --folds, adapters that train on other pairs say how improbable its label is.
+    data.train.N.keep trains on the pairs that such a file names; see docs/audit.md.
     """
-    options: dict[str, Any] = {"folds": folds or 0, "train_pairs": train_pairs, "lr": lr, "output": output}
-    api.audit(_load(recipe, overrides), command=_own_command(), **options)
+    options: dict[str, Any] = {"train_pairs": train_pairs, "lr": lr, "output": output}
+    api.audit(_load(recipe, overrides), folds=folds or 0, command=_own_command(), **options)
 
 
 @app.command()

@@ -140,7 +140,7 @@ def test_a_run_with_one_look_or_other_pairs_does_not_say_what_was_never_learned(
     run = dpo_pack.train(recipe, quiet=True)
     audited = rows_of(dpo_pack.audit(run))
     assert {row["never_learned"] for row in audited} == {None} and len(audited[0]["margin"]) == 1
-    assert "Never learned is not said: the run had one look at each pair." in capsys.readouterr().out
+    assert "Never learned is not said: the run had no two looks at a pair." in capsys.readouterr().out
     found = rows_of(dpo_pack.audit(run, **{"data.train.0.max_pairs": 9}))
     assert "changed since: keys of data." in capsys.readouterr().out
     assert len(found) == 9 and "margin" not in found[0]

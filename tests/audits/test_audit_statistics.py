@@ -38,8 +38,9 @@ def test_pairs_that_share_a_key_directly_or_not_are_in_one_fold(
     folds = divide([np.array(keys) for keys in zip(*pairs, strict=True)], num_folds, seed=0)
     for component in components:
         assert len({int(folds[number]) for number in component}) == 1
-    sizes = np.bincount(folds, minlength=num_folds)
-    assert sizes.max() - sizes.min() <= max(map(len, components))
+    for size in np.bincount(folds, minlength=num_folds):
+        assert abs(size - len(pairs) / num_folds) <= max(map(len, components))
+    assert folds.max() < num_folds
 
 
 def test_the_slope_has_the_largest_likelihood_of_all_that_are_not_negative() -> None:
