@@ -227,7 +227,7 @@ def audit(
     """Writes a row for each training pair, and a page beside it, to `output`: None is audit/audit.parquet in
     `output_dir`. Returns its path.
 
-    folds: at least 2: models that `train_pairs` pairs of other folds train score each pair; 0: none is trained.
+    folds: at least 2: adapters that train on other folds score each pair; 0: nothing is trained.
     """
     with _on_every_rank(recipe, overrides, command, quiet=quiet) as (loaded, console):
         from dpo_pack.audits.audit import audit_pairs

@@ -1,5 +1,5 @@
 """Measures `dpopack audit` on pairs of which a fifth is swapped: how well p_wrong finds them, beside length;
-whether training on the better half beats training on as many random pairs.
+whether training on the pairs that it selects beats training on as many random ones.
 
     python scripts/measure_audit.py quickstart             # the quickstart's model and pairs; docs/audit.md
     python scripts/measure_audit.py FILE --model PATH --pairs 2000 --lr 2e-5   # any pairs, an adapter
@@ -55,23 +55,27 @@ def audit(recipe: dict[str, Any], wrong: np.ndarray[Any, Any], lr: float | None,
     return path
 
 
-def compare_halves(recipe: dict[str, Any], path: Path, seeds: int) -> None:
-    """Trains on the half with the smallest p_wrong and on a random one; prints what they reach, held out."""
+def compare_selections(recipe: dict[str, Any], path: Path, seeds: int) -> None:
+    """Trains on the pairs that p_wrong selects, and on as many random ones; prints what they reach, held out."""
     (source,) = recipe["data"]["train"]
+    below = float((pq.read_table(path)["p_wrong"].to_numpy() < 0.5).mean())
+    selections: dict[str, tuple[dict[str, Any], float]] = {
+        "smallest half": ({"part": 0.5, "order": "smallest"}, 0.5),
+        "below 0.5": ({"below": 0.5}, below),
+    }
     for seed in range(seeds):
-        reached = []
-        for order in ("smallest", "random"):
-            keep = {"from": str(path), "by": "p_wrong", "part": 0.5, "order": order}
-            data = {**recipe["data"], "train": [{**source, "keep": keep}]}
-            root = f"{recipe['output_dir']}-{order}-{seed}"
-            own = {**recipe, "output_dir": root, "seed": seed, "data": data}
-            results = dpo_pack.train(own, quiet=True, overwrite=True).evaluation
-            reached.append({name: of["rewards/accuracies"] for name, of in results.items()})
-        better, others = reached
-        told = (f"{name} {better[name]:.3f} against {others[name]:.3f}" for name in better)
-        print(
-            f"Seed {seed}, held-out accuracy, smallest p_wrong against random: {', '.join(told)}", flush=True
-        )
+        for name, (selection, part) in selections.items():
+            chosen = {"selected": selection, "random": {"part": part, "order": "random"}}
+            for kind, keep in chosen.items():
+                data = {**source, "keep": {"from": str(path), "by": "p_wrong", **keep}}
+                own = {**recipe, "seed": seed, "data": {**recipe["data"], "train": [data]}}
+                own["output_dir"] = f"{recipe['output_dir']}-{name.replace(' ', '-')}-{kind}-{seed}"
+                results = dpo_pack.train(own, quiet=True, overwrite=True).evaluation
+                reached = (
+                    f"{eval_set} accuracy {of['rewards/accuracies']:.3f}, loss {of['loss']:.3f}"
+                    for eval_set, of in results.items()
+                )
+                print(f"Seed {seed}, {name}, {part:.1%} {kind}: {'; '.join(reached)}", flush=True)
 
 
 def main() -> None:
@@ -82,7 +86,7 @@ def main() -> None:
     parser.add_argument("--folds", type=int, default=2)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--max-length", type=int, default=512)
-    parser.add_argument("--seeds", type=int, default=3, help="of the quickstart's halves; 0: only the audit")
+    parser.add_argument("--seeds", type=int, default=3, help="of the quickstart's trainings; 0: none")
     parser.add_argument("--directory", type=Path, default=Path("runs/measure_audit"))
     options = parser.parse_args()
     root = options.directory.resolve()
@@ -111,7 +115,7 @@ def main() -> None:
         recipe["data"]["on_bad_row"], options.seeds = "skip", 0
     rows = [json.loads(line) for line in lines[: options.pairs]]
     path = audit(recipe, write_swapped(rows, root / "pairs.jsonl"), options.lr, options.folds)
-    compare_halves(recipe, path, options.seeds)
+    compare_selections(recipe, path, options.seeds)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ _LARGEST_SLOPE = 100.0  # of margins that are all above 0, for which no slope is
 
 
 def divide(keys: Sequence[IntArray], num_folds: int, seed: int) -> IntArray:
-    """Returns the fold of each pair, [P]. Pairs that share a key, also by way of others, are in one fold. keys:
-    of each kind [P] numbers from 0."""
+    """Returns the fold of each pair, [P]. Pairs that share a key, also by others, are in one fold.
+    keys: [P] numbers from 0 of each kind."""
     labels, before = np.arange(len(keys[0])), None
     while before is None or (labels != before).any():  # the smallest label spreads over shared keys
         before = labels
