@@ -56,7 +56,7 @@ def audit(recipe: dict[str, Any], wrong: np.ndarray[Any, Any], lr: float | None,
 
 
 def compare_selections(recipe: dict[str, Any], path: Path, seeds: int) -> None:
-    """Trains on the pairs that p_wrong selects, and on as many random ones; prints what they reach, held out."""
+    """Trains on the pairs that p_wrong selects and on as many random ones; prints what they reach."""
     (source,) = recipe["data"]["train"]
     below = float((pq.read_table(path)["p_wrong"].to_numpy() < 0.5).mean())
     selections: dict[str, tuple[dict[str, Any], float]] = {
