@@ -217,7 +217,7 @@ def audit(
     recipe: AnyRecipe,
     *,
     folds: int = 0,
-    train_pairs: int = 20_000,
+    train_pairs: int | None = None,
     lr: float | None = None,
     output: AnyPath | None = None,
     quiet: bool = False,
@@ -228,15 +228,21 @@ def audit(
     `output_dir`. Returns its path.
 
     folds: at least 2: adapters that train on other folds score each pair; 0: nothing is trained.
+    train_pairs: the most pairs that such an adapter trains on; None: 20,000. lr: None: see docs/audit.md.
     """
     with _on_every_rank(recipe, overrides, command, quiet=quiet) as (loaded, console):
-        from dpo_pack.audits.audit import audit_pairs
+        from dpo_pack.audits.audit import FoldOptions, audit_pairs, check_output
         from dpo_pack.run.setup import prepare
+        from dpo_pack.system import ranks
         from dpo_pack.trainer import train as run_training
 
         path = Path(output or loaded.output_dir / "audit" / "audit.parquet")
-        options: dict[str, Any] = {"num_folds": folds, "train_pairs": train_pairs, "lr": lr}
-        audit_pairs(prepare(loaded, console), path, train=run_training, **options)
+        given: Any = {key: one for key, one in (("train_pairs", train_pairs), ("lr", lr)) if one is not None}
+        if given and not folds:
+            raise RecipeError("--train-pairs, --lr: only models of --folds have them; give --folds, too")
+        options = FoldOptions(num_folds=folds, **given) if folds else None
+        ranks.first_does_for_all(lambda: check_output(loaded, path))
+        audit_pairs(prepare(loaded, console), path, run_training, options)
     return path
 
 

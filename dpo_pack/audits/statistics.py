@@ -5,6 +5,7 @@ Legend: P pairs, each in one fold. z: how sure a model is of a label, which is w
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,22 +16,17 @@ NUM_DRAWS, NEGATED, NUM_BINS = 200, 0.05, 10
 _LARGEST_SLOPE = 100.0  # of margins that are all above 0, for which no slope is the best
 
 
-def divide(keys: Sequence[IntArray], num_folds: int, seed: int) -> IntArray:
-    """Returns the fold of each pair, [P]. Pairs that share a key, also by others, are in one fold.
-    keys: [P] numbers from 0 of each kind."""
-    labels, before = np.arange(len(keys[0])), None
-    while before is None or (labels != before).any():  # the smallest label spreads over shared keys
-        before = labels
-        for key in keys:
-            smallest = np.full(key.max() + 1, len(key))
-            np.minimum.at(smallest, key, labels)
-            labels = smallest[key]
-    _, components, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+def divide(groups: IntArray, num_folds: int, seed: int) -> IntArray:
+    """Returns the fold of each pair, [P]: pairs of one group, [P], are in one fold. The largest group comes
+    first, each into the smallest fold."""
+    _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     order, fold_of = np.random.default_rng(seed).permutation(len(sizes)), np.empty(len(sizes), dtype=np.int64)
-    middles = np.cumsum(sizes[order]) - sizes[order] / 2  # of the components, one behind the other
-    fold_of[order] = middles * num_folds // len(labels)
-    folds: IntArray = fold_of[components]
-    return folds
+    folds = [(0, fold) for fold in range(num_folds)]  # a heap: the smallest is its first
+    for each in order[np.argsort(-sizes[order], kind="stable")].tolist():
+        size, fold_of[each] = folds[0]
+        heapq.heapreplace(folds, (size + int(sizes[each]), int(fold_of[each])))
+    of_pairs: IntArray = fold_of[group]
+    return of_pairs
 
 
 def sigmoid(values: FloatArray) -> FloatArray:

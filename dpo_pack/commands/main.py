@@ -306,8 +306,11 @@ def audit(
         int | None, typer.Option(metavar="N", min=2, help="Score pairs by models that have not seen them.")
     ] = None,
     train_pairs: Annotated[
-        int, typer.Option(metavar="N", min=1, help="With --folds: the most pairs that a model trains on.")
-    ] = 20_000,
+        int | None,
+        typer.Option(
+            metavar="N", help="With --folds: the most pairs that a model trains on.", show_default="20000"
+        ),
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="With --folds: the learning rate.")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", show_default="output_dir/audit/audit.parquet")

@@ -224,7 +224,10 @@ def ranked(row: Row) -> Answers:
     column = next((name for name in ("answer", "completion", "response") if name in best), "answer")
     wins, loses = ("lowest", "highest")[:: ORDERS[order]]
     choice = f"the answer of the {wins} {order}, rejected that of the {loses}"
-    scores = [as_float(one.get("overall_score", one.get("score"))) for one in (best, worst)]
+    given = [[one.get(name) for name in ("overall_score", "score")] for one in (best, worst)]
+    scores = [as_float(score if overall is None else overall) for overall, score in given]
+    if any(map(math.isinf, scores)):
+        raise BadRow("invalid_score", "the score of an answer is infinite, not a finite number")
     return _answer(best, column), _answer(worst, column), choice, scores[0] - scores[1]
 
 

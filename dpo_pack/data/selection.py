@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dpo_pack.data.store import PairTable, key_heads
+from dpo_pack.data.store import PairTable, distinct_keys, key_heads
 from dpo_pack.packing.lengths import IntArray
 from dpo_pack.recipe.data import KeepRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError, first_line
@@ -61,15 +61,17 @@ def _kept(table: PairTable, keep: KeepRecipe, key: str, seed: int) -> IntArray:
     places = pc.index_in(pa.array(table.pair_names, pa.string()), value_set=named["pair"])
     means = named["number_mean"].take(places).to_numpy()  # NaN: the pair is not in the file, or without one
     found = np.flatnonzero(~np.isnan(means))
-    means = means[found]
-    order = np.arange(len(found))
+    keys = table.pair_keys[found]
+    first, name_of = distinct_keys(keys)  # copies of a pair are taken or left together
+    means, is_taken = means[found[first]], np.ones(len(first), dtype=np.bool_)
     if keep.part is not None:
         # Names are hashes: times an odd number, they are in a random order, whatever the order of the file.
         odd = np.uint64(2 * int(np.random.default_rng(seed).integers(1 << 63)) + 1)
         sign = {"largest": -1.0, "smallest": 1.0}.get(keep.order or "random", 0.0)
-        order = np.lexsort((key_heads(table.pair_keys[found]) * odd, sign * means))
-        order = order[: round(keep.part * len(found))]
+        order = np.lexsort((key_heads(keys[first]) * odd, sign * means))
+        is_taken[order[round(keep.part * len(first)) :]] = False
     for bound, beats in ((keep.above, np.greater), (keep.below, np.less)):
-        order = order if bound is None else order[beats(means[order], bound)]
-    chosen: IntArray = np.sort(found[order])
+        if bound is not None:
+            is_taken &= beats(means, bound)
+    chosen: IntArray = found[is_taken[name_of]]
     return chosen

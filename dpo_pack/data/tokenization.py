@@ -231,26 +231,20 @@ def tokenize_batch(rows: Sequence[NumberedRow], settings: TokenizationSettings) 
             dropped.append((row.number, bad.with_traceback(None)))
     return TokenizedBatch(
         num_rows=len(rows),
-        pairs=store_of(kept, settings.images.processor.fingerprint if settings.images is not None else ""),
+        pairs=join_pairs(
+            [one.fitted for one in kept],
+            [one.row.pair.weight for one in kept],
+            [one.row.number for one in kept],
+            [_whole_prompt_key(one.row) for one in kept],
+            [one.row.images for one in kept],
+            settings.images.processor.fingerprint if settings.images is not None else "",
+            [one.row.key for one in kept],
+            [one.row.pair.score_margin for one in kept],
+        ),
         prompts=() if is_pairs else tuple(_prompt_of(one, settings) for one in kept),
         dropped=tuple(sorted(dropped, key=lambda row: row[0])),
         counts=_count(kept, settings),
         kept=tuple(kept) if is_pairs else (),
-    )
-
-
-def store_of(pairs: Sequence[TokenizedPair], processor: str = "") -> TokenStore:
-    """Puts pairs into a store in memory. `processor`: the fingerprint of that of their images."""
-    rows = [one.row for one in pairs]
-    return join_pairs(
-        [one.fitted for one in pairs],
-        [row.pair.weight for row in rows],
-        [row.number for row in rows],
-        [_whole_prompt_key(row) for row in rows],
-        [row.images for row in rows],
-        processor,
-        [row.key for row in rows],
-        [row.pair.score_margin for row in rows],
     )
 
 

@@ -13,24 +13,24 @@ DATA_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".
 IMAGE_FIELDS = ("images", "image")  # a list, or one; read with model.images
 # Both scores, or the difference of chosen and rejected; read only if `columns` names them.
 SCORE_FIELDS = ("chosen_score", "rejected_score", "score_margin")
-_FIELDS = ("system", "weight", "tools", "chat_template_kwargs", *IMAGE_FIELDS)
-_MESSAGE_FIELDS = (*_FIELDS, *SCORE_FIELDS)
+_MESSAGE_FIELDS = ("system", "weight", "tools", "chat_template_kwargs", *IMAGE_FIELDS)
 # The formats of data files, and the fields that data/formats.py reads. `columns` can name these fields.
-FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
-    "preference": ("prompt", "chosen", "rejected", "weight", *SCORE_FIELDS),
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "preference": ("prompt", "chosen", "rejected", "weight"),
     "conversational": ("prompt", "chosen", "rejected", *_MESSAGE_FIELDS),
     "openai": ("input", "preferred_output", "non_preferred_output", *_MESSAGE_FIELDS),
     "swift": ("messages", "rejected_response", "rejected_messages", *_MESSAGE_FIELDS),
-    "transcript": ("chosen", "rejected", "weight", *IMAGE_FIELDS, *SCORE_FIELDS),
-    "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_weights", "rejected_weights", "weight",
-                  *SCORE_FIELDS),
+    "transcript": ("chosen", "rejected", "weight", *IMAGE_FIELDS),
+    "tokenized": ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_weights", "rejected_weights", "weight"),
     "messages": ("messages", "chosen", "rejected", *_MESSAGE_FIELDS),
     "sharegpt": ("conversations", "chosen", "rejected", *_MESSAGE_FIELDS),
     "alpaca": ("instruction", "input", "history", "chosen", "rejected", *_MESSAGE_FIELDS),
-    "compared": ("prompt", "first", "second", "preference", "better", *_FIELDS, "score_margin"),
-    "ranked": ("prompt", "answers", *_FIELDS),
+    "compared": ("prompt", "first", "second", "preference", "better", *_MESSAGE_FIELDS),
+    "ranked": ("prompt", "answers", *_MESSAGE_FIELDS),
     "pictured": ("prompt", "chosen", "rejected", *_MESSAGE_FIELDS),
 }  # fmt: skip
+_SCORES = {"compared": SCORE_FIELDS[2:], "ranked": ()}  # the answers of ranked bring theirs
+FIELDS_OF_FORMAT = {name: (*own, *_SCORES.get(name, SCORE_FIELDS)) for name, own in _FIELDS.items()}
 if TYPE_CHECKING:
     RowField: TypeAlias = str
     FormatName: TypeAlias = str
@@ -84,12 +84,17 @@ class KeepRecipe(_FromFile):
         return str(self.__dict__["from"])
 
     def broken_rules(self) -> Iterator[types.Problem]:
-        rest = {key for key in ("by", "part", "order") if self.is_changed(key)}
-        has_bound = self.above is not None or self.below is not None
-        fits = rest == {"by"} if has_bound else rest in (set(), {"by", "part", "order"})
-        if not fits and (has_bound or rest != {"part", "order"} or self.order != "random"):
-            with_part = "with by, part and order (random needs no by)"
-            yield "from", f"goes alone, with by and above or below, or {with_part}"
+        bounds = [key for key in ("above", "below") if getattr(self, key) is not None]
+        if self.part is not None and self.order is None:
+            yield "part", "needs order: largest, smallest or random"
+        if self.order is not None and self.part is None:
+            yield "order", "needs part, the part to take, e.g. 0.5"
+        if bounds and (self.part is not None or self.order is not None):
+            yield bounds[0], "goes without part and order; choose by numbers, or take a part"
+        if self.by is None and (bounds or self.order in ("largest", "smallest")):
+            yield (bounds or ["order"])[0], "needs by, the column of numbers to compare"
+        if self.by is not None and not bounds and self.part is None and self.order is None:
+            yield "by", "needs above or below, or part and order"
 
 
 # The keys that choose the pairs to train on, after those that are held out; in this order.
@@ -249,6 +254,9 @@ class DataRecipe(types.Section):
                 if source.is_changed(key):
                     yield f"eval.{index}.{key}", f"only training sources have {key}; leave it out"
         without = [index for index, source in enumerate(self.train) if source.share is None]
+        for index, key in ((n, key) for n, one in enumerate(self.train) for key in one.selecting_keys):
+            if not without:
+                yield f"train.{index}.{key}", "a share is of a whole source; leave share out, or this key"
         if 0 < len(without) < len(self.train):
             yield f"train.{without[0]}.share", "other sources have one; give each source a share, or none"
 

@@ -26,10 +26,9 @@ from dpo_pack.data.formats import SIDES
 from dpo_pack.data.images import ImageProcessor, ReadImage, image_label
 from dpo_pack.data.ingest import Ingestion, columns_sentence
 from dpo_pack.data.readers import NumberedRow
-from dpo_pack.data.selection import select_pairs
 from dpo_pack.data.sources import locate_source
-from dpo_pack.data.store import PairTable, pair_lengths
-from dpo_pack.data.tokenization import TokenizedPair, store_of, tokenize_rows
+from dpo_pack.data.store import join_pairs, pair_lengths
+from dpo_pack.data.tokenization import TokenizedPair, tokenize_rows
 from dpo_pack.data.values import BadRow
 from dpo_pack.packing.lengths import AnyIntArray, common_prefix_length, pair_sizes
 from dpo_pack.packing.plan import plan_epoch
@@ -131,7 +130,7 @@ def show_recipe(
     ]
     report: Json = {"model": recipe.model.path, "asked": bool(asked_rows), "settings": settings}
     report |= {name: [] for name in ("sources", "warnings", "pairs", "left_out", "dropped")}
-    read, trained = dict[str, TokenizedPair](), dict[str, TokenizedPair]()  # the pairs by their places
+    read: dict[str, dict[str, TokenizedPair]] = {"train": {}, "eval": {}}  # the pairs by their places
     for part, sources in (("train", data.train), ("eval", data.eval_sources)):
         for number, (source, name) in enumerate(zip(sources, source_names(sources), strict=True)):
             located = locate_source(source, f"data.{part}.{number}", None, reads_images=images is not None)
@@ -140,14 +139,13 @@ def show_recipe(
             )
             name = name if part == "train" else f"{name} (held out)"
             rows = _read_rows(report, ingestion, name, console, asked_rows, reads_all=reads_all)
-            found, chosen = _report_source(report, ingestion, name, rows, asked_rows, recipe.seed)
-            read, trained = read | found, trained | (chosen if part == "train" else {})
+            read[part] |= _report_source(report, ingestion, name, rows, asked_rows)
     there = {row["row"] for row in (*report["pairs"], *report["dropped"])}
     if missing := sorted(set(asked_rows) - there):
         names = ", ".join(source["name"] for source in report["sources"])
         raise RecipeError(f"--pair {missing[0]}: no such {ingestion.opened.row_word} was read of {names}")
-    shown = _add_images(report, read, images)
-    report["packed_row"] = _packed_row(trained, recipe, -1 if images is None else images.token_id)
+    shown = _add_images(report, read["train"] | read["eval"], images)
+    report["packed_row"] = _packed_row(read["train"], recipe, -1 if images is None else images.token_id)
     return ShownRecipe(report=report, images=shown)
 
 
@@ -203,9 +201,8 @@ def _report_source(
     name: str,
     kept: Mapping[int, tuple[TokenizedPair, Any]],
     asked_rows: Collection[int],
-    seed: int,
-) -> tuple[dict[str, TokenizedPair], dict[str, TokenizedPair]]:
-    """Adds a source to the report. Returns its pairs by their places, and those that its keys choose."""
+) -> dict[str, TokenizedPair]:
+    """Adds a source to the report, and returns its pairs by their places."""
     origin = Origin(ingestion.located.key, ingestion.settings)
     pairs, summary, word = [pair for pair, _ in kept.values()], ingestion.summary(), ingestion.opened.row_word
     left_out = [_reason(reason, ingestion) for reason in ingestion.first_dropped]
@@ -232,11 +229,7 @@ def _report_source(
         "rows_read": num_read,
         "pairs_kept": num_kept,
     }
-    chosen = list(range(len(pairs)))
-    if ingestion.source.selecting_keys:
-        table, by_key = PairTable.of([store_of(pairs)]), {origin.key: ingestion.source}
-        positions, (source["selection"],) = select_pairs(table, by_key, seed, refuses_none=False)
-        chosen, summary["selection"] = positions.tolist(), source["selection"]
+    source_keys = ingestion.source.selecting_keys
     of_all = "only " if source["rows"] is None else f"{num_read:,} of "
     of_all += counted(source["rows"] or num_read, "row")
     report["settings"] += [
@@ -244,9 +237,9 @@ def _report_source(
         f"{num_kept:,} kept, {num_read - num_kept:,} left out",
         f"{name}: {columns_sentence(ingestion.columns_read, summary['columns_not_read'])}",
         *(f"{name}: {note}" for note in source_notes(summary, names_left_out=False)),
+        *(f"{name}: a run trains on fewer of these pairs: {key} chooses" for key in source_keys),
     ]
-    by_place = [(places[pair.row.number], pair) for pair in pairs]
-    return dict(by_place), dict(by_place[at] for at in chosen)
+    return {places[pair.row.number]: pair for pair in pairs}
 
 
 def _reason(name: str, ingestion: Ingestion) -> Json:
@@ -371,8 +364,8 @@ def _packed_row(pairs: Mapping[str, TokenizedPair], recipe: Recipe, image_token:
     """Returns a row as packing makes it from the pairs that were read, in tokens."""
     if not pairs:
         return None
-    places, order = list(pairs), np.arange(len(pairs))
-    lengths = pair_lengths(table_of([store_of([*pairs.values()])], image_token))
+    places, order, fitted = list(pairs), np.arange(len(pairs)), [pair.fitted for pair in pairs.values()]
+    lengths = pair_lengths(table_of([join_pairs(fitted, [1.0] * len(pairs), order.tolist())], image_token))
     packing, is_padded = recipe.packing, recipe.packing.mode == "padded"
     sizes = pair_sizes(lengths, share_prompt=recipe.shares_prompts, pads=is_padded)
     longest = 0 if sizes.beginnings is None else int(sizes.beginnings.tokens.max())

@@ -88,7 +88,7 @@ def test_columns_that_cost_nothing_are_what_a_plain_computation_gives(recipe: Pa
     assert "never_learned" not in audited[0] and "p_wrong" not in audited[0]  # nothing was trained
 
 
-def test_pairs_that_only_the_cut_makes_equal_are_told_from_copies(
+def test_copies_are_found_after_the_cut_and_pairs_of_equal_answers_are_counted(
     recipe: Path, console: Console, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = {"prompt": "ask", "chosen": LONG * 9 + " yes", "rejected": " no"}
@@ -98,7 +98,7 @@ def test_pairs_that_only_the_cut_makes_equal_are_told_from_copies(
     path = dpo_pack.audit(recipe, **{"data.truncation": "completion_right", "data.on_bad_row": "skip"})
     found = rows_of(path)
     assert [row["duplicate_of"] for row in found] == [None, "pairs row 1", "pairs row 1"]
-    assert [row["equal_after_truncation"] for row in found] == [False, True, False]
+    assert not any(row["equal_after_truncation"] for row in found)  # such rows are left out
     assert found[0]["pair"] == found[2]["pair"] != found[1]["pair"]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "both answers" in line]
     assert line.split()[-1] == "1"
@@ -111,7 +111,7 @@ def test_score_margins_are_those_of_the_data(recipe: Path, capsys: pytest.Captur
     audited = rows_of(dpo_pack.audit(recipe, **{"data.train": [source]}))
     assert [row["score_margin"] for row in audited] == [n / 2 - 1 for n in range(len(rows))]
     told = capsys.readouterr().out
-    assert re.search(r"the rejected answer has the higher score +2\b", told)
+    assert re.search(r"The rejected answer has the higher score +2\b", told)
     assert {row["score_margin"] for row in rows_of(dpo_pack.audit(recipe))} == {None}
 
 
@@ -140,9 +140,9 @@ def test_a_run_with_one_look_or_other_pairs_does_not_say_what_was_never_learned(
     run = dpo_pack.train(recipe, quiet=True)
     audited = rows_of(dpo_pack.audit(run))
     assert {row["never_learned"] for row in audited} == {None} and len(audited[0]["margin"]) == 1
-    assert "Never learned is not said: the run had no two looks at a pair." in capsys.readouterr().out
+    assert "never_learned is empty: the run trained on no pair twice." in capsys.readouterr().out
     found = rows_of(dpo_pack.audit(run, **{"data.train.0.max_pairs": 9}))
-    assert "changed since: keys of data." in capsys.readouterr().out
+    assert "changed since: the tokenizer, its template, or keys of data" in capsys.readouterr().out
     assert len(found) == 9 and "margin" not in found[0]
     lines = (recipe.parent / "pairs.jsonl").read_text().splitlines()
     (recipe.parent / "pairs.jsonl").write_text("\n".join([*lines[1:], lines[0]]) + "\n")
@@ -163,16 +163,72 @@ def test_folds_of_few_pairs_are_refused_before_anything_is_computed(recipe: Path
 def test_pairs_of_one_prompt_are_never_separated(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": f"ask {n % 150}", "chosen": f" yes {n % 299}", "rejected": " no"} for n in range(600)]
     write_rows(recipe.parent / "pairs.jsonl", rows)
-    table = prepare(load_recipe(recipe), Console(quiet=True)).data.train
-    folds = folds_of(table, 3, seed=1)
+    folds = folds_of(prepare(load_recipe(recipe), Console(quiet=True)).data, 3, seed=1)
     for prompt in {row["prompt"] for row in rows}:
         assert len({fold for fold, row in zip(folds, rows, strict=True) if row["prompt"] == prompt}) == 1
     assert np.bincount(folds).tolist() == [200, 200, 200]
     same = [{**row, "prompt": "ask"} for row in rows]
     write_rows(recipe.parent / "pairs.jsonl", same)
-    table = prepare(load_recipe(recipe), Console(quiet=True)).data.train
-    with pytest.raises(dpo_pack.DpoPackError, match=r"^--folds 2: 600 of 600 pairs are in one fold"):
-        folds_of(table, 2, seed=1)
+    data = prepare(load_recipe(recipe), Console(quiet=True)).data
+    with pytest.raises(dpo_pack.DpoPackError, match=r"^--folds 2: 600 of 600 pairs stay together"):
+        folds_of(data, 2, seed=1)
+
+
+def test_pairs_of_inferred_prompts_that_begin_alike_are_never_separated(recipe: Path) -> None:
+    rows = [
+        {side: f"{n % 150} ask:{answer} {n}" for side, answer in (("chosen", " yes"), ("rejected", " no"))}
+        for n in range(600)
+    ]
+    write_rows(recipe.parent / "pairs.jsonl", rows)
+    data = prepare(load_recipe(recipe), Console(quiet=True)).data
+    assert data.report["train"]["sources"][0]["prompts_inferred"] == 600
+    folds = folds_of(data, 2, seed=1)
+    for prompt in range(150):
+        assert len({int(fold) for n, fold in enumerate(folds) if n % 150 == prompt}) == 1
+
+
+def test_what_belongs_to_folds_is_refused_without_them_or_if_it_cannot_be(recipe: Path) -> None:
+    for options, told in (
+        ({"lr": 1e-4}, "give --folds, too"),
+        ({"train_pairs": 500}, "give --folds, too"),
+        ({"folds": 1}, "at least 2"),
+        ({"folds": 2, "lr": 0.0}, "above 0"),
+        ({"folds": 2, "lr": math.nan}, "above 0"),
+        ({"folds": 2, "train_pairs": 1}, "at least 200"),
+    ):
+        with pytest.raises(dpo_pack.DpoPackError, match=told):
+            dpo_pack.audit(recipe, quiet=True, **options)  # type: ignore[arg-type]
+
+
+def test_an_output_that_cannot_be_written_or_would_replace_an_input_is_refused_first(recipe: Path) -> None:
+    home = recipe.parent
+    (home / "there.parquet").mkdir()
+    (home / "file").touch()
+    path = dpo_pack.audit(recipe, quiet=True)
+    before = path.read_bytes()
+    for output, told, overrides in (
+        (home / "a.html", "name a file .parquet", {}),
+        (home / "there.parquet", "is a directory", {}),
+        (home / "file" / "a.parquet", "cannot write", {}),
+        (
+            None,
+            "it would replace what data.train.0.keep.from names",
+            {"data.train.0.keep": {"from": str(path)}},
+        ),
+    ):
+        with pytest.raises(dpo_pack.DpoPackError, match=told):
+            dpo_pack.audit(recipe, output=output, quiet=True, **overrides)
+    assert path.read_bytes() == before
+
+
+def test_a_run_is_joined_although_its_source_has_another_name_now(recipe: Path) -> None:
+    run = dpo_pack.train(recipe, quiet=True)
+    audited = rows_of(dpo_pack.audit(run, quiet=True, **{"data.train.0.name": "renamed"}))
+    assert {row["source"] for row in audited} == {"renamed"} and all(row["margin"] for row in audited)
+
+
+def train_once(recipe: Path, directory: Path) -> Path:
+    return dpo_pack.train(recipe, quiet=True, output_dir=str(directory)).path
 
 
 def sigmoid(value: float) -> float:
@@ -186,6 +242,14 @@ def test_what_unseen_models_say_is_what_their_adapters_give(
     """Also: an adapter trains on pairs of the other fold only, and no more than it may."""
     recipe, home = tiny_run(tmp_path / "job"), tmp_path / "job"
     monkeypatch.setattr(module, "FEWEST_PAIRS", 16)
+    monkeypatch.setattr(module, "FEWEST_TRAINED", 7)
+    rows = [json.loads(line) for line in (home / "pairs.jsonl").read_text().splitlines()]
+    copies = rows[:2] + rows[8:10]
+    write_rows(home / "copies.jsonl", copies)
+    change(recipe, data={"train": [{"path": str(home / f"{name}.jsonl")} for name in ("pairs", "copies")]})
+    change(recipe, optim={"warmup_steps": 100})
+    sources = yaml.safe_load(recipe.read_text())["data"]["train"]
+    change(recipe, data={"train": [{**sources[0], "weight": 3.0}, sources[1]]})
     runs: dict[int, Path] = {}
 
     def keep_run(own: Any, quiet: Console) -> None:
@@ -193,23 +257,33 @@ def test_what_unseen_models_say_is_what_their_adapters_give(
         runs[int(own.output_dir.name)] = Path(shutil.copytree(own.output_dir, tmp_path / own.output_dir.name))
 
     setup = prepare(load_recipe(recipe), console)
-    options: dict[str, Any] = {"num_folds": 2, "train_pairs": 7, "lr": 1e-2, "train": keep_run}
-    audit_pairs(setup, tmp_path / "out" / "audit.parquet", **options)
+    stale, others = tmp_path / "out" / ".audit.parquet.folds" / "0", tmp_path / "out" / ".folds"
+    shutil.copytree(train_once(recipe, tmp_path / "once"), stale)  # of an audit that was stopped
+    others.mkdir()
+    options = module.FoldOptions(num_folds=2, train_pairs=7, lr=1e-2)
+    audit_pairs(setup, tmp_path / "out" / "audit.parquet", keep_run, options)
+    assert others.is_dir() and not stale.exists()
+    others.rmdir()
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "2 folds: an adapter ({'r': 16, 'alpha': 32}, optim.lr 0.01) trains on 7 other pairs" in text
+    assert "2 folds: an adapter ({r: 16, alpha: 32}, optim.lr 0.01) trains on " in text
     assert text.index("in all") < text.index("Fold 1: training") and "lower bounds" in text
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["audit.html", "audit.parquet"]
     found = rows_of(tmp_path / "out" / "audit.parquet")
-    rows = [json.loads(line) for line in (home / "pairs.jsonl").read_text().splitlines()]
+    rows += copies
     sequences = plain_sequences(rows, home / "model")
     reference = AutoModelForCausalLM.from_pretrained(home / "model")
     with torch.no_grad():
         before = completion_logps_one_by_one(reference, sequences).view(-1, 2)
         for fold, run in runs.items():
             report = json.loads((run / "data_report.json").read_text())
-            assert report["train"]["pairs"] == 7
+            assert 5 < report["train"]["pairs"] <= 7
             trained = yaml.safe_load((run / "recipe.yaml").read_text())
-            assert trained["optim"]["lr"] == 1e-2 and trained["data"]["eval"] == []
+            assert all(source.get("weight", 1.0) == 1.0 for source in trained["data"]["train"])
+            assert (
+                not trained["optim"].get("warmup_steps")
+                and trained["optim"]["lr"] == 1e-2
+                and trained["data"]["eval"] == []
+            )
             base: Any = AutoModelForCausalLM.from_pretrained(home / "model")
             adapted: Any = PeftModel.from_pretrained(base, run / "model")
             after = completion_logps_one_by_one(adapted, sequences)

@@ -35,12 +35,20 @@ def test_pairs_that_share_a_key_directly_or_not_are_in_one_fold(
                 joined = components[one] | components[other]
                 for number in joined:
                     components[number] = joined
-    folds = divide([np.array(keys) for keys in zip(*pairs, strict=True)], num_folds, seed=0)
+    both = np.concatenate([np.array([one for one, _ in pairs]), np.array([other for _, other in pairs]) + 7])
+    groups = joined(len(pairs), np.tile(np.arange(len(pairs)), 2), both)
+    folds = divide(groups, num_folds, seed=0)
     for component in components:
         assert len({int(folds[number]) for number in component}) == 1
     for size in np.bincount(folds, minlength=num_folds):
         assert abs(size - len(pairs) / num_folds) <= max(map(len, components))
     assert folds.max() < num_folds
+
+
+def test_folds_are_as_even_as_a_large_group_allows() -> None:
+    groups = np.array([0] * 500 + [*range(1, 501)])
+    sizes = sorted(np.bincount(divide(groups, 10, seed=0), minlength=10).tolist())
+    assert sizes == [55] * 4 + [56] * 5 + [500]
 
 
 def test_the_slope_has_the_largest_likelihood_of_all_that_are_not_negative() -> None:

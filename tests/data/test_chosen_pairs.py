@@ -167,20 +167,18 @@ def test_max_pairs_counts_pairs_before_the_choice_and_weights_those_after_it(
     assert selection(data)["pairs_before"] == 5
 
 
-def test_shares_are_shares_of_the_chosen_pairs(tmp_path: Path, names: list[str]) -> None:
-    sources = [
-        {"path": write_pairs(tmp_path), "share": 0.5, "keep": {"from": save(tmp_path, names[::2])}},
-        {"path": write_pairs(tmp_path, "other", 16), "share": 0.5},
-    ]
-    data = load_splits(tmp_path, sources, TOKENIZER)
-    assert data.train.source_indices.tolist() == [0] * 8 + [1] * 8
-    assert data.train.row_numbers.tolist() == [1, 3, 5, 7, 9, 11, 13, 15, *range(1, 9)]
-    assert [source["selection"]["left_out"] for source in data.report["train"]["sources"]] == [
-        {"keep": 8, "share": 0},
-        {"share": 8},
-    ]
-    sources[1]["share"] = 0.01  # so small that the mixture has none of its pairs
-    assert load_splits(tmp_path, sources, TOKENIZER).train.source_indices.tolist() == [0] * 10
+def test_copies_of_a_pair_are_taken_or_left_together(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{n}", "chosen": " yes", "rejected": " no"} for n in (1, 2, 3, 1, 2, 3)]
+    path = write_rows(tmp_path / "copies.jsonl", rows)
+    names = load_splits(tmp_path, path, TOKENIZER).train.pair_names
+    file = save(tmp_path, names, p=[1, 2, 3, 1, 2, 3])
+    for order, expected in (("smallest", [1, 2, 4, 5]), ("largest", [2, 3, 5, 6])):
+        keep = {"from": file, "by": "p", "part": 0.5, "order": order}
+        assert rows_of(load_splits(tmp_path, {"path": path, "keep": keep}, TOKENIZER)) == expected
+    keep = {"from": file, "part": 0.5, "order": "random"}
+    assert (
+        len({row % 3 for row in rows_of(load_splits(tmp_path, {"path": path, "keep": keep}, TOKENIZER))}) == 2
+    )
 
 
 def test_the_choice_costs_no_tokens_and_names_the_pairs_in_the_fingerprint(

@@ -95,6 +95,10 @@ def test_ranked_answers_bring_their_scores_and_ranks_are_none(tmp_path: Path) ->
     assert margins(tmp_path, [ranked({"rank": 1}, {"rank": 3})], CHAT) == [math.inf]
     beside = ranked({"rank": 1, "score": 0.5}, {"rank": 2, "score": 2})
     assert margins(tmp_path, [beside], CHAT) == [-1.5]
+    empty = ranked({"rank": 1, "overall_score": None, "score": 3}, {"rank": 2, "score": 2})
+    assert margins(tmp_path, [empty], CHAT) == [1.0]
+    infinite = ranked({"rank": 1, "score": math.inf}, {"rank": 2, "score": 2})
+    assert "invalid_score: 1 of 1" in refusal(lambda: margins(tmp_path, [infinite], CHAT))
     assert margins(tmp_path, [ranked({"rank": 1, "score": "A"}, {"rank": 2, "score": 1})], CHAT) == [math.inf]
 
 

@@ -132,6 +132,7 @@ def test_a_run_s_pairs_have_the_averages_of_its_metrics(straight: Path) -> None:
             assert np.mean([line[name] for line in step]) == pytest.approx(record[metric], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_pairs_of_a_run_have_the_scores_of_their_rows(tmp_path: Path) -> None:
     own = tiny_run(tmp_path / "own").parent
     for name in ("pairs", "heldout"):

@@ -360,6 +360,7 @@ def test_changed_data_is_refused_and_other_versions_are_told(tmp_path: Path, con
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_pairs_whatever_names_them(
     assets: Path, tmp_path: Path, console: Console
 ) -> None:
