@@ -87,8 +87,7 @@ def check_output(recipe: Recipe, output: Path) -> None:
             if path is not None and os.path.realpath(path) == os.path.realpath(file):
                 raise RecipeError(f"--output {output}: it would replace what {key} names; name another file")
     with writing(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output.parent).close()
+        tempfile.TemporaryFile(dir=next(filter(Path.exists, output.absolute().parents))).close()
 
 
 def audit_pairs(setup: Setup, output: Path, train: Train, options: FoldOptions | None) -> None:
@@ -228,8 +227,8 @@ def folds_of(data: Data, num_folds: int, seed: int) -> IntArray:
             return folds
     raise DataError(
         f"--folds {num_folds}: {largest:,} of {len(pairs):,} pairs stay together, by a prompt or an image, "
-        f"so a fold has no pair or leaves fewer than {FEWEST_TRAINED} to train on, however many folds there are; "
-        "leave --folds out, or name a column of prompts in data.train.*.columns.prompt if the rows have one"
+        f"so a fold has no pair or leaves fewer than {FEWEST_TRAINED} to train on; take 2 folds or none, or "
+        "name a column of prompts in data.train.*.columns.prompt if the rows have one"
     )
 
 

@@ -36,7 +36,7 @@ def test_pairs_that_share_a_key_directly_or_not_are_in_one_fold(
                 for number in joined:
                     components[number] = joined
     both = np.concatenate([np.array([one for one, _ in pairs]), np.array([other for _, other in pairs]) + 7])
-    groups = joined(len(pairs), np.tile(np.arange(len(pairs)), 2), both)
+    groups = sources.components(len(pairs), np.tile(np.arange(len(pairs)), 2), both)
     folds = divide(groups, num_folds, seed=0)
     for component in components:
         assert len({int(folds[number]) for number in component}) == 1
