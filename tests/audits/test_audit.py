@@ -197,7 +197,7 @@ def test_what_belongs_to_folds_is_refused_without_them_or_if_it_cannot_be(recipe
         ({"folds": 2, "train_pairs": 1}, "at least 200"),
     ):
         with pytest.raises(dpo_pack.DpoPackError, match=told):
-            dpo_pack.audit(recipe, quiet=True, **options)  # type: ignore[arg-type]
+            dpo_pack.audit(recipe, quiet=True, **options)
 
 
 def test_an_output_that_cannot_be_written_or_would_replace_an_input_is_refused_first(recipe: Path) -> None:
@@ -228,7 +228,8 @@ def test_a_run_is_joined_although_its_source_has_another_name_now(recipe: Path) 
 
 
 def train_once(recipe: Path, directory: Path) -> Path:
-    return dpo_pack.train(recipe, quiet=True, output_dir=str(directory)).path
+    path: Path = dpo_pack.train(recipe, quiet=True, output_dir=str(directory)).path
+    return path
 
 
 def sigmoid(value: float) -> float:
@@ -257,13 +258,13 @@ def test_what_unseen_models_say_is_what_their_adapters_give(
         runs[int(own.output_dir.name)] = Path(shutil.copytree(own.output_dir, tmp_path / own.output_dir.name))
 
     setup = prepare(load_recipe(recipe), console)
-    stale, others = tmp_path / "out" / ".audit.parquet.folds" / "0", tmp_path / "out" / ".folds"
+    stale, unrelated = tmp_path / "out" / ".audit.parquet.folds" / "0", tmp_path / "out" / ".folds"
     shutil.copytree(train_once(recipe, tmp_path / "once"), stale)  # of an audit that was stopped
-    others.mkdir()
+    unrelated.mkdir()
     options = module.FoldOptions(num_folds=2, train_pairs=7, lr=1e-2)
     audit_pairs(setup, tmp_path / "out" / "audit.parquet", keep_run, options)
-    assert others.is_dir() and not stale.exists()
-    others.rmdir()
+    assert unrelated.is_dir() and not stale.exists()
+    unrelated.rmdir()
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "2 folds: an adapter ({r: 16, alpha: 32}, optim.lr 0.01) trains on " in text
     assert text.index("in all") < text.index("Fold 1: training") and "lower bounds" in text

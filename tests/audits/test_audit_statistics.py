@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dpo_pack.audits import statistics
 from dpo_pack.audits.statistics import auroc, calibration, certainty, divide, sigmoid, slope, swap_test
+from dpo_pack.data import sources
 
 RNG = np.random.default_rng(0)
 MARGINS = RNG.normal(0.4, 1.0, 90)

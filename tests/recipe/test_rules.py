@@ -18,6 +18,7 @@ REFUSED: list[tuple[str, str]] = [
     ("data.eval=[{path: e, weight: 2}]", "data.eval.0.weight"),
     ("data.eval=[{path: e, share: 2}]", "data.eval.0.share"),
     ("data.train=[{path: a, share: 2}, {path: b}]", "data.train.1.share"),
+    ("data.train=[{path: a, share: 2, min_margin: 1}]", "data.train.0.min_margin"),
     ("data.train=[{path: a, name: n}, {path: b, name: n}]", "data.train.1.name"),
     ("data.train.0.format=transcript, data.continue_final_message=true", "data.continue_final_message"),
     ("data.train={path: a, turns: messages}", "data.train.0.turns"),
@@ -35,10 +36,11 @@ REFUSED: list[tuple[str, str]] = [
     ),
     ("data.train={path: a, format: ranked, columns: {score_margin: b}}", "data.train.0.columns.score_margin"),
     ("data.train={path: a, format: ranked, columns: {chosen_score: b}}", "data.train.0.columns.chosen_score"),
-    *((f"data.train.0.keep={{from: f, {more}}}", "data.train.0.keep.from") for more in (
-        "by: c", "part: 0.5", "order: random", "above: 1", "by: c, part: 0.5", "part: 0.5, order: largest",
-        "by: c, part: 0.5, order: largest, above: 1", "part: 0.5, order: random, below: 1",
-    )),
+    *((f"data.train.0.keep={{from: f, {more}}}", f"data.train.0.keep.{key}") for more, key in {
+        "by: c": "by", "part: 0.5": "part", "order: random": "order", "above: 1": "above",
+        "by: c, part: 0.5": "part", "part: 0.5, order: largest": "order",
+        "by: c, part: 0.5, order: largest, above: 1": "above", "part: 0.5, order: random, below: 1": "below",
+    }.items()),
     ("data.train.0.keep={by: c, above: 1}", "data.train.0.keep.from"),
     ("data.eval=[{path: e, keep: {from: f}}]", "data.eval.0.keep"),
     ("data.eval=[{path: e, max_length_gap: 0}]", "data.eval.0.max_length_gap"),
