@@ -241,7 +241,7 @@ def audit(
         if given and not folds:
             raise RecipeError("--train-pairs, --lr: only models of --folds have them; give --folds, too")
         options = FoldOptions(num_folds=folds, **given) if folds else None
-        ranks.first_does_for_all(lambda: check_output(loaded, path))
+        ranks.first_does_for_all(lambda: check_output(loaded.inputs, path))
         audit_pairs(prepare(loaded, console), path, run_training, options)
     return path
 

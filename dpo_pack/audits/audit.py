@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,10 @@ from rich.console import Console
 
 from dpo_pack.audits.statistics import NEGATED, NUM_DRAWS, calibration, certainty, divide, sigmoid, swap_test
 from dpo_pack.data.sources import Data, components, keys_together
-from dpo_pack.data.store import distinct_keys
+from dpo_pack.data.store import PairTable, distinct_keys
 from dpo_pack.packing.lengths import ADAPTER_PASSES, FloatArray, IntArray
 from dpo_pack.recipe.data import source_names
-from dpo_pack.recipe.load import INFO_FILE, RECIPE_FILE, Recipe, is_adapter, load_recipe, parse_recipe
+from dpo_pack.recipe.load import INFO_FILE, RECIPE_FILE, is_adapter, load_recipe, parse_recipe
 from dpo_pack.recipe.text import to_yaml
 from dpo_pack.reference.cache import FrozenReference
 from dpo_pack.reports.pages import render_page
@@ -76,14 +76,14 @@ class FoldOptions:
             raise RecipeError(f"--lr {self.lr:g}: give a number above 0, or leave it out")
 
 
-def check_output(recipe: Recipe, output: Path) -> None:
+def check_output(inputs: Mapping[str, str | None], output: Path) -> None:
     """Raises RecipeError or CacheError if an audit cannot be written there, or would replace an input."""
     if output.suffix != ".parquet":
         raise RecipeError(f"--output {output}: name a file .parquet; its page, .html, is written beside it")
     for file in (output, output.with_suffix(".html")):
         if file.is_dir():
             raise RecipeError(f"--output {output}: {file} is a directory; name another file")
-        for key, path in recipe.inputs.items():
+        for key, path in inputs.items():
             if path is not None and os.path.realpath(path) == os.path.realpath(file):
                 raise RecipeError(f"--output {output}: it would replace what {key} names; name another file")
     with writing(output):
@@ -150,9 +150,8 @@ def _marks(pairs: pa.Table) -> dict[str, Any]:
     }
 
 
-def _places(setup: Setup, recipe: Recipe) -> list[str]:
-    """Returns where each pair is, [P]: "source row 3", by the sources' names in a recipe."""
-    table, sources = setup.data.train, source_names(recipe.data.train)
+def _places(table: PairTable, sources: Sequence[str]) -> list[str]:
+    """Returns where each pair is, [P]: "source row 3", by names of the sources."""
     both = zip(table.source_indices, table.row_numbers, strict=True)
     return [f"{sources[source]} row {row}" for source, row in both]
 
@@ -160,7 +159,7 @@ def _places(setup: Setup, recipe: Recipe) -> list[str]:
 def pair_columns(setup: Setup, logps: FloatArray) -> Columns:
     """Returns what is known without training. logps: [P, (chosen, rejected)] of the reference, in nats."""
     table, sources = setup.data.train, np.array(source_names(setup.recipe.data.train))
-    places, sides = np.array(_places(setup, setup.recipe)), [table.chosen_keys, table.rejected_keys]
+    places, sides = np.array(_places(table, sources)), [table.chosen_keys, table.rejected_keys]
     both = [np.concatenate(keys, axis=1) for keys in (sides, sides[::-1])]  # the second: answers exchanged
     first, number = distinct_keys(np.concatenate(both))
     same, opposite = first[number].reshape(2, -1)  # [P] the first pair that has these tokens
@@ -198,7 +197,8 @@ def look_columns(setup: Setup) -> tuple[Columns, str]:
     lines = lines.append_column("place", pc.binary_join_element_wise(*sides, " row "))
     kinds = [("margin", "list"), ("loss", "list"), ("margin", "max")]
     looks = lines.group_by("place", use_threads=False).aggregate(kinds)  # on threads, order is lost
-    places = pa.array(_places(setup, load_recipe(root / RECIPE_FILE)))  # where a source has another name
+    names = source_names(load_recipe(root / RECIPE_FILE).data.train)  # sources may have other names now
+    places = pa.array(_places(setup.data.train, names))
     looks = looks.take(pc.index_in(places, value_set=looks["place"]))  # null: no look
     has_two = pc.greater(pc.list_value_length(looks["margin_list"]), 1)
     never_learned = pc.if_else(has_two, pc.less_equal(looks["margin_max"], 0), pa.scalar(None, pa.bool_()))
