@@ -158,14 +158,14 @@ def _places(table: PairTable, sources: Sequence[str]) -> list[str]:
 
 def pair_columns(setup: Setup, logps: FloatArray) -> Columns:
     """Returns what is known without training. logps: [P, (chosen, rejected)] of the reference, in nats."""
-    table, sources = setup.data.train, np.array(source_names(setup.recipe.data.train))
+    table, sources = setup.data.train, source_names(setup.recipe.data.train)
     places, sides = np.array(_places(table, sources)), [table.chosen_keys, table.rejected_keys]
     both = [np.concatenate(keys, axis=1) for keys in (sides, sides[::-1])]  # the second: answers exchanged
     first, number = distinct_keys(np.concatenate(both))
     same, opposite = first[number].reshape(2, -1)  # [P] the first pair that has these tokens
     is_copy = same < np.arange(len(same))
     return {
-        "source": sources[table.source_indices],
+        "source": np.array(sources)[table.source_indices],
         "row": table.row_numbers.astype(np.int64),
         "pair": table.pair_names,
         "reference_margin": logps[:, 0] / table.chosen_scored - logps[:, 1] / table.rejected_scored,

@@ -115,6 +115,7 @@ def test_score_margins_are_those_of_the_data(recipe: Path, capsys: pytest.Captur
     assert {row["score_margin"] for row in rows_of(dpo_pack.audit(recipe))} == {None}
 
 
+@pytest.mark.slow
 def test_what_a_finished_run_logged_is_joined_by_source_and_row(recipe: Path) -> None:
     rows = [json.loads(line) for line in (recipe.parent / "pairs.jsonl").read_text().splitlines()]
     rows += [rows[0]] * 3 + [{**rows[0], "chosen": rows[0]["rejected"], "rejected": rows[0]["chosen"]}]
@@ -132,6 +133,7 @@ def test_what_a_finished_run_logged_is_joined_by_source_and_row(recipe: Path) ->
     assert [row["never_learned"] for row in audited[-2:]] == [False, True]  # the last one contradicts four
 
 
+@pytest.mark.slow
 def test_a_run_with_one_look_or_other_pairs_does_not_say_what_was_never_learned(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,6 +223,7 @@ def test_an_output_that_cannot_be_written_or_would_replace_an_input_is_refused_f
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_run_is_joined_although_its_source_has_another_name_now(recipe: Path) -> None:
     run = dpo_pack.train(recipe, quiet=True)
     audited = rows_of(dpo_pack.audit(run, quiet=True, **{"data.train.0.name": "renamed"}))
