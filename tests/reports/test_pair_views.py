@@ -331,7 +331,7 @@ def test_a_line_says_which_keys_leave_out_some_of_the_pairs_that_are_shown(shows
     pairs = [{**PAIR, "m": number} for number in range(3)]
     scores = ("data.train.0.columns={score_margin: m}", "data.train.0.min_margin=1")
     shown = shows(pairs, *scores)
-    assert len(shown.sources[0].pairs) == 3
+    assert shown.sources[0].pairs_kept == 3
     assert "a run trains on fewer of these pairs: min_margin chooses" in screen(shown, 200)
 
 
