@@ -9,7 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 __all__ = (
-    "DpoPackError", "Recipe", "Run", "check", "doctor", "evaluate", "inspect_packing", "merge",
+    "DpoPackError", "Recipe", "Run", "audit", "check", "doctor", "evaluate", "inspect_packing", "merge",
     "precompute_ref", "push", "recipe_from", "report", "sample", "show", "train", "verdict",
 )  # fmt: skip
 _ELSEWHERE = {

@@ -247,6 +247,39 @@ def verdict(
     )
 
 
+def audit(
+    recipe: AnyRecipe,
+    *,
+    folds: int = 0,
+    train_pairs: int | None = None,
+    lr: float | None = None,
+    output: AnyPath | None = None,
+    quiet: bool = False,
+    command: Sequence[str] | None = None,
+    **overrides: Any,
+) -> Path:
+    """Writes a row for each training pair, and a page beside it, to `output`: None is audit/audit.parquet in
+    `output_dir`. Returns its path.
+
+    folds: at least 2: adapters that train on other folds score each pair; 0: nothing is trained.
+    train_pairs: the most pairs that such an adapter trains on; None: 20,000. lr: None: see docs/audit.md.
+    """
+    with _on_every_rank(recipe, overrides, command, quiet=quiet) as (loaded, console):
+        from dpo_pack.audits.audit import FoldOptions, audit_pairs, check_output
+        from dpo_pack.run.setup import prepare
+        from dpo_pack.system import ranks
+        from dpo_pack.trainer import train as run_training
+
+        path = Path(output or loaded.output_dir / "audit" / "audit.parquet")
+        given: Any = {key: one for key, one in (("train_pairs", train_pairs), ("lr", lr)) if one is not None}
+        if given and not folds:
+            raise RecipeError("--train-pairs, --lr: only models of --folds have them; give --folds, too")
+        options = FoldOptions(num_folds=folds, **given) if folds else None
+        ranks.first_does_for_all(lambda: check_output(loaded.inputs, path))
+        audit_pairs(prepare(loaded, console), path, run_training, options)
+    return path
+
+
 def inspect_packing(
     recipe: AnyRecipe,
     *,

@@ -55,7 +55,8 @@ section of defaults.
 Relative paths start at the working directory. `${recipe_dir}` is the directory of the recipe file and `~`
 your home directory in `output_dir`, `model.path`, `tokenizer.path`, `tokenizer.chat_template`,
 `reference.path`, `reference.cache_dir`, `checkpoint.resume`, `export.path`, `verdict.tasks`,
-`verdict.command`, `verdict.lm_eval`, and the `path` of data sources and of judges (`online.judges.N.path`).
+`verdict.command`, `verdict.lm_eval`, the `path` of data sources and of judges (`online.judges.N.path`),
+and `keep.from` of data sources.
 
 A model's path is a hub id unless a directory of that name exists. A data source is a local file when it
 ends in a known suffix or begins with `.`, `/` or `~`; else a directory if there is one, else a hub id.
@@ -215,7 +216,8 @@ Free to change (a section stands for all its keys):
 
 {neutral}
 - a judge's `max_new_tokens`, `retries` and `endpoint`, except the endpoint's `model`
-- the `name` of a source, and `data.eval` unless it is a fraction of the training pairs
+- the `name` of a source, its `keep.from` if the run then keeps the same pairs, and `data.eval` unless it is a
+  fraction of the training pairs
 
 With `train.early_stopping`, {stopping} and `data.eval` are not free, because they say when the run
 ends. With `train.early_stopping` or `checkpoint.load_best`, {comparing} is not free, because

@@ -23,6 +23,7 @@ ROOMS = (
     "api",
     "trainer",
     "verdicts",
+    "audits",
     "reports",
     "run",
     "online",

@@ -347,6 +347,34 @@ def verdict(
 
 
 @app.command()
+def audit(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    folds: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Score pairs by models that have not seen them.")
+    ] = None,
+    train_pairs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="With --folds: the most pairs that a model trains on.", show_default="20000"
+        ),
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="With --folds: the learning rate.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default="output_dir/audit/audit.parquet")
+    ] = None,
+) -> None:
+    """Find training pairs that are wrong, or only long.
+
+    Writes a row for each pair: copies, contradictions, lengths, the reference's margin, what a finished run
+    in output_dir logged. With --folds, adapters that train on other pairs say how improbable its label is.
+    data.train.N.keep trains on the pairs that such a file names; see docs/audit.md.
+    """
+    options: dict[str, Any] = {"train_pairs": train_pairs, "lr": lr, "output": output}
+    api.audit(_load(recipe, overrides), folds=folds or 0, command=_own_command(), **options)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="The output_dir of one or more runs.")],
     output: Annotated[

@@ -173,6 +173,13 @@ def source_notes(summary: Mapping[str, Any], *, names_left_out: bool = True) -> 
         reasons = ", ".join(f"{entry['rows']:,} {reason}" for reason, entry in summary["dropped"].items())
         warning = "Warning: " if dropped >= FEW * summary["rows_read"] else ""
         yield f"{warning}{dropped:,} of {summary['rows_read']:,} rows are left out: {reasons}"
+    if selection := summary.get("selection"):
+        out = ", ".join(f"{name} {number:,}" for name, number in selection["left_out"].items() if number)
+        chosen = f"{selection['pairs_after']:,} of {selection['pairs_before']:,} pairs"
+        yield f"{chosen} are chosen to train on; left out by {out or 'nothing'}"
+    if against := summary.get("scores_against_labels"):
+        higher = "the rejected answer has the higher score, which changes no label"
+        yield f"Warning: in {against:,} of {kept:,} {what} {higher} (min_margin: 0 leaves such pairs out)"
     counts = {"of earlier reasoning": "characters_of_earlier_reasoning", "cut off": "characters_cut"}
     if missing := [f"{summary[key]:,} {name}" for name, key in counts.items() if summary.get(key)]:
         share = int(summary["characters_in_tokens"] * 10_000) / 100

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from dpo_pack.data.values import (
@@ -32,7 +33,7 @@ from dpo_pack.data.values import (
 )
 from dpo_pack.recipe.data import FIELDS_OF_FORMAT
 
-Answers = tuple[list[Message], list[Message], str]  # chosen, rejected, and `Pair.choice`
+Answers = tuple[list[Message], list[Message], str, float]  # chosen, rejected, `choice` and `score_margin`
 _HUMAN_TURN, _ASSISTANT_TURN = "\n\nHuman:", "\n\nAssistant:"  # of HH-RLHF
 _MARKED_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 SIDES = ("chosen", "rejected")
@@ -52,6 +53,7 @@ class Pair:
     chosen_weights: Sequence[float] | None = None
     rejected_weights: Sequence[float] | None = None
     has_inferred_prompt: bool = False  # the prompt is the text with which both completions happen to begin
+    score_margin: float = field(default=math.nan, compare=False)  # of chosen and rejected; NaN: no score
     choice: str = ""  # why chosen is chosen, if the row does not call an answer so; {better} is a column
     template_options: Mapping[str, Any] = field(default_factory=dict)  # tools and chat_template_kwargs
 
@@ -181,7 +183,8 @@ def compared(row: Row) -> Answers:
     value = re.sub("[{}]", "", str(row[columns[-1]])).strip()
     if columns[-1] == "preference" and math.isfinite(number := as_float(value)):
         value = "above 0" if number > 0 else "below 0"
-    return _answer(row, better), _answer(row, worse), f"{{{better}}} where {{{columns[-1]}}} is {value}"
+    choice = f"{{{better}}} where {{{columns[-1]}}} is {value}"
+    return _answer(row, better), _answer(row, worse), choice, math.nan
 
 
 def _is_second_better(column: str, value: object) -> bool:
@@ -221,7 +224,11 @@ def ranked(row: Row) -> Answers:
     column = next((name for name in ("answer", "completion", "response") if name in best), "answer")
     wins, loses = ("lowest", "highest")[:: ORDERS[order]]
     choice = f"the answer of the {wins} {order}, rejected that of the {loses}"
-    return _answer(best, column), _answer(worst, column), choice
+    given = [[one.get(name) for name in ("overall_score", "score")] for one in (best, worst)]
+    scores = [as_float(score if overall is None else overall) for overall, score in given]
+    if any(map(math.isinf, scores)):
+        raise BadRow("invalid_score", "the score of an answer is infinite, not a finite number")
+    return _answer(best, column), _answer(worst, column), choice, scores[0] - scores[1]
 
 
 def alpaca_prompt(row: Row) -> list[Message]:
@@ -348,18 +355,18 @@ def with_system(row: Row, pair: Pair) -> Pair:
 
 def _as_messages(
     prompt: Callable[[Row], list[Message] | None],
-    completions: Callable[[Row], Answers] = lambda row: (_answer(row, SIDES[0]), _answer(row, SIDES[1]), ""),
+    completions: Callable[[Row], Any] = lambda row: (*map(partial(_answer, row), SIDES), "", math.nan),
 ) -> dict[str, Any]:
     """Makes the functions of a `Format` of messages. `prompt` returns None if completions begin with it."""
 
     def read_pair(row: Row) -> Pair:
-        chosen, rejected, choice = completions(row)
+        chosen, rejected, choice, score_margin = completions(row)
         messages = {"chosen": chosen, "rejected": rejected}
         if (asked := prompt(row)) is not None:
             messages["prompt"] = asked
         pair = with_system(row, conversational({**row, **messages}))
         check_last_turn(pair, continues=True, is_asked=asked is not None)
-        return replace(pair, choice=choice)
+        return replace(pair, choice=choice, score_margin=score_margin)
 
     def read_prompt(row: Row) -> Pair:
         if (asked := prompt(row)) is None:

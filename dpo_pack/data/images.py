@@ -66,6 +66,7 @@ class ReadImage(NamedTuple):
     changed: int  # see _RECORD_DTYPE
     file_size: int
     is_scaled: bool
+    written: bytes = b""  # a hash of the encoded image, whether in the row or in a file
 
 
 class ImageProcessor:
@@ -221,6 +222,7 @@ class ImageReader:
             changed=changed,
             file_size=file_size,
             is_scaled=(width, height) != picture.size,
+            written=hashlib.blake2b(raw, digest_size=_KEY_BYTES).digest(),
         )
 
     def _path(self, value: str) -> Path:

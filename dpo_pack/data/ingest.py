@@ -45,7 +45,7 @@ from dpo_pack.data.tokenization import (
 )
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.data.values import BadRow
-from dpo_pack.recipe.data import FIELDS_OF_FORMAT, IMAGE_FIELDS
+from dpo_pack.recipe.data import FIELDS_OF_FORMAT, IMAGE_FIELDS, SCORE_FIELDS
 from dpo_pack.recipe.schema import DataRecipe, SourceRecipe
 from dpo_pack.recipe.text import to_yaml
 from dpo_pack.system.errors import DataError
@@ -233,7 +233,7 @@ class Ingestion:
     def _columns(self) -> dict[str, str | None]:
         """The fields that the format reads, and the source's names of their columns."""
         mapping = self.source.columns
-        skipped = TAKEN_ONCE.intersection(mapping.values()).difference(mapping)
+        skipped = TAKEN_ONCE.intersection(mapping.values()).union(SCORE_FIELDS).difference(mapping)
         if self.format == "conversational" and "system" not in mapping:
             skipped.add("system")
         if named := {field for field in IMAGE_FIELDS if mapping.get(field) is not None}:
@@ -424,7 +424,7 @@ class Ingestion:
 
 
 _ABOUT_COLUMNS = ("wrong_type", "prompt_mismatch", "missing_column", "no_common_prompt")
-_BESIDE = ("weight", "tools", "chat_template_kwargs", "system")  # a prompt and answers
+_BESIDE = ("weight", "tools", "chat_template_kwargs", "system", *SCORE_FIELDS)  # a prompt and answers
 _REMEDIES = {
     "role_not_written": "map the role to one that the template writes, or TEMPLATE",
     "text_not_written": "put all text into the message's content, as text or as parts, or TEMPLATE",

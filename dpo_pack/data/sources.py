@@ -5,7 +5,7 @@ Prompts are kept in memory only, because judges read their text, which a store d
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +28,7 @@ from dpo_pack.data.readers import (
     open_files,
     open_tables,
 )
+from dpo_pack.data.selection import select_pairs
 from dpo_pack.data.store import (
     Keys,
     PairTable,
@@ -41,7 +42,7 @@ from dpo_pack.data.store import (
 from dpo_pack.data.tokenization import BEGINNINGS, TOKENIZATION_VERSION, Prompt, tokenizer_fingerprint
 from dpo_pack.data.tokenizer import Tokenizer
 from dpo_pack.packing.lengths import AnyIntArray, FloatArray, IntArray
-from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, source_names
+from dpo_pack.recipe.data import DATA_FILE_SUFFIXES, SELECTING_KEYS, source_names
 from dpo_pack.recipe.schema import DataRecipe, EvalFraction, SourceRecipe
 from dpo_pack.system.errors import DataError, RecipeError
 from dpo_pack.system.files import Json
@@ -55,7 +56,7 @@ _HUB_KEYS = {"config", "data_dir", "revision"}
 # that somebody forgets to list here costs a new store; it never finds tokens of an old value. The
 # content of a hub data set, which `datasets` names, depends on config, data_dir and revision.
 _SOURCE_KEYS_BESIDE_TOKENS = {
-    *("path", "name", "weight", "share", *_HUB_KEYS),
+    *("path", "name", "weight", "share", *_HUB_KEYS, *SELECTING_KEYS),
     *("chat_template_kwargs", "image_folder", "turns"),  # see _facts_of_tokens
 }
 _DATA_KEYS_BESIDE_TOKENS = {
@@ -138,6 +139,11 @@ def _divided(
         train, evals[HELD_OUT] = (train.select(part) for part in parts)
         if not is_pairs:
             prompts, eval_prompts[HELD_OUT] = (tuple(prompts[n] for n in part) for part in parts)
+    recipes = {f"data.train.{number}": source.recipe for number, source in enumerate(sources.values())}
+    selection: list[Json] = [{} for _ in recipes]
+    if any(source.selecting_keys for source in recipes.values()):
+        chosen, selection = select_pairs(train, recipes, seed)
+        train = train.select(chosen)
     source_weights = np.array([source.recipe.weight for source in sources.values()], dtype=np.float64)
     of_sources = np.bincount(train.source_indices, minlength=len(source_weights))
     if (of_sources * source_weights < 0.5).all():  # as `epoch_order` rounds
@@ -146,8 +152,10 @@ def _divided(
         )
     report: Json = {"train": _describe(train, is_pairs), "eval": {}, "held_out_by": held_out_by}
     report["train"]["sources"] = [
-        _of_source(name, one, is_pairs) | ({"pairs_in_mixture": number} if one.recipe.share else {})
-        for (name, one), number in zip(sources.items(), in_mixture, strict=True)
+        _of_source(name, one, is_pairs)
+        | ({"pairs_in_mixture": number} if one.recipe.share else {})
+        | ({"selection": selected} if selected else {})
+        for (name, one), number, selected in zip(sources.items(), in_mixture, selection, strict=True)
     ]
     for name, table in evals.items():
         report["eval"][name] = _describe(table, is_pairs) if is_pairs else {"prompts": table.num_pairs}
@@ -171,9 +179,9 @@ def _divided(
 
 
 def _mixed(source_indices: AnyIntArray, shares: FloatArray) -> IntArray:
-    """Returns the first pairs of each source, as many as give each its part of the largest mixture."""
+    """Returns the first pairs of each source that has some, as many as give each its part of the mixture."""
     sizes, parts = np.bincount(source_indices, minlength=len(shares)), shares / shares.sum()
-    kept = np.round((sizes / parts).min() * parts).astype(np.int64)
+    kept = np.round((sizes / parts)[sizes > 0].min() * parts).astype(np.int64)
     rank = np.arange(len(source_indices)) - (np.cumsum(sizes) - sizes)[source_indices]
     return np.flatnonzero(rank < kept[source_indices])
 
@@ -185,23 +193,33 @@ def _split(
     train: PairTable, sources: dict[str, LoadedSource], fraction: float, seed: int
 ) -> tuple[IntArray, IntArray, str]:
     """Returns the training pairs, the held-out pairs, and what pairs have in common that stay together."""
-    if any(part.images is not None for part in train.parts):
-        return *split_by_prompt(keys_by_image(train), fraction, seed), "image"
-    if not any(source.store.summary.get("prompts_inferred") for source in sources.values()):
-        return *split_by_prompt(train.whole_prompt_keys, fraction, seed), "prompt"
-    # Nobody knows where a prompt without a column ends, but pairs of one prompt begin alike. So pairs with
-    # equal first characters are held out together. More characters may be a part of an answer: their number
-    # is the smallest in BEGINNINGS that leaves (1 - fraction) / 2 of the pairs to train on.
-    for num_bytes, num_characters in enumerate(BEGINNINGS, start=1):
+    together = keys_together(train, [source.store.summary for source in sources.values()])
+    if len(together) == 1:
+        ((what, keys),) = together.items()
+        return *split_by_prompt(keys, fraction, seed), what
+    for what, keys in together.items():  # the first that leaves (1 - fraction) / 2 of the pairs to train on
         with suppress(DataError):
-            kept, held_out = split_by_prompt(train.whole_prompt_keys[:, :num_bytes], fraction, seed)
+            kept, held_out = split_by_prompt(keys, fraction, seed)
             if len(kept) >= (1 - fraction) / 2 * train.num_pairs:
-                return kept, held_out, f"first {num_characters} characters"
+                return kept, held_out, what
     raise DataError(
         f"data.eval.fraction: the sources have no column of prompts, and too many pairs begin with the same "
         f"{BEGINNINGS[-1]} characters; name the column in data.train.*.columns.prompt, or name a source in "
         "data.eval"
     )
+
+
+def keys_together(train: PairTable, summaries: Iterable[Mapping[str, Any]]) -> dict[str, Keys]:
+    """Returns what pairs have in common that stay together, and its [P, bytes] keys. `summaries`: of sources.
+    There are several where prompts are inferred, the shortest beginning first."""
+    if any(part.images is not None for part in train.parts):
+        return {"image": keys_by_image(train)}
+    if not any(summary.get("prompts_inferred") for summary in summaries):
+        return {"prompt": train.whole_prompt_keys}
+    # Nobody knows where a prompt without a column ends, but pairs of one prompt begin alike. More characters
+    # may be a part of an answer.
+    lengths = enumerate(BEGINNINGS, start=1)
+    return {f"first {length} characters": train.whole_prompt_keys[:, :number] for number, length in lengths}
 
 
 def keys_by_image(pairs: PairTable) -> Keys:
@@ -218,14 +236,20 @@ def keys_by_image(pairs: PairTable) -> Keys:
     keys, owner = pairs.whole_prompt_keys.copy(), np.concatenate(owners)
     of_images = np.concatenate(images)
     first, image = distinct_keys(of_images)
-    label, before = np.arange(len(first)), None
-    while before is None or (label != before).any():  # the smallest label spreads over shared pairs
-        before = label.copy()
-        smallest = np.full(pairs.num_pairs, len(first))
-        np.minimum.at(smallest, owner, label[image])
-        np.minimum.at(label, image, smallest[owner])
-    keys[owner] = of_images[first][smallest[owner]]
+    keys[owner] = of_images[first][components(len(first), image, owner)[image]]
     return keys
+
+
+def components(num: int, members: IntArray, groups: IntArray) -> IntArray:
+    """Returns of each of `num` members the smallest that shares a group with it, also by way of others.
+    Member members[n] is in group groups[n]."""
+    labels, before = np.arange(num), None
+    while before is None or (labels != before).any():
+        before = labels.copy()
+        smallest = np.full(groups.max(initial=-1) + 1, num)
+        np.minimum.at(smallest, groups, labels[members])
+        np.minimum.at(labels, members, smallest[groups])
+    return labels
 
 
 def split_by_prompt(prompt_keys: Keys, fraction: float, seed: int) -> tuple[IntArray, IntArray]:

@@ -9,6 +9,7 @@ read. A large source's store names those of its ranges of rows, see ingest.py. P
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -49,9 +50,11 @@ RECORD_DTYPE = np.dtype(
         ("chosen_key", "u1", KEY_BYTES),  # sequence_key of the prompt and chosen
         ("rejected_key", "u1", KEY_BYTES),
         ("whole_prompt_key", "u1", KEY_BYTES),
+        ("pair_key", "u1", KEY_BYTES),  # `pair_key` of tokenization.py; zeros of a pair that no row has
+        ("score_margin", "<f8"),  # score of chosen - score of rejected; NaN: the row has none
     ]
 )
-_KEYS = ("prompt_key", "chosen_key", "rejected_key", "whole_prompt_key")
+_KEYS = ("prompt_key", "chosen_key", "rejected_key", "whole_prompt_key", "pair_key")
 
 _TOKENS, _SCORED, _RECORDS, _MANIFEST = "tokens.bin", "scored.bin", "records.bin", "manifest.json"
 _LARGEST = "largest_token_id"  # in the summary
@@ -199,6 +202,8 @@ class PairTable:
     chosen_keys: Keys  # [P, 16] sequence_key of prompt and chosen
     rejected_keys: Keys  # [P, 16]
     whole_prompt_keys: Keys  # [P, 16] of the prompts in the source, before tokens were cut
+    pair_keys: Keys  # [P, 16] of the pairs in the source, see `pair_names`
+    score_margins: FloatArray  # [P] score of chosen - score of rejected; NaN: there is none
     # [P] a hash of the tokens that the prompt has in common with others, and their number; 0: beginnings.py
     # has found none, or nobody has asked it.
     beginnings: IntArray
@@ -231,6 +236,11 @@ class PairTable:
     @property
     def num_pairs(self) -> int:
         return len(self.offsets)
+
+    @property
+    def pair_names(self) -> list[str]:
+        """Returns for each pair 32 hex digits, a hash of its texts and images as its row has them."""
+        return [key.tobytes().hex() for key in self.pair_keys]
 
     @property
     def fingerprint(self) -> str:
@@ -277,6 +287,8 @@ def join_pairs(
     whole_prompt_keys: Sequence[bytes] | None = None,
     images: Sequence[Sequence[ReadImage]] = (),
     processor: str = "",
+    pair_keys: Sequence[bytes] = (),
+    score_margins: Sequence[float] | float = math.nan,
 ) -> TokenStore:
     """Puts pairs into a store in memory; images: those of each pair, read for `processor`, a fingerprint."""
     parts = [(pair.context, *pair.completions) for pair in pairs]  # (prompt, chosen, rejected)
@@ -288,6 +300,7 @@ def join_pairs(
     records["shared_length"] = [len(p.context) + common_prefix_length(p.completions) for p in pairs]
     records["weight"] = weights
     records["row_number"] = row_numbers
+    records["score_margin"] = score_margins
     begins = [0, *np.cumsum([sum(map(len, of_pair)) for of_pair in parts]).tolist()][:-1]
     stored = StoredImages.of(images, begins, processor) if any(images) else None
     for position, (pair, begin) in enumerate(zip(pairs, begins, strict=True)):
@@ -296,6 +309,7 @@ def join_pairs(
         keys = [sequence_key(pair.context, completion, seen, scored) for completion, scored in both]
         keys = [sequence_key(pair.context, NO_TOKENS, seen), *keys]
         keys.append(whole_prompt_keys[position] if whole_prompt_keys else keys[0])
+        keys.append(pair_keys[position] if pair_keys else bytes(KEY_BYTES))
         for name, key in zip(_KEYS, keys, strict=True):
             records[name][position] = np.frombuffer(key, dtype=np.uint8)
         if pair.scored is not None:

@@ -49,14 +49,14 @@ from dpo_pack.data.tokenizer import (
     scored_tokens,
     template_names,
 )
-from dpo_pack.data.values import BadRow, Message
+from dpo_pack.data.values import BadRow, Message, score_margin_of
 from dpo_pack.data.written import check_written, suited
 from dpo_pack.packing.lengths import AnyIntArray, Bools, Group, common_prefix_length
-from dpo_pack.recipe.data import FIELDS_OF_FORMAT, DataRecipe, SourceRecipe
+from dpo_pack.recipe.data import FIELDS_OF_FORMAT, SCORE_FIELDS, DataRecipe, SourceRecipe
 from dpo_pack.system.errors import DataError, ModelError, RecipeError
 
 # Increase this number whenever a change of our code gives other token ids or other records for the same rows.
-TOKENIZATION_VERSION = 10
+TOKENIZATION_VERSION = 11
 
 # A longer text is refused, because encoding takes a second and 200 MB for a million characters.
 _MAX_TEXT_CHARS = 1 << 22
@@ -139,6 +139,7 @@ class ReadRow(NamedTuple):
     # image is one of these tokens.
     turns: Sequence[Bools | None] = ()
     images: tuple[ReadImage, ...] = ()  # of the prompt, in order
+    key: bytes = b""  # `pair_key`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -237,6 +238,8 @@ def tokenize_batch(rows: Sequence[NumberedRow], settings: TokenizationSettings) 
             [_whole_prompt_key(one.row) for one in kept],
             [one.row.images for one in kept],
             settings.images.processor.fingerprint if settings.images is not None else "",
+            [one.row.key for one in kept],
+            [one.row.pair.score_margin for one in kept],
         ),
         prompts=() if is_pairs else tuple(_prompt_of(one, settings) for one in kept),
         dropped=tuple(sorted(dropped, key=lambda row: row[0])),
@@ -254,13 +257,15 @@ def read_row(number: int, row: Mapping[str, Any] | BadRow, settings: Tokenizatio
     pair = (format.pair if is_pair else format.prompt)(row)
     if "system" in settings.source.columns:
         pair = with_system(row, pair)
+    if is_pair and (scores := settings.source.columns.keys() & {*SCORE_FIELDS}):
+        pair = replace(pair, score_margin=score_margin_of(row, scores))
     if settings.content == "messages":
         read = _read_messages(number, row, pair, settings)
     elif settings.images is not None and row["images"]:
         raise BadRow("media", f"rows of format {settings.format} have no place for images")
     elif settings.content == "token_ids":
         _check_ids(pair, len(tokenizer) - 1)
-        return ReadRow(number, pair, pair, (), {})
+        return ReadRow(number, pair, pair, (), {}, key=pair_key(pair))
     else:  # each completion ends with one EOS
         prompt, eos = str(pair.prompt), tokenizer.eos_token or ""
         texts = [prompt]
@@ -272,7 +277,7 @@ def read_row(number: int, row: Mapping[str, Any] | BadRow, settings: Tokenizatio
         if begin_of_turn(tokenizer) not in prompt:
             is_transcript = settings.format == "transcript"
             counts["transcripts_without_template" if is_transcript else "prompts_without_template"] = 1
-        read = ReadRow(number, pair, pair, tuple(texts), counts)
+        read = ReadRow(number, pair, pair, tuple(texts), counts, key=pair_key(pair))
     for text in read.texts:
         if len(text) > _MAX_TEXT_CHARS:
             limit = f"more than {_MAX_TEXT_CHARS:,}"
@@ -302,6 +307,7 @@ def _read_messages(
     tokenizer, data, images = settings.tokenizer, settings.data, tuple[ReadImage, ...]()
     if settings.images is not None:
         pair, images = settings.images.of_pair(pair, row["images"])
+    key = pair_key(pair, images)
     if data.system_prompt is not None:
         assert isinstance(pair.prompt, list)
         pair = replace(pair, prompt=with_system_message(pair.prompt, data.system_prompt))
@@ -323,7 +329,14 @@ def _read_messages(
         scaled = sum(image.is_scaled for image in images)
         counts = {**counts, "images": len(images), "images_scaled": scaled}
     other_turns = any(map(is_dialogue, sides))
-    return ReadRow(number, pair, written, texts, counts, contents, other_turns, (), images)
+    return ReadRow(number, pair, written, texts, counts, contents, other_turns, (), images, key)
+
+
+def pair_key(pair: Pair, images: Sequence[ReadImage] = ()) -> bytes:
+    """Returns 16 bytes that name a pair as its row has it: prompt, chosen, rejected, tools, and the bytes of
+    its images. No key of `data`, template or tokenizer changes it."""
+    written = (pair.prompt, pair.chosen, pair.rejected, pair.template_options.get("tools"))
+    return _hash_of(written, [image.written for image in images])
 
 
 def _whole_prompt_key(row: ReadRow) -> bytes:
@@ -332,10 +345,12 @@ def _whole_prompt_key(row: ReadRow) -> bytes:
     if pair.has_inferred_prompt:
         parts = (str(pair.prompt)[:length].encode(errors="surrogatepass") for length in BEGINNINGS)
         return b"".join(hashlib.blake2b(part, digest_size=1).digest() for part in parts)
-    text = json.dumps(pair.prompt, sort_keys=True, default=str)  # Arrow has dates, which JSON lacks
-    digest = hashlib.blake2b(text.encode(), digest_size=KEY_BYTES)
-    digest.update(b"".join(image.key for image in row.images))
-    return digest.digest()
+    return _hash_of(pair.prompt, [image.key for image in row.images])
+
+
+def _hash_of(content: object, images: Sequence[bytes]) -> bytes:
+    text = json.dumps(content, sort_keys=True, default=str)  # Arrow has dates, which JSON lacks
+    return hashlib.blake2b(b"".join([text.encode(), *images]), digest_size=KEY_BYTES).digest()
 
 
 def _encode(parsed: Sequence[ReadRow], settings: TokenizationSettings) -> Iterator[TokenIds]:
@@ -481,6 +496,7 @@ def _count(kept: Sequence[TokenizedPair], settings: TokenizationSettings) -> Cou
         row, whole, fitted = one.row, one.whole, one.fitted
         counts.update(row.counts)
         counts["prompts_inferred"] += row.pair.has_inferred_prompt
+        counts["scores_against_labels"] += row.pair.score_margin < 0
         if row.pair.choice:
             counts[CHOSEN_KEY + row.pair.choice.format_map(columns)] += 1
         if row.has_other_turns:

@@ -8,12 +8,14 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any
+
+from dpo_pack.recipe.data import SCORE_FIELDS
 
 Message = dict[str, Any]
 Row = Mapping[str, Any]
@@ -178,6 +180,18 @@ def weight_of(row: Row) -> float:
     if isinstance(value, bool) or not 0 <= weight <= _MAX_FLOAT32:
         raise BadRow("invalid_weight", f"weight is {str(value)[:40]!r}, not a finite number of at least 0")
     return weight
+
+
+def score_margin_of(row: Row, columns: Container[str]) -> float:
+    """Returns score_margin, or chosen_score - rejected_score, as `columns` name them; NaN: they are null."""
+    values = {name: value_of(row, name) for name in SCORE_FIELDS if name in columns}
+    if all(value in (None, "") for value in values.values()):  # a CSV file has no null
+        return math.nan
+    for name, value in values.items():
+        if isinstance(value, bool) or not math.isfinite(as_float(value)):
+            raise BadRow("invalid_score", f"{name} is {str(value)[:40]!r}, not a finite number")
+    score, *others = map(as_float, values.values())
+    return score - sum(others)
 
 
 def template_options_of(row: Row) -> dict[str, Any]:

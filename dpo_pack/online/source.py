@@ -152,7 +152,8 @@ class OnlineSource:
         return outcomes
 
     def _batch(self, pairs: list[PendingPair], metrics: dict[str, float], step: int) -> GlobalBatch:
-        table = table_of([join_pairs([pair.ids for pair in pairs], [1.0] * len(pairs), [0] * len(pairs))])
+        ids, scores = [pair.ids for pair in pairs], [pair.margin for pair in pairs]
+        table = table_of([join_pairs(ids, [1.0] * len(pairs), [0] * len(pairs), score_margins=scores)])
         builder = self.builder(table)
         plan = plan_epoch(
             builder.sizes(self.shape),

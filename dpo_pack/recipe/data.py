@@ -4,16 +4,18 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from annotated_types import Ge, Le, MinLen
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Strict, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Strict, Tag, create_model
 
 from dpo_pack.recipe import types
 
 # The suffixes that data/readers.py reads.
 DATA_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow", ".csv", ".csv.gz")
 IMAGE_FIELDS = ("images", "image")  # a list, or one; read with model.images
+# Both scores, or the difference of chosen and rejected; read only if `columns` names them.
+SCORE_FIELDS = ("chosen_score", "rejected_score", "score_margin")
 _MESSAGE_FIELDS = ("system", "weight", "tools", "chat_template_kwargs", *IMAGE_FIELDS)
 # The formats of data files, and the fields that data/formats.py reads. `columns` can name these fields.
-FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
+_FIELDS: dict[str, tuple[str, ...]] = {
     "preference": ("prompt", "chosen", "rejected", "weight"),
     "conversational": ("prompt", "chosen", "rejected", *_MESSAGE_FIELDS),
     "openai": ("input", "preferred_output", "non_preferred_output", *_MESSAGE_FIELDS),
@@ -27,6 +29,8 @@ FIELDS_OF_FORMAT: dict[str, tuple[str, ...]] = {
     "ranked": ("prompt", "answers", *_MESSAGE_FIELDS),
     "pictured": ("prompt", "chosen", "rejected", *_MESSAGE_FIELDS),
 }  # fmt: skip
+_SCORES = {"compared": SCORE_FIELDS[2:], "ranked": ()}  # the answers of ranked bring theirs
+FIELDS_OF_FORMAT = {name: (*own, *_SCORES.get(name, SCORE_FIELDS)) for name, own in _FIELDS.items()}
 if TYPE_CHECKING:
     RowField: TypeAlias = str
     FormatName: TypeAlias = str
@@ -52,6 +56,49 @@ def _template_options(options: dict[str, Any]) -> dict[str, Any]:
 TemplateOptions = Annotated[
     dict[str, Any], AfterValidator(_template_options), "a mapping from names to values"
 ]
+
+
+if TYPE_CHECKING:
+    _FromFile = types.Section
+else:  # no class can write the name of this field
+    _path = Field(description="A Parquet file whose column pair has names of pairs, as dpopack audit has.")
+    _FromFile = create_model("_FromFile", __base__=types.Section, **{"from": (types.LocalPath, _path)})
+
+
+class KeepRecipe(_FromFile):
+    """Which pairs of a source are trained on: those that a file names, or some of these."""
+
+    by: types.Name | None = None
+    """Column of numbers in the file, by which part, above and below choose; null: take all named pairs."""
+    part: types.Fraction | None = None
+    """Take this part of the named pairs, in the order of `order`."""
+    order: Literal["largest", "smallest", "random"] | None = None
+    """The pairs to take with part: those with the largest or smallest numbers, or any; the seed decides."""
+    above: float | None = None
+    """Take pairs with a number above this."""
+    below: float | None = None
+    """Take pairs with a number below this."""
+
+    @property
+    def file(self) -> str:
+        return str(self.__dict__["from"])
+
+    def broken_rules(self) -> Iterator[types.Problem]:
+        bounds = [key for key in ("above", "below") if getattr(self, key) is not None]
+        if self.part is not None and self.order is None:
+            yield "part", "needs order: largest, smallest or random"
+        if self.order is not None and self.part is None:
+            yield "order", "needs part, the part to take, e.g. 0.5"
+        if bounds and (self.part is not None or self.order is not None):
+            yield bounds[0], "goes without part and order; choose by numbers, or take a part"
+        if self.by is None and (bounds or self.order in ("largest", "smallest")):
+            yield (bounds or ["order"])[0], "needs by, the column of numbers to compare"
+        if self.by is not None and not bounds and self.part is None and self.order is None:
+            yield "by", "needs above or below, or part and order"
+
+
+# The keys that choose the pairs to train on, after those that are held out; in this order.
+SELECTING_KEYS = ("max_length_gap", "min_margin", "keep")
 
 
 class SourceRecipe(types.Section):
@@ -88,6 +135,17 @@ class SourceRecipe(types.Section):
     """How often an epoch has each pair, at random for a fraction: 2.5 is twice or three times."""
     share: types.PositiveNumber | None = None
     """Its part of the mixture, beside the other sources' shares: so many first pairs; null: all pairs."""
+    keep: KeepRecipe | None = None
+    """Train only on pairs that a file names, e.g. {from: audit.parquet, by: p_wrong, below: 0.9}."""
+    max_length_gap: types.CountOrZero | None = None
+    """Train only on pairs whose completions differ by at most so many tokens; null: on all."""
+    min_margin: float | None = None
+    """Train only on pairs whose score margin is at least this; null: on all. Needs scores."""
+
+    @property
+    def selecting_keys(self) -> tuple[str, ...]:
+        """The keys that this source has of SELECTING_KEYS."""
+        return tuple(key for key in SELECTING_KEYS if self.is_changed(key))
 
     def broken_rules(self) -> Iterator[types.Problem]:
         if self.turns == "messages" and self.format != "transcript":
@@ -103,6 +161,8 @@ class SourceRecipe(types.Section):
                 yield f"columns.{field}", f"rows of format {self.format} have {', '.join(known)}"
             elif field in IMAGE_FIELDS and (self.format, self.turns) == ("transcript", "text"):
                 yield f"columns.{field}", "dialogues as text have no images; set turns: messages"
+        if ("score_margin" in (scores := self.columns.keys() & {*SCORE_FIELDS})) != (len(scores) == 1):
+            yield f"columns.{min(scores)}", "give chosen_score and rejected_score, or score_margin alone"
 
 
 class EvalFraction(types.Section):
@@ -190,10 +250,13 @@ class DataRecipe(types.Section):
                 if name and name in names[:index]:
                     yield f"{part}.{index}.name", f"another source of data.{part} has the name '{name}', too"
         for index, source in enumerate(self.eval_sources):
-            for key in ("weight", "share"):
+            for key in ("weight", "share", *SELECTING_KEYS):
                 if source.is_changed(key):
-                    yield f"eval.{index}.{key}", f"only training sources are mixed by {key}; leave it out"
+                    yield f"eval.{index}.{key}", f"only training sources have {key}; leave it out"
         without = [index for index, source in enumerate(self.train) if source.share is None]
+        for index, key in ((n, key) for n, one in enumerate(self.train) for key in one.selecting_keys):
+            if not without:
+                yield f"train.{index}.{key}", "a share is of a whole source; leave share out, or this key"
         if 0 < len(without) < len(self.train):
             yield f"train.{without[0]}.share", "other sources have one; give each source a share, or none"
 

@@ -243,12 +243,14 @@ class Recipe(types.Section):
     def inputs(self) -> dict[str, str | None]:
         """The paths and hub ids that the recipe names, by their keys."""
         judges, template = () if self.online is None else self.online.judges, self.tokenizer.chat_template
+        kept = [source.keep for source in self.data.train]
         return {
             "model.path": self.model.path,
             "tokenizer.path": self.tokenizer.path,
             "tokenizer.chat_template": None if template is None else str(template),
             "reference.path": self.reference.path,
             **{f"data.train.{number}.path": source.path for number, source in enumerate(self.data.train)},
+            **{f"data.train.{n}.keep.from": one.file if one else None for n, one in enumerate(kept)},
             **{f"data.eval.{number}.path": one.path for number, one in enumerate(self.data.eval_sources)},
             **{f"online.judges.{number}.path": judge.path for number, judge in enumerate(judges)},
         }
@@ -320,6 +322,8 @@ class Recipe(types.Section):
         generator, max_steps, stale = online.generator.type, self.train.max_steps, online.max_staleness_steps
         if self.data.continue_final_message:
             yield "data.continue_final_message", "judges get whole messages; leave it out of an online run"
+        for key in (f"{n}.{key}" for n, one in enumerate(self.data.train) for key in one.selecting_keys):
+            yield f"data.train.{key}", "online, the policy makes the pairs; leave it out"
         if max_steps is None:
             yield "train.max_steps", "an online run needs it, because the number of its pairs is unknown"
         if self.train.epochs != 1:

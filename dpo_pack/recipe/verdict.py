@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
 from dpo_pack.recipe import types
-from dpo_pack.recipe.data import SourceRecipe
+from dpo_pack.recipe.data import SELECTING_KEYS, SourceRecipe
 from dpo_pack.recipe.online import JudgeRecipe, SamplingSection
 from dpo_pack.recipe.text import show
 from dpo_pack.system.hub import name_for_others
@@ -97,6 +97,6 @@ class VerdictRecipe(types.Section):
         for number, judge in enumerate(self.judges):
             if judge.is_changed("weight"):
                 yield f"judges.{number}.weight", "each judge is a source of its own; leave it out"
-        for key in ("weight", "share"):
+        for key in ("weight", "share", *SELECTING_KEYS):
             if self.prompts is not None and self.prompts.is_changed(key):
-                yield f"prompts.{key}", f"only training sources are mixed by {key}; leave it out"
+                yield f"prompts.{key}", f"only training sources have {key}; leave it out"

@@ -48,12 +48,17 @@ _SHOWN_WHOLE = ("recipe.yaml", "run.json", "data_report.json", "packing_report.j
 _MOST_PAIRS = 100  # with the lowest margins, on the page
 _MOST_CHARACTERS = 800  # of a text of such a pair
 
-# The metrics of each chart, by its title. A metric of evaluations, which have intervals, begins with "eval ".
+# The metrics of each chart, by its title. A metric of evaluations, which have intervals, begins with "eval ";
+# with "pairs " before that, it is drawn over the pairs that the run had trained on.
 CHARTS = {
     "Loss": ("loss", "eval loss"),
     "Reward accuracy": ("rewards/accuracies", "eval rewards/accuracies"),
     "Reward margin": ("rewards/margins", "eval rewards/margins"),
+    "Loss by pairs seen, held out": ("pairs eval loss",),
+    "Reward accuracy by pairs seen, held out": ("pairs eval rewards/accuracies",),
+    "Reward margin by pairs seen, held out": ("pairs eval rewards/margins",),
     "Wins against the start, held out": ("eval online/win_rate",),
+    "Wins against the start by pairs seen, held out": ("pairs eval online/win_rate",),
     "Score, held out": ("eval online/scores",),
     "Score above the start's, held out": ("eval online/score_gain",),
     "Reward margin, lowest and highest tenth": ("rewards/margins_p10", "rewards/margins_p90"),
@@ -201,13 +206,16 @@ def _texts(run: Json, keys: Sequence[tuple[str, int]]) -> dict[tuple[str, int], 
             store = open_store(Path(source.get("token_store", "None")))  # "None": tokens are not on disk
             for table in () if store is None else (PairTable.of([part]) for part in store.ranges or (store,)):
                 for pair in np.flatnonzero(np.isin(table.row_numbers, rows)).tolist():
-                    group = table.group(pair)
-                    parts = [group.context, *group.completions]
-                    decoded = [tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in parts]
-                    texts[source["name"], int(table.row_numbers[pair])] = dict(
-                        zip(("prompt", "chosen", "rejected"), map(_shortened, decoded), strict=True)
-                    )
+                    texts[source["name"], int(table.row_numbers[pair])] = pair_texts(table, pair, tokenizer)
     return texts
+
+
+def pair_texts(table: PairTable, pair: int, tokenizer: Any) -> dict[str, str]:
+    """Returns prompt, chosen and rejected of a pair, shortened. Raises CacheError."""
+    group = table.group(pair)
+    parts = [group.context, *group.completions]
+    decoded = [tokenizer.decode(ids.tolist(), skip_special_tokens=False) for ids in parts]
+    return dict(zip(("prompt", "chosen", "rejected"), map(_shortened, decoded), strict=True))
 
 
 def _shortened(text: str) -> str:
@@ -305,6 +313,10 @@ def chart_data(runs: Sequence[Json]) -> Json:
                 values[f"eval {metric}"] = list(map(_rounded, columns))
             tracks.append((number, [*names, held_out], values))
             steps.append([line["step"] for line in lines])
+            if all("pairs_seen" in line for line in lines):  # else an earlier release has written some
+                by_pairs = {f"pairs {metric}": columns for metric, columns in values.items()}
+                tracks.append((number, [*names, held_out], by_pairs))
+                steps.append([line["pairs_seen"] for line in lines])
     charts = []
     for title, of_chart in CHARTS.items():
         has_metrics = len({metric.removeprefix("eval ") for metric in of_chart}) > 1
@@ -315,7 +327,8 @@ def chart_data(runs: Sequence[Json]) -> Json:
                 label = " ".join(words) or "training"
                 curves.append({"run": number, "label": label, "steps": place, "values": values[metric]})
         if curves:
-            charts.append({"title": title, "is_log": "grad_norm" in of_chart, "curves": curves})
+            axis = "pairs" if of_chart[0].startswith("pairs ") else "step"
+            charts.append({"title": title, "axis": axis, "is_log": "grad_norm" in of_chart, "curves": curves})
     return {
         "num_runs": len(runs),
         "steps": steps,

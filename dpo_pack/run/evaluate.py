@@ -263,7 +263,8 @@ def write_held_out_pairs(results: Sequence[HeldOutResult], path: Path, *, step: 
             "row": table.row_numbers.astype(np.int64),
             "eval_precision": [result.record["eval_precision"]] * table.num_pairs,
         }
-        tables.append(pa.table(columns | result.metrics))
+        scores = {"score_margin": pa.array(table.score_margins, from_pandas=True)}  # NaN: null
+        tables.append(pa.table(columns | result.metrics | scores))
     with written_aside(path) as temporary:
         pq.write_table(pa.concat_tables(tables), temporary, write_page_checksum=True)
 

@@ -37,7 +37,7 @@ from dpo_pack.losses.preference import PairLogps
 from dpo_pack.model.config import routes_tokens
 from dpo_pack.model.facts import router_sentence
 from dpo_pack.model.scorer import LoadedModel
-from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, FloatArray, IntArray, pair_sizes
+from dpo_pack.packing.lengths import ADAPTER_PASSES, TRAINING_PASSES, FloatArray, pair_sizes
 from dpo_pack.recipe.data import source_names
 from dpo_pack.recipe.text import without_servers
 from dpo_pack.recipe.training import LOSSES
@@ -148,7 +148,9 @@ class RunLog:
         )
         self.lines.advance(state.step, state.train_seconds)
         if self.pairs is not None:
-            self.pairs.add(state.step, batch.epoch, batch.pair_indices, values, num_pairs=batch.num_pairs)
+            scores = np.concatenate([np.zeros(0), *(row.score_margins for row in batch.rows)])
+            pairs = np.column_stack((batch.pair_indices, scores))
+            self.pairs.add(state.step, batch.epoch, pairs, values, num_pairs=batch.num_pairs)
 
     def write_step(self, record: Json) -> None:
         """Writes and prints the line of a logged step; prints warnings that follow from the lines so far."""
@@ -161,7 +163,8 @@ class RunLog:
 
     def write_evaluation(self, name: str, result: Mapping[str, Any], sentence: str) -> None:
         """Writes the result of one held-out set to metrics.jsonl and trackers, and prints `sentence`."""
-        self._write({"split": "eval", "source": name, "step": self.state.step, **result})
+        seen = {"step": self.state.step, "pairs_seen": self.state.num_pairs}
+        self._write({"split": "eval", "source": name, **seen, **result})
         where = "" if name == HELD_OUT else f" ({name})"
         self.setup.console.print(f"  held out{where} after step {self.state.step}: {sentence}")
 
@@ -254,7 +257,7 @@ class PairLog:
     source_names: Sequence[str]
     beta: float
     has_reference: bool
-    # Of each step in memory: [P, 3] step, epoch and pair of each line, and [P, numbers kept] their values.
+    # Of each step in memory: [P, 4] step, epoch, pair and score margin of each line, and [P, numbers kept].
     _waiting: list[tuple[FloatArray, Tensor]] = field(default_factory=list)
     _num_waiting: int = 0
 
@@ -270,8 +273,9 @@ class PairLog:
                     self._write(kept.filter(pc.field("step") <= step))
                 path.unlink()
 
-    def add(self, step: int, epoch: float, pairs: IntArray, values: Tensor, *, num_pairs: int) -> None:
-        """Keeps `pair_values` of this rank's [P] `pairs`, of `num_pairs` on all ranks, which must call it."""
+    def add(self, step: int, epoch: float, pairs: FloatArray, values: Tensor, *, num_pairs: int) -> None:
+        """Keeps `pair_values` of this rank's `pairs`, [P, (index, score margin)], of `num_pairs` on all
+        ranks, which must call it."""
         facts = np.column_stack((np.full(len(pairs), step), np.full(len(pairs), epoch), pairs))
         self._waiting.append((facts, values))
         self._num_waiting += num_pairs
@@ -291,13 +295,13 @@ class PairLog:
     def _write_values(self, every: FloatArray) -> None:
         # By step, then by pair: this order does not depend on the number of ranks.
         every = every[np.lexsort((every[:, 2], every[:, 0]))]
-        step, epoch, pair = every[:, :3].T
+        step, epoch, pair, scores = every[:, :4].T
         pairs = pair.astype(np.int64)
-        columns = {name: every[:, 3 + NAMES.index(kept)] for name, kept in _LOGPS.items()}
+        columns = {name: every[:, 4 + NAMES.index(kept)] for name, kept in _LOGPS.items()}
         margins = columns["chosen_logps"] - columns["rejected_logps"]
         if self.has_reference:
             margins = margins - (columns["reference_chosen_logps"] - columns["reference_rejected_logps"])
-        columns = {"margin": self.beta * margins, **columns, "loss": every[:, 3 + NAMES.index("loss")]}
+        columns = {"margin": self.beta * margins, **columns, "loss": every[:, 4 + NAMES.index("loss")]}
         arrays = {name: pa.array(column.astype(np.float32)) for name, column in columns.items()}
         if not self.has_reference:
             arrays |= {name: pa.nulls(len(pairs), pa.float32()) for name in _LOGPS if "reference" in name}
@@ -308,6 +312,7 @@ class PairLog:
             "step": pa.array(step.astype(np.int64)),
             "epoch": pa.array(epoch),
             **arrays,
+            "score_margin": pa.array(scores, from_pandas=True),  # NaN: null
         }
         self._write(pa.table(lines))
 

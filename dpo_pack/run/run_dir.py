@@ -168,7 +168,7 @@ def find_run(recipe: Recipe, *, overwrite: bool) -> RunDir:
     if resume == "never":
         raise RunError(f"output_dir: {root} holds a run ({status}); {ways_out}")
     goes_on = replace(new, checkpoint=found[-1] if found else None, info=info)
-    changed = _changes(root, recipe, ways_out)
+    changed = _changes(root, recipe, ways_out, ended=status == "finished")
     if status != "finished":
         _refuse_changes(root, changed, ways_out)
         return goes_on
@@ -268,7 +268,7 @@ def begin_run(run: RunDir, recipe_text: str, device: str, place: Path | None) ->
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-def _changes(root: Path, recipe: Recipe, ways_out: str) -> dict[str, tuple[Any, Any]]:
+def _changes(root: Path, recipe: Recipe, ways_out: str, ended: bool = False) -> dict[str, tuple[Any, Any]]:
     """Returns `changed_values` since the run in `root`, without paths whose content is the same. Raises
     RunError if that run's recipe cannot be read, or trains as no release does any longer."""
     try:
@@ -289,7 +289,8 @@ def _changes(root: Path, recipe: Recipe, ways_out: str) -> dict[str, tuple[Any, 
     # 0 and null differ for mixtures of experts only, and earlier releases had 0 as the default.
     if not any(router) and router_balance(resolve_model(recipe, CPU).architecture, None) is None:
         del changed["loss.router_aux_coef"]
-    return changed
+    # A run that goes on compares the fingerprint of its data, which says whether a file keeps other pairs.
+    return {key: both for key, both in changed.items() if ended or not key.endswith(".keep.from")}
 
 
 def _refuse_changes(

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from dpo_pack.data.faults import FEW, source_notes
 from dpo_pack.data.images import ImageProcessor
 from dpo_pack.data.ingest import Ingestion, columns_sentence
+from dpo_pack.data.selection import select_pairs
 from dpo_pack.data.sources import HELD_OUT, Data, load_data, load_source, locate_source
 from dpo_pack.data.store import PairTable, longest_sequence
 from dpo_pack.data.tokenizer import Tokenizer
@@ -482,9 +483,11 @@ def _check_rows(
         max_rows=CHECKED_ROWS,
     )
     rows = load_source(ingestion, "", default_cache_directory())
+    table, counts = PairTable.of([rows.store]), {**rows.store.summary}
     for model in models:
-        check_data(model, tokenizer, [PairTable.of([rows.store])], token_budget, online)
-    counts = rows.store.summary
+        check_data(model, tokenizer, [table], token_budget, online)
+    if source.selecting_keys:
+        _, (counts["selection"],) = select_pairs(table, {key: source}, 0, refuses_none=False)
     which = "all" if rows.reads_all and counts["rows_read"] > 1 else "the first"
     others = "" if rows.reads_all else "(no others were read) "
     kept = "pair" if online is None else "prompt"

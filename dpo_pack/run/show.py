@@ -229,6 +229,7 @@ def _report_source(
         "rows_read": num_read,
         "pairs_kept": num_kept,
     }
+    source_keys = ingestion.source.selecting_keys
     of_all = "only " if source["rows"] is None else f"{num_read:,} of "
     of_all += counted(source["rows"] or num_read, "row")
     report["settings"] += [
@@ -236,6 +237,7 @@ def _report_source(
         f"{num_kept:,} kept, {num_read - num_kept:,} left out",
         f"{name}: {columns_sentence(ingestion.columns_read, summary['columns_not_read'])}",
         *(f"{name}: {note}" for note in source_notes(summary, names_left_out=False)),
+        *(f"{name}: a run trains on fewer of these pairs: {key} chooses" for key in source_keys),
     ]
     return {places[pair.row.number]: pair for pair in pairs}
 

@@ -30,6 +30,7 @@ class PairRow:
     reference: Tensor  # [P, (chosen, rejected)] float64, summed log-probs, nats
     pair_weights: Tensor  # [P] float64, the weights in the data
     pair_indices: IntArray  # [P] positions in the source's pairs or, online, prompts
+    score_margins: FloatArray  # [P] score of chosen - score of rejected; NaN: there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,7 @@ class RowBuilder:
             reference=on_device(sums, self.device),
             pair_weights=on_device(self.table.weights[pairs].astype(np.float64), self.device),
             pair_indices=pairs,
+            score_margins=self.table.score_margins[pairs],
         )
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import typer.main
@@ -560,6 +562,19 @@ def test_recipe_check_has_a_line_for_each_error(recipe: Path, dpopack: Dpopack, 
         strict=True,
     ):
         assert re.match(f"error: .*{told}", line), line
+
+
+def test_recipe_check_says_what_keys_choose_of_the_first_rows_and_reads_their_file(
+    recipe: Path, dpopack: Dpopack, tmp_path: Path
+) -> None:
+    checked = dpopack("recipe", "--check", recipe, "data.train.0.max_length_gap=0")
+    told = r"  \d of 16 pairs are chosen to train on; left out by max_length_gap \d+\n"
+    assert checked.status == 0 and re.search(told, checked.out)
+    file = tmp_path / "names.parquet"
+    keep = f"data.train.0.keep={{from: {file}}}"
+    assert_refused(dpopack("recipe", "--check", recipe, keep), r"keep\.from: no such file")
+    pq.write_table(pa.table({"name": ["a"]}), file)
+    assert_refused(dpopack("recipe", "--check", recipe, keep), r'keep\.from: .*"pair" does not exist')
 
 
 def test_recipe_check_reads_only_the_first_rows_of_a_long_file(recipe: Path, dpopack: Dpopack) -> None:

@@ -127,7 +127,7 @@ def test_every_option_is_in_the_key_of_a_store_unless_it_is_named_as_neutral(tmp
     fingerprint = locate_source(data.train[0], "data.train.0", tmp_path / "hashes.json").fingerprint
     assert key(data.train[0]) == content_key(
         {
-            **{"version": 10, "source": fingerprint, "tokenizer": "tokenizer", "found_format": "preference"},
+            **{"version": 11, "source": fingerprint, "tokenizer": "tokenizer", "found_format": "preference"},
             **{"split": "train", "format": "auto", "columns": {}, "max_pairs": None, "max_length": 2048},
             **{"max_prompt_length": None, "truncation": "prompt_left", "on_bad_row": "error"},
             "system_prompt": None,

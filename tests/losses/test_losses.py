@@ -316,6 +316,7 @@ def test_weights_of_pairs_multiply_every_term(weighting: str | None) -> None:
         reference=torch.zeros(2, 2, dtype=torch.float64),
         pair_weights=weights,
         pair_indices=np.arange(2),
+        score_margins=np.zeros(2),
     )
     plain = [softplus(-0.5 * log(2)), softplus(0.0)]
     times = [2.0, 2.0] if weighting else [1.0, 1.0]

@@ -230,4 +230,10 @@ def pair_row(kind: str) -> PairRow:
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=CUDA)
 
-    return PairRow(row=row, reference=zeros(3, 2), pair_weights=zeros(3), pair_indices=np.arange(3))
+    return PairRow(
+        row=row,
+        reference=zeros(3, 2),
+        pair_weights=zeros(3),
+        pair_indices=np.arange(3),
+        score_margins=np.zeros(3),
+    )

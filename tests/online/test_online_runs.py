@@ -14,7 +14,7 @@ from support.rows import write_rows
 from support.run_files import assert_same_run, timeless, weights
 from support.tiny_online import online_recipe, rollouts
 from support.tiny_run import NUM_PAIRS
-from support.whole_runs import kill_after, stop_after
+from support.whole_runs import kill_after, pair_lines, stop_after
 
 from dpo_pack.online import phases
 from dpo_pack.online.interface import Draw
@@ -80,6 +80,9 @@ def test_a_step_has_its_pairs_and_says_what_the_judge_said(straight: Path) -> No
     waited = [record for record in records if "online/scores" not in record]
     assert waited and all(record["online/staleness"] > 0 for record in waited)
     assert first["epoch"] == pytest.approx(5 / NUM_PAIRS)
+    for record in records:
+        margins = [line["score_margin"] for line in pair_lines(straight) if line["step"] == record["step"]]
+        assert sum(margins) / 4 == pytest.approx(record["online/win_margin"])
 
 
 def test_the_policy_plays_against_itself_as_it_started(straight: Path) -> None:

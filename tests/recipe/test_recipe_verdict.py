@@ -40,6 +40,11 @@ def section(values: str) -> VerdictRecipe:
         ("{tasks: [a], sampling: {temperature: -1}}", "verdict.sampling.temperature", "must be a"),
         ("{tasks: [a], task: [b]}", "verdict.task", "did you mean verdict.tasks?"),
         ("{tasks: [a], prompts: {path: p.jsonl, share: 2}}", "verdict.prompts.share", "leave it out"),
+        (
+            "{tasks: [a], prompts: {path: p.jsonl, min_margin: 1}}",
+            "verdict.prompts.min_margin",
+            "leave it out",
+        ),
         (f"{{judges: [{FUNCTION[:-1]}, weight: 2.0}}]}}", "verdict.judges.0.weight", "leave it out"),
         (f"{{judges: [{SECRET}]}}", "verdict.judges.0.endpoint.urls", "unknown key"),
     ],

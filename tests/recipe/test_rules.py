@@ -18,6 +18,7 @@ REFUSED: list[tuple[str, str]] = [
     ("data.eval=[{path: e, weight: 2}]", "data.eval.0.weight"),
     ("data.eval=[{path: e, share: 2}]", "data.eval.0.share"),
     ("data.train=[{path: a, share: 2}, {path: b}]", "data.train.1.share"),
+    ("data.train=[{path: a, share: 2, min_margin: 1}]", "data.train.0.min_margin"),
     ("data.train=[{path: a, name: n}, {path: b, name: n}]", "data.train.1.name"),
     ("data.train.0.format=transcript, data.continue_final_message=true", "data.continue_final_message"),
     ("data.train={path: a, turns: messages}", "data.train.0.turns"),
@@ -27,6 +28,23 @@ REFUSED: list[tuple[str, str]] = [
     ("data.train.0.columns={chosen: a, rejected: a}", "data.train.0.columns"),
     ("data.train.0.columns={prompt: null, chosen: null}", "data.train.0.columns.chosen"),
     ("data.train={path: a, format: tokenized, columns: {prompt: q}}", "data.train.0.columns.prompt"),
+    ("data.train.0.columns={chosen_score: a}", "data.train.0.columns.chosen_score"),
+    ("data.train.0.columns={chosen_score: a, score_margin: b}", "data.train.0.columns.chosen_score"),
+    (
+        "data.train.0.columns={rejected_score: a, chosen_score: b, score_margin: c}",
+        "data.train.0.columns.chosen_score",
+    ),
+    ("data.train={path: a, format: ranked, columns: {score_margin: b}}", "data.train.0.columns.score_margin"),
+    ("data.train={path: a, format: ranked, columns: {chosen_score: b}}", "data.train.0.columns.chosen_score"),
+    *((f"data.train.0.keep={{from: f, {more}}}", f"data.train.0.keep.{key}") for more, key in {
+        "by: c": "by", "part: 0.5": "part", "order: random": "order", "above: 1": "above",
+        "by: c, part: 0.5": "part", "part: 0.5, order: largest": "order",
+        "by: c, part: 0.5, order: largest, above: 1": "above", "part: 0.5, order: random, below: 1": "below",
+    }.items()),
+    ("data.train.0.keep={by: c, above: 1}", "data.train.0.keep.from"),
+    ("data.eval=[{path: e, keep: {from: f}}]", "data.eval.0.keep"),
+    ("data.eval=[{path: e, max_length_gap: 0}]", "data.eval.0.max_length_gap"),
+    ("data.eval=[{path: e, min_margin: 0}]", "data.eval.0.min_margin"),
     ("loss.type=[{type: ipo}, {type: ipo}]", "loss.type"),
     ("loss.discopop_tau=0.1", "loss.discopop_tau"),
     ("loss.simpo_gamma=1", "loss.simpo_gamma"),
@@ -70,6 +88,16 @@ REFUSED: list[tuple[str, str]] = [
 def test_keys_that_cannot_go_together_are_refused(overrides: str, key: str) -> None:
     message = message_of(lambda: load(*re.split(r", (?=[a-z_.]+=)", overrides)))
     assert message.startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["", "part: 0.5, order: random", "by: c, part: 0.5, order: random", "by: c, part: 0.5, order: smallest"]
+    + ["by: c, above: 1", "by: c, below: 0", "by: c, above: 0, below: 1"],
+)
+def test_pairs_are_kept_by_a_file_alone_by_a_part_of_it_or_by_bounds(more: str) -> None:
+    (source,) = load(f"data.train.0.keep={{from: f.parquet, {more}}}").data.train
+    assert source.keep is not None and source.keep.file == "f.parquet"
 
 
 def test_broken_rules_of_sections_and_wrong_values_are_reported_together() -> None:

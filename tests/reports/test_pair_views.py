@@ -328,6 +328,14 @@ def test_in_python_what_is_shown_of_a_source_is_read_as_attributes(shows: Shows)
         _ = source.no_such_name
 
 
+def test_a_line_says_which_keys_leave_out_some_of_the_pairs_that_are_shown(shows: Shows) -> None:
+    pairs = [{**PAIR, "m": number} for number in range(3)]
+    scores = ("data.train.0.columns={score_margin: m}", "data.train.0.min_margin=1")
+    shown = shows(pairs, *scores)
+    assert shown.sources[0].pairs_kept == 3
+    assert "a run trains on fewer of these pairs: min_margin chooses" in screen(shown, 200)
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 @pytest.mark.parametrize("colour", [False, True])
 def test_no_line_is_wider_than_the_terminal(width: int, colour: bool, shows: Shows) -> None:

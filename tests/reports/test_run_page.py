@@ -267,6 +267,29 @@ def test_several_runs_lie_over_each_other_with_the_keys_in_which_they_differ(tmp
     ]  # fmt: skip
 
 
+def test_evaluations_are_drawn_over_the_pairs_seen_so_that_other_steps_can_be_compared(
+    tmp_path: Path, run: Path
+) -> None:
+    assert "pairs seen" not in run_page([run])  # an earlier release has written it
+    runs = [write_run(tmp_path / name) for name in ("small", "large")]
+    for path, pairs in zip(runs, (4, 64), strict=True):
+        lines = [{**evaluation(step, 0.5), "pairs_seen": step * pairs} for step in (0, 30)]
+        lines[1]["intervals"]["rewards/accuracies"] = [0.25, 0.75]
+        with (path / "metrics.jsonl").open() as file:
+            steps = [line for line in map(json.loads, file) if line["split"] == "train"]
+        write_rows(path / "metrics.jsonl", [lines[0], *steps, lines[1]])
+    page = run_page(runs)
+    small, large = curves(page, "Reward accuracy by pairs seen, held out")
+    assert [small["label"], large["label"]] == ["small held<out>", "large held<out>"]
+    assert [drawn(page)["steps"][one["steps"]] for one in (small, large)] == [[0, 120], [0, 1920]]
+    assert small["values"] == [[0.5, 0.5], [0.5, 0.25], [0.5, 0.75]]
+    axes = {chart["title"]: chart["axis"] for chart in drawn(page)["charts"]}
+    assert [title for title, axis in axes.items() if axis == "pairs"] == [
+        f"{what} by pairs seen, held out" for what in ("Loss", "Reward accuracy", "Reward margin")
+    ]
+    assert axes["Reward accuracy"] == "step"
+
+
 def test_runs_that_differ_in_one_key_or_none_have_a_sentence_and_no_table(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, lr=lr) for name, lr in (("a", 1e-6), ("b", 2e-6), ("c", 1e-6))]
     one, none = said(run_page(runs[:2])), said(run_page(runs[::2]))

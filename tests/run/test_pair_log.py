@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from rich.console import Console
 from support.reference_pairs import make_table, random_pairs
+from support.rows import write_rows
+from support.tiny_run import tiny_run
 from support.two_ranks import run_on_ranks
-from support.whole_runs import lines, pair_lines
+from support.whole_runs import lines, pair_lines, whole_run
 
 from dpo_pack.run.log import PairLog
 from dpo_pack.system import ranks
+from dpo_pack.trainer import train
 from dpo_pack.training.metrics import NAMES
 
 NUM_PAIRS = 6
@@ -34,7 +39,8 @@ def add_step(log: PairLog, step: int, pairs: list[int]) -> None:
     """The values of a pair are made of its index and the step, so that a mix-up shows."""
     rows = [[100 * step + 10 * pair + column for column in range(len(NAMES))] for pair in pairs]
     values = torch.tensor(rows, dtype=torch.float64).reshape(len(pairs), len(NAMES))
-    log.add(step, step / 10, np.array(pairs, dtype=np.int64), values, num_pairs=len(pairs))
+    scores = np.array([pair / 4 if pair else np.nan for pair in pairs])
+    log.add(step, step / 10, np.column_stack((pairs, scores)), values, num_pairs=len(pairs))
 
 
 def read(log: PairLog) -> list[dict[str, Any]]:
@@ -61,6 +67,7 @@ def test_a_line_has_the_pair_s_row_and_its_own_numbers(tmp_path: Path) -> None:
         "reference_chosen_logps": value["reference_chosen"],
         "reference_rejected_logps": value["reference_rejected"],
         "loss": value["loss"],
+        "score_margin": 0.5,
     }
 
 
@@ -70,6 +77,7 @@ def test_without_a_reference_its_columns_are_null_and_the_margin_is_the_policy_s
     log.flush()
     (line,) = read(log)
     assert line["reference_chosen_logps"] is None and line["reference_rejected_logps"] is None
+    assert line["score_margin"] is None
     assert line["margin"] == 0.5 * (line["chosen_logps"] - line["rejected_logps"])
 
 
@@ -122,3 +130,20 @@ def test_a_run_s_pairs_have_the_averages_of_its_metrics(straight: Path) -> None:
             ("rejected_logps", "logps/rejected"),
         ):
             assert np.mean([line[name] for line in step]) == pytest.approx(record[metric], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_pairs_of_a_run_have_the_scores_of_their_rows(tmp_path: Path) -> None:
+    own = tiny_run(tmp_path / "own").parent
+    for name in ("pairs", "heldout"):
+        rows = [json.loads(line) for line in (own / f"{name}.jsonl").read_text().splitlines()]
+        write_rows(own / f"{name}.jsonl", [{**row, "m": n / 8 or None} for n, row in enumerate(rows)])
+    path, columns = str(own / "{}.jsonl"), {"score_margin": "m"}
+    sources = [{"path": path.format(name), "columns": columns} for name in ("pairs", "heldout")]
+    overrides = (f"data.train={sources[:1]}", f"data.eval={sources[1:]}", "train.epochs=1")
+    train(whole_run(own, run := tmp_path / "run", *overrides), Console(quiet=True))
+    for table in (pair_lines(run), pq.read_table(run / "held_out.parquet").to_pylist()):
+        scores = {line["row"]: line["score_margin"] for line in table}
+        assert scores == {row: (row - 1) / 8 or None for row in range(1, len(scores) + 1)}
+    steps = [(line["step"], line["pairs_seen"]) for line in lines(run, "eval")]
+    assert steps == [(0, 0), (2, 8), (4, 16)]

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
@@ -17,6 +19,7 @@ from support.whole_runs import (
     checkpoint_steps,
     kill_after,
     lines,
+    pair_lines,
     saved_weights,
     stop_after,
     text,
@@ -26,7 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dpo_pack.recipe.load import Recipe
 from dpo_pack.run.checkpoint_files import checkpoints, damage_of, read_counters, with_checksum
-from dpo_pack.system.errors import RunError
+from dpo_pack.run.setup import prepare
+from dpo_pack.system.errors import CacheError, RunError
 from dpo_pack.system.files import read_json, write_json_atomically
 from dpo_pack.trainer import train
 
@@ -354,6 +358,32 @@ def test_changed_data_is_refused_and_other_versions_are_told(tmp_path: Path, con
     assert any(line.strip().startswith(warned) for line in text(console).splitlines())
     assert_same_run(tmp_path / "straight", tmp_path / "run")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_same_pairs_whatever_names_them(
+    assets: Path, tmp_path: Path, console: Console
+) -> None:
+    names = prepare(whole_run(assets, tmp_path / "run"), Console(quiet=True)).data.train.pair_names
+
+    def keeping(name: str, some: list[str], **columns: Any) -> Recipe:
+        pq.write_table(pa.table({"pair": some, **columns}), tmp_path / name)
+        return whole_run(assets, tmp_path / "run", f"data.train.0.keep={{from: {tmp_path / name}}}")
+
+    stop_after(3, keeping("first.parquet", names[:12]))
+    with pytest.raises(RunError, match="another data and another plan"):
+        train(keeping("first.parquet", names[:11]), console)
+    with pytest.raises(CacheError, match="of other pairs than data.train"):
+        train(keeping("other.parquet", names[1:13]), console)
+    with pytest.raises(RunError, match=r"another data\.train\.0\.keep[; ]"):
+        train(whole_run(assets, tmp_path / "run"), console)
+    same = keeping("renamed.parquet", names[11::-1], p=[1.0] * 12)
+    train(same, console)
+    assert {line["row"] for line in pair_lines(tmp_path / "run")} == {*range(1, 13)}
+    train(same, console)
+    assert "is finished" in text(console)
+    with pytest.raises(RunError, match=r"another data\.train\.0\.keep\.from[; ]"):
+        train(keeping("other.parquet", names[4:]), console)
 
 
 def test_a_changed_model_config_is_refused_because_a_checkpoint_holds_only_weights(

@@ -50,6 +50,7 @@ def values_of(
         reference=completions(reference).view(-1, 2),
         pair_weights=torch.ones(len(losses)),
         pair_indices=np.arange(len(losses)),
+        score_margins=np.zeros(len(losses)),
     )
     return pair_values(output, row, torch.tensor(losses, dtype=torch.float64))
 

@@ -21,7 +21,7 @@
   };
 
   const draw = (element, chart) => {
-    const series = [{ label: "step", value: (plot, step) => format(step ?? plot.data[0].at(-1)) }];
+    const series = [{ label: chart.axis, value: (plot, step) => format(step ?? plot.data[0].at(-1)) }];
     const tables = [], bands = [];
     for (const curve of chart.curves) {
       const { run, label, values: [values, low, high] } = curve, steps = data.steps[curve.steps];
@@ -56,7 +56,7 @@
         { ...axis, size: 28, values: (u, ticks) => ticks.map((t) => Number.isInteger(t) ? format(t) : "") },
         { ...axis, size: 58, values: (u, ticks) => ticks.map((t) => t == null ? "" : format(t, 5)) },
       ],
-      cursor: { sync: { key: "steps" }, focus: { prox: many ? 24 : -1 } }, focus: { alpha: 0.25 },
+      cursor: { sync: { key: chart.axis }, focus: { prox: many ? 24 : -1 } }, focus: { alpha: 0.25 },
     }, uPlot.join(tables), element);
   };
 
