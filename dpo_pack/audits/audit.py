@@ -246,7 +246,7 @@ def unseen_margins(
     tree["model"]["lora"], tree["reference"]["sync"] = adapter, None
     tree["optim"] |= {"lr": default_lr if options.lr is None else options.lr, "warmup_steps": None}
     tree["logging"], tree["data"]["eval"] = {"samples": None, "pairs": False}, []
-    tree |= {"train": {}, "checkpoint": {}, "export": {"verify": "none"}}
+    tree |= {"train": {}, "checkpoint": {}, "export": {"verify": "none"}, "verdict": None}
     rng, (first, name_of) = np.random.default_rng(recipe.seed), distinct_keys(table.pair_keys)
     used = np.zeros((folds.max() + 1, table.num_pairs), dtype=np.bool_)
     for fold, of_fold in enumerate(used):  # names are drawn: copies of a pair are used together

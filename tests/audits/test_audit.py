@@ -251,7 +251,9 @@ def test_what_unseen_models_say_is_what_their_adapters_give(
     copies = rows[:2] + rows[8:10]
     write_rows(home / "copies.jsonl", copies)
     change(recipe, data={"train": [{"path": str(home / f"{name}.jsonl")} for name in ("pairs", "copies")]})
-    change(recipe, optim={"warmup_steps": 100})
+    # Nothing is held out of a fold's training, so a verdict would have no prompts.
+    change(recipe, optim={"warmup_steps": 100}, data={"eval": str(home / "copies.jsonl")})
+    change(recipe, verdict={"judges": [{"type": "reward_model", "path": str(home / "model")}]})
     sources = yaml.safe_load(recipe.read_text())["data"]["train"]
     change(recipe, data={"train": [{**sources[0], "weight": 3.0}, sources[1]]})
     runs: dict[int, Path] = {}
