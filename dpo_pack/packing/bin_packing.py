@@ -183,36 +183,31 @@ def pack_blocks(
     assert sizes.beginnings is not None
     keys, common = (values[pairs] for values in sizes.beginnings[:2])
     rank_of, own = _deal_blocks(sizes, pairs, num_ranks, token_budget), sizes.tokens[pairs] - common
-    alone = sizes.tokens[pairs].tolist()
-    order = np.lexsort((keys, rank_of))
-    is_new = _differs(keys[order]) | _differs(rank_of[order]) | (keys[order] == 0)
-    begins = np.flatnonzero(is_new)
+    order, alone = np.lexsort((keys, rank_of)), sizes.tokens[pairs].tolist()
+    begins = np.flatnonzero(_differs(keys[order]) | _differs(rank_of[order]) | (keys[order] == 0))
     totals = (np.add.reduceat(own[order], begins) + common[order[begins]]).tolist()
-    items: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    tokens: list[list[int]] = [[] for _ in range(num_ranks)]
+    items: list[list[tuple[int, list[int]]]] = [[] for _ in range(num_ranks)]  # tokens, positions
     bounds, ranks = pairwise([*begins.tolist(), len(order)]), rank_of[order[begins]].tolist()
     for (begin, end), total, rank in zip(bounds, totals, ranks, strict=True):
         block = order[begin:end]
         if total <= token_budget or end == begin + 1:
-            items[rank].append(block.tolist())
-            tokens[rank].append(total)
+            items[rank].append((total, block.tolist()))
             continue
         shared = int(common[block[0]])
         for part in best_fit_decreasing(own[block], token_budget - shared):
-            items[rank].append(block[part].tolist())
-            tokens[rank].append(int(own[block[part]].sum()) + shared)
-    for rank, of_rank in enumerate(items):
-        rows = [of_rank][: len(of_rank)]
-        if sum(tokens[rank]) > token_budget:
-            filled = best_fit_decreasing(np.array(tokens[rank]), token_budget)
-            rows = [[of_rank[item] for item in row.tolist()] for row in filled]
-        items[rank] = []
-        for row in (list(chain(*row)) for row in rows):
+            items[rank].append((int(own[block[part]].sum()) + shared, block[part].tolist()))
+    packed: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for of_rank, rows in zip(items, packed, strict=True):
+        tokens = [count for count, _ in of_rank]
+        filled: Sequence[Sequence[int]] = [range(len(of_rank))][: len(of_rank)]
+        if sum(tokens) > token_budget:
+            filled = [row.tolist() for row in best_fit_decreasing(np.array(tokens), token_budget)]
+        for row in ([position for item in row for position in of_rank[item][1]] for row in filled):
             cuts = [0, len(row)]
             if sum(alone[position] for position in row) > MOST_TOKENS_ALONE:
                 cuts[1:] = [int(part[-1]) + 1 for part in next_fit(sizes, pairs[row], token_budget)]
-            items[rank] += [row[begin:end] for begin, end in pairwise(cuts)]
-    return items
+            rows += [row[begin:end] for begin, end in pairwise(cuts)]
+    return packed
 
 
 def _differs(values: IntArray) -> Bools:
@@ -265,8 +260,7 @@ def _deal_blocks(sizes: PairSizes, pairs: IntArray, num_ranks: int, token_budget
 
 
 def _begin_rows(is_new: Bools, own: IntArray, room: IntArray) -> Bools:
-    """Returns which pairs begin a row, if rows are filled in this order with so many tokens of a beginning's
-    pairs."""
+    """Returns which pairs begin a row, if pairs of a beginning fill `room` tokens of a row in this order."""
     ends, is_first = own.cumsum().tolist(), is_new.copy()
     for begin, end in pairwise([*np.flatnonzero(is_new).tolist(), len(ends)]):
         most, before = int(room[begin]), ends[begin] - int(own[begin])

@@ -79,10 +79,9 @@ class PairLengths:
     common: AnyIntArray | int = 0  # [P] the tokens that these have in common
 
     def select(self, pairs: AnyIntArray) -> PairLengths:
-        columns = {
-            one.name: np.broadcast_to(getattr(self, one.name), self.prompt.shape) for one in fields(self)
-        }
-        return PairLengths(**{name: values[pairs] for name, values in columns.items()})
+        columns = {one.name: getattr(self, one.name) for one in fields(self)}
+        shape = self.prompt.shape
+        return PairLengths(**{name: np.broadcast_to(of, shape)[pairs] for name, of in columns.items()})
 
     def row_tokens(
         self, *, share_prompt: bool = False, pads: bool = False, sides: Bools | None = None
@@ -250,12 +249,11 @@ def pair_sizes(
     passes: float = TRAINING_PASSES,
 ) -> PairSizes:
     """Returns the sizes of pairs. Costs are FLOPs, without a `shape` or in padded rows tokens."""
-    tokens, common = lengths.row_tokens(share_prompt=share_prompt, pads=pads), None
+    tokens = lengths.row_tokens(share_prompt=share_prompt, pads=pads)
     costs = tokens.astype(np.float64)
     if shape is not None and not pads:
         costs = pair_flops(shape, lengths, share_prompt=share_prompt, passes=passes)
-    if share_prompt and not pads:
-        common = lengths.beginnings(shape, passes=passes)
+    common = lengths.beginnings(shape, passes=passes) if share_prompt and not pads else None
     return PairSizes(tokens=tokens, costs=costs, pads=pads, beginnings=common)
 
 

@@ -71,14 +71,17 @@ class PackingPlan:
         """Yields `pack_step` of every step."""
         return (self.pack_step(step) for step in range(len(self)))
 
-    def count_tokens(self, most_steps: int = 50) -> int:
-        """Returns the tokens that the epoch's packed rows compute. If pairs have common beginnings, it is
-        counted on so many steps, spread evenly over the epoch."""
+    def spread_steps(self, most: int) -> list[int]:
+        """Returns at most so many steps, spread evenly over the epoch, the first and the last included."""
+        return [round(step) for step in np.linspace(0, len(self) - 1, min(len(self), most)).tolist()]
+
+    def count_tokens(self) -> int:
+        """Returns the tokens that the epoch's rows compute, counted on 50 steps if pairs begin alike."""
         alone = int(self.sizes.tokens[self.order].sum())
         if self.sizes.beginnings is None:
             return alone
-        steps = np.linspace(0, len(self) - 1, min(len(self), most_steps)).round().astype(int)
-        rows = [row for step in steps.tolist() for of_rank in self.pack_step(step) for row in of_rank]
+        steps = map(self.pack_step, self.spread_steps(50))
+        rows = [row for of_ranks in steps for of_rank in of_ranks for row in of_rank]
         saved = sum(int(self.sizes.tokens[row].sum()) - self.sizes.of_row(row).tokens for row in rows)
         return alone - round(saved * len(self.order) / sum(map(len, rows)))
 

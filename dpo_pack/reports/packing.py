@@ -87,7 +87,7 @@ def inspect_packing(
 def _statistics(
     plan: PackingPlan, lengths: PairLengths, shape: ModelShape, describe_pair: Callable[[int], str]
 ) -> Json:
-    steps, sizes, oversize = _spread_steps(plan), plan.sizes, plan.oversize_pairs.tolist()
+    steps, sizes, oversize = plan.spread_steps(MAX_STEPS), plan.sizes, plan.oversize_pairs.tolist()
     rows = [row for step in steps for row in plan.pack_step(step)[0]]
     scale = len(plan.order) / sum(map(len, rows))
     tokens, costs = np.array([sizes.of_row(row) for row in rows]).T
@@ -139,7 +139,7 @@ def _statistics(
 
 def rank_balance(plan: PackingPlan) -> Json:
     """Measures how evenly the costs of a plan are spread over its ranks."""
-    steps, of_row = _spread_steps(plan), plan.sizes.of_row
+    steps, of_row = plan.spread_steps(MAX_STEPS), plan.sizes.of_row
     planned = [plan.pack_step(step) for step in steps]
     costs = np.array([[sum(of_row(row).cost for row in rows) for rows in step] for step in planned])
     num_rows = np.array([[len(rows) for rows in step] for step in planned])  # [steps, R], like costs
@@ -162,7 +162,7 @@ def _compare_budgets(plan: PackingPlan, budgets: Sequence[int], num_ranks: int) 
     """Returns the outcome of each budget, and of that of `plan`, ascending. Steps have the same pairs under
     each. The time of a step, in tokens, is its tokens / `num_ranks`, plus ROW_OVERHEAD_TOKENS for each row of
     the rank with the most rows. The best is the smallest good one, if possible one that no pair exceeds."""
-    sizes, steps, outcomes = plan.sizes, _spread_steps(plan), []
+    sizes, steps, outcomes = plan.sizes, plan.spread_steps(MAX_STEPS), []
     drawn = sizes.tokens[np.unique(plan.order)]
     for budget in sorted({plan.token_budget, *budgets}):
         under = replace(plan, token_budget=budget)
@@ -189,11 +189,6 @@ def _compare_budgets(plan: PackingPlan, budgets: Sequence[int], num_ranks: int) 
 def _fill(tokens: np.ndarray[Any, Any], budget: int) -> float:
     """Returns the mean over rows of tokens / budget; an oversize row counts as full."""
     return float(np.minimum(tokens / budget, 1.0).mean())
-
-
-def _spread_steps(plan: PackingPlan) -> list[int]:
-    steps = np.linspace(0, len(plan) - 1, min(len(plan), MAX_STEPS)).round()
-    return [int(step) for step in np.unique(steps)]
 
 
 _OVERSIZE_PAIRS_SHOWN = 5
