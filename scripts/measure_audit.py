@@ -25,7 +25,7 @@ import pyarrow.parquet as pq  # noqa: E402
 from make_quickstart import KINDS, make_quickstart  # noqa: E402
 
 import dpo_pack  # noqa: E402
-from dpo_pack.audits.statistics import auroc  # noqa: E402
+from dpo_pack.audits.certainty import auroc  # noqa: E402
 
 SWAPPED = 0.2
 

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from dpo_pack.audits.statistics import NEGATED, NUM_DRAWS, calibration, certainty, divide, sigmoid, swap_test
+from dpo_pack.audits.certainty import NEGATED, NUM_DRAWS, calibration, certainty, divide, sigmoid, swap_test
 from dpo_pack.data.sources import Data, components, keys_together
 from dpo_pack.data.store import PairTable, distinct_keys
 from dpo_pack.packing.lengths import ADAPTER_PASSES, FloatArray, IntArray

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpo_pack.audits import statistics
-from dpo_pack.audits.statistics import auroc, calibration, certainty, divide, sigmoid, slope, swap_test
+from dpo_pack.audits import certainty as module
+from dpo_pack.audits.certainty import auroc, calibration, certainty, divide, sigmoid, slope, swap_test
 from dpo_pack.data import sources
 
 RNG = np.random.default_rng(0)
@@ -92,7 +92,7 @@ def test_the_auroc_is_the_part_of_wrong_and_right_pairs_in_order(scores: list[tu
 
 
 def test_the_test_negates_a_part_of_the_margins_and_ranks_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "NUM_DRAWS", 3)
+    monkeypatch.setattr(module, "NUM_DRAWS", 3)
     z, gaps = MARGINS, np.abs(RNG.normal(size=90))
     rng, draws = np.random.default_rng(7), []
     for _ in range(3):
